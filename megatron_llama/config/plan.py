@@ -1,0 +1,47 @@
+"""What a config means on a given number of devices; everything derived is derived here, once, by ``resolve``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_llama.config.settings import Config, ModelConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config that works, with every derived value filled in. Made by ``resolve``; frozen, needs no device."""
+
+    config: Config
+    """The settings; no field that ``resolve`` derives is None any more (device facts and run.dir excepted)."""
+    world_size: int
+    """Devices, one process each."""
+    dp: int
+    """Data-parallel size, world_size / (tp * pp)."""
+    num_microbatches: int
+    """Micro batches per step and data-parallel rank."""
+    stage_layers: tuple[tuple[int, ...], ...]
+    """Global layer numbers of each virtual stage, pp * vpp entries; virtual stage v * pp + p is chunk v of stage p."""
+    padded_vocab_size: int
+    """Rows of the embedding table with padding, a multiple of tp."""
+    notes: tuple[str, ...] = ()
+    """What a user should know but that stops nothing."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's shape."""
+        return self.config.model
+
+    @property
+    def shard_size(self) -> int:
+        """Data-parallel ranks that share one copy of what is sharded; 1 where zero=0."""
+        return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.dp)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a global batch."""
+        return self.config.trainer.global_batch_size * self.config.data.seq_length
+
+    @property
+    def sp(self) -> bool:
+        """Whether activations are split along the sequence."""
+        return bool(self.config.trainer.sp)

@@ -1,0 +1,224 @@
+"""Every setting: its name, type, default, unit and meaning.
+
+The string under a field is its documentation; docs/config.md is generated from it. ``None`` as a default means "derived":
+the field's documentation says from what, and ``resolve`` fills it in. The values people choose between stand in ``conf/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("fp32", "bf16")
+RECOMPUTE = ("none", "selective", "full")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass
+class RopeScaling:
+    """Llama 3's frequency scaling of rotary embeddings (Hugging Face's ``rope_type: llama3``)."""
+
+    rope_type: str = "llama3"
+    """Kind of scaling; only ``llama3`` exists here."""
+    factor: float = 8.0
+    """Low frequencies are divided by this."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_max_position_embeddings / this are scaled fully."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_max_position_embeddings / this are left alone."""
+    original_max_position_embeddings: int = 8192
+    """Sequence length before scaling, tokens."""
+
+
+@dataclass
+class ModelConfig:
+    """The Llama's shape, under Hugging Face's names."""
+
+    name: str = "llama_2m"
+    """Preset's name; shown in plans and used for the default run folder."""
+    vocab_size: int = 4096
+    """Rows of the embedding table that mean something; padding for tensor parallelism is added and hidden by us."""
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    intermediate_size: int = 512
+    """Width of the SwiGLU feed-forward."""
+    num_hidden_layers: int = 4
+    """Transformer blocks."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: int | None = None
+    """Key and value heads (grouped-query attention). Derived: num_attention_heads."""
+    head_dim: int | None = None
+    """Width of a head. Derived: hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 4096
+    """Longest sequence the model is meant for, tokens."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Frequency scaling for long contexts; none for Llama 2."""
+    tie_word_embeddings: bool = False
+    """The output head is the embedding table."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights; o_proj and down_proj get it divided by sqrt(2 * num_hidden_layers)."""
+
+
+@dataclass
+class DataConfig:
+    """What is trained on."""
+
+    name: str = "python_stdlib"
+    """The data's name; shown in plans and used for the default run folder."""
+    mock: bool = False
+    """Make up tokens of the model's vocabulary instead of reading files."""
+    prefixes: list[Any] = field(default_factory=list)
+    """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (share of samples)."""
+    split: str = "969,30,1"
+    """Shares of documents for training, validation, test, as Megatron writes them."""
+    seq_length: int = 256
+    """Tokens in a training sequence."""
+    tokenizer: str | None = None
+    """sentencepiece model that made the dataset; checked against it, and used to print samples."""
+    cache_dir: str | None = None
+    """Folder for Megatron's shuffle and sample indices. Derived: beside the first dataset."""
+    prepare: str | None = None
+    """The command that makes this dataset; shown when it is not there."""
+
+
+@dataclass
+class TrainerConfig:
+    """How the work is laid out over devices, and how long it goes on."""
+
+    tp: int = 1
+    """Tensor-parallel size: devices that share each matrix."""
+    pp: int = 1
+    """Pipeline-parallel size: stages of layers."""
+    vpp: int = 1
+    """Virtual stages per device (interleaved schedule); 1 is plain 1F1B."""
+    pipeline_layers: list[int] | None = None
+    """Layers of each stage, pp numbers. Derived: spread evenly, the first stages taking what is left over."""
+    sp: bool | None = None
+    """Sequence parallelism: activations between the matrices are split over tp along the sequence. Derived: tp > 1."""
+    zero: int = 1
+    """Data-parallel sharding: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
+    dp: int | None = None
+    """Data-parallel size. Derived: world / (tp * pp); if given it is checked, and sets the world on CPU and in dry runs."""
+    shard_group: int | None = None
+    """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
+    micro_batch_size: int = 1
+    """Sequences one device (group) works on at a time."""
+    global_batch_size: int = 8
+    """Sequences per optimizer step, over all devices."""
+    steps: int = 100
+    """Optimizer steps of the whole run; 0 initialises (or loads), saves and ends."""
+    seed: int = 1234
+    """Seeds initial weights and data order."""
+    precision: str = "fp32"
+    """fp32, or bf16: compute in bf16, with master weights, gradient sums and optimizer in fp32."""
+    recompute: str = "none"
+    """Activations made again in the backward pass: none, selective (attention core and SwiGLU product), full (each block)."""
+    compile: bool = False
+    """torch.compile each block; on CPU this needs a C++ compiler."""
+    deterministic: bool = False
+    """Refuse operations whose result can differ between two identical runs."""
+    val_every_steps: int | None = None
+    """Steps between validations; none means never."""
+    val_steps: int = 4
+    """Global batches per validation."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = "adamw"
+    """adamw, adam or sgd, from torch.optim."""
+    lr: float = 3e-4
+    """Highest learning rate."""
+    min_lr: float | None = None
+    """Lowest learning rate after the decay. Derived: lr / 10."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0. Derived: a tenth of the steps, at most 2000."""
+    constant_steps: int = 0
+    """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Adam's averaging factors for gradient and squared gradient."""
+    eps: float = 1e-8
+    """Added to the denominator of Adam's update."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms are exempt."""
+    clip: float | None = 1.0
+    """Largest global gradient norm; larger gradients are scaled down. None: no clipping."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """What Hydra instantiates as the schedule: _target_ and its arguments, beside the optimizer."""
+
+
+@dataclass
+class DeviceConfig:
+    """The kind of device and what is known of it."""
+
+    name: str = "auto"
+    """auto takes the best device found here; cpu is always there."""
+    peak_tflops: float | None = None
+    """Dense TFLOP/s of one device at the run's precision, for MFU. Derived: by model name; measured on CPU."""
+    memory_gib: float | None = None
+    """Memory of one device, GiB; a layout that can't fit is refused. Derived: asked of the device."""
+
+
+@dataclass
+class LoggingConfig:
+    """What is shown and written while training."""
+
+    every_steps: int = 1
+    """Steps between lines on the console (metrics.jsonl and TensorBoard get every step)."""
+    tensorboard: bool = True
+    """Write TensorBoard events to <run.dir>/tensorboard."""
+    parameter_norm: bool = False
+    """Also log parameter_norm, the global 2-norm of all weights (one more pass over them)."""
+    sample_prompts: list[str] = field(default_factory=list)
+    """Prompts continued and printed at the end of the run; needs data.tokenizer."""
+    sample_tokens: int = 48
+    """Tokens generated for each prompt."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    every_steps: int | None = None
+    """Steps between checkpoints; none means only at the end."""
+    keep: int | None = None
+    """Checkpoints kept, newest first; none keeps all."""
+    resume: str = "auto"
+    """auto goes on from the newest good checkpoint in run.dir, never starts anew, a path loads that checkpoint."""
+    save_last: bool = True
+    """Save the last step."""
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives."""
+
+    dir: str | None = None
+    """Folder of the run. Derived: runs/<model>-<data>-<time>."""
+
+
+@dataclass
+class Config:
+    """All settings of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    init_from: str | None = None
+    """Hugging Face folder whose weights the run starts from."""
+    dry_run: bool = False
+    """Print the plan and start nothing (same as --dry-run)."""
