@@ -1,0 +1,75 @@
+"""The CPU: the device that is always there. Ranks are processes, gloo connects them, the cores are shared out."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_llama.devices.base import Device
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_llama.config import Plan
+
+
+class Cpu(Device):
+    """One rank per process; its threads are the cores divided by the ranks on this machine."""
+
+    name = "cpu"
+    backend = "gloo"
+    is_accelerator = False
+    forkable = True
+
+    def probe(self) -> str | None:
+        return None
+
+    def count(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+    def memory_bytes(self) -> int:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit is below the machine's memory
+        try:
+            return min(physical, int(limit.read_text()))
+        except (OSError, ValueError):  # no cgroup v2, or "max"
+            return physical
+
+    def environment(self, plan: Plan) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(max(1, self.count() // plan.world_size))}
+
+    def enter(self, local_rank: int, local_ranks: int) -> torch.device:
+        import torch
+
+        torch.set_num_threads(max(1, self.count() // local_ranks))
+        return torch.device("cpu")
+
+    def peak_flops(self, precision: str) -> tuple[float, str]:
+        """The best of a few matrix products with this rank's threads, while the other ranks do the same."""
+        import torch
+
+        n = 1024
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+        best = float("inf")
+        for _ in range(8):
+            start = time.perf_counter()
+            a @ b
+            best = min(best, time.perf_counter() - start)
+        return 2 * n**3 / best, f"measured, {n} x {n} {str(dtype).removeprefix('torch.')} product"
+
+    def peak_memory_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def compiler_missing(self) -> str | None:
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) or shutil.which("clang++"):
+            return None
+        return f"torch.compile on the CPU needs a C++ compiler and {compiler} is not there; install g++ or set CXX"
+
+
+DEVICE = Cpu()

@@ -1,0 +1,91 @@
+"""NVIDIA GPUs, through CUDA and NCCL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_llama.devices.base import Device
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_llama.config import Plan
+
+# Dense TFLOP/s from the makers' data sheets: (part of the device's name, bf16, fp32 as TF32 is off). First match wins.
+_PEAKS = (
+    ("GB200", 2450.0, 80.0),
+    ("B200", 2250.0, 75.0),
+    ("H200", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100", 989.0, 67.0),
+    ("A100", 312.0, 19.5),
+    ("L40S", 362.0, 91.6),
+    ("A10G", 70.0, 35.0),
+    ("RTX 4090", 165.0, 82.6),
+    ("V100", 125.0, 15.7),
+)
+
+
+class Cuda(Device):
+    """One rank per visible GPU."""
+
+    name = "cuda"
+    backend = "nccl"
+    is_accelerator = True
+    forkable = False  # a CUDA context does not survive a fork
+
+    def probe(self) -> str | None:
+        import torch
+
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} was built without CUDA"
+        if not torch.cuda.is_available():
+            return "torch finds no NVIDIA GPU (is there a driver, and is CUDA_VISIBLE_DEVICES right?)"
+        return None
+
+    def count(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    def memory_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+
+    def environment(self, plan: Plan) -> dict[str, str]:
+        variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        if plan.config.trainer.tp > 1:
+            # megatron-core's linears count on kernels starting in the order of their calls to overlap communication.
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        if plan.config.trainer.deterministic:
+            variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        return variables
+
+    def enter(self, local_rank: int, local_ranks: int) -> torch.device:
+        import torch
+
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+
+    def peak_flops(self, precision: str) -> tuple[float, str]:
+        import torch
+
+        model = torch.cuda.get_device_name()
+        for part, bf16, fp32 in _PEAKS:
+            if part in model:
+                return (fp32 if precision == "fp32" else bf16) * 1e12, f"data sheet, {part} dense {precision}"
+        return 0.0, f"unknown for {model}: set device.peak_tflops to see MFU"
+
+    def peak_memory_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+DEVICE = Cuda()

@@ -1,0 +1,60 @@
+"""megatron-core's CUDA calls, sent to whatever device the run is on. Nothing else in the project patches megatron-core.
+
+megatron-core asks ``torch.cuda`` for "the current device" when it allocates communication buffers, wherever its layers run.
+Each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls replaced:
+
+    torch.cuda.current_device()       buffers of sequence parallelism and of point-to-point transfers
+    torch.cuda.synchronize()          after batched point-to-point transfers (a race in NCCL; nothing to wait for elsewhere)
+    torch.zeros(..., device="cuda")   the schedules' token counter
+
+The real ``torch.cuda`` is untouched. tests/devices/test_mcore.py reads megatron-core's sources and fails when a module that we
+use makes a CUDA call that is not accounted for here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import torch
+
+ROUTED = (
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.utils",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.utils",  # GlobalMemoryBuffer, the gather buffer of sequence parallelism
+)
+
+
+def route(device: torch.device) -> None:
+    """Make megatron-core work on ``device``. On CUDA only the warning about launch order is settled."""
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    # The warning fires inside a linear's forward and would split its compiled graph; devices/cuda.py sets what it asks for.
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    if device.type == "cuda":
+        return
+    routed = _routed_torch(device)
+    for name in ROUTED:
+        importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
+
+
+def _routed_torch(device: torch.device) -> types.ModuleType:
+    """A module with torch's attributes, except for the calls listed above."""
+    routed = types.ModuleType("torch")
+    routed.__dict__.update(torch.__dict__)
+    cuda = types.ModuleType("torch.cuda")
+    cuda.__dict__.update(torch.cuda.__dict__)
+    cuda.current_device = lambda: device  # type: ignore[attr-defined]
+    cuda.synchronize = lambda *_: None  # type: ignore[attr-defined]
+    routed.cuda = cuda  # type: ignore[attr-defined]
+
+    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = device
+        return torch.zeros(*args, **kwargs)
+
+    routed.zeros = zeros  # type: ignore[attr-defined]
+    return routed

@@ -1,0 +1,1 @@
+"""The Llama and the names of its tensors."""

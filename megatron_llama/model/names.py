@@ -1,0 +1,143 @@
+"""The one table between our parameters and Hugging Face's tensors.
+
+A rank's parameter is made of rectangles of globally named tensors: ``qkv_proj`` on one tensor-parallel rank is some rows of
+q_proj, then some of k_proj, then some of v_proj. Initial weights, checkpoints, import and export, and what counts once in a
+norm all read this table, so nothing else needs to know how a matrix is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_llama.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a Hugging Face tensor, and where it lies in a rank's parameter."""
+
+    name: str
+    """Hugging Face's name of the tensor."""
+    global_shape: Shape
+    """That tensor's shape."""
+    offset: Shape
+    """Where the rectangle starts in it."""
+    local_offset: Shape
+    """Where the rectangle starts in the rank's parameter."""
+    size: Shape
+    """Extent of the rectangle."""
+    replica: int = 0
+    """Which copy this is among tensor- and pipeline-parallel ranks; copy 0 counts for norms and is written to checkpoints."""
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """The rectangle in the rank's parameter."""
+        return tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.size, strict=True))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The part of the layout that decides how matrices are cut."""
+
+    rank: int
+    size: int
+
+
+def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the Hugging Face checkpoint and its shape, in file order."""
+    assert model.head_dim is not None and model.num_key_value_heads is not None
+    h, ffn, d = model.hidden_size, model.intermediate_size, model.head_dim
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, h)}
+    for i in range(model.num_hidden_layers):
+        layer = f"model.layers.{i}."
+        shapes[layer + "self_attn.q_proj.weight"] = (model.num_attention_heads * d, h)
+        shapes[layer + "self_attn.k_proj.weight"] = (model.num_key_value_heads * d, h)
+        shapes[layer + "self_attn.v_proj.weight"] = (model.num_key_value_heads * d, h)
+        shapes[layer + "self_attn.o_proj.weight"] = (h, model.num_attention_heads * d)
+        shapes[layer + "mlp.gate_proj.weight"] = (ffn, h)
+        shapes[layer + "mlp.up_proj.weight"] = (ffn, h)
+        shapes[layer + "mlp.down_proj.weight"] = (h, ffn)
+        shapes[layer + "input_layernorm.weight"] = (h,)
+        shapes[layer + "post_attention_layernorm.weight"] = (h,)
+    shapes["model.norm.weight"] = (h,)
+    if not model.tie_word_embeddings:
+        shapes["lm_head.weight"] = (model.vocab_size, h)
+    return shapes
+
+
+def pieces(parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int) -> list[Piece]:
+    """The rectangles that make up one of our parameters on one tensor-parallel rank.
+
+    ``parameter`` is a name of ``Llama.named_parameters()``. Rows that pad the vocabulary belong to no rectangle.
+    """
+    shapes = hf_shapes(model)
+    stem = parameter.removesuffix(".weight")
+    if stem in ("embed_tokens", "lm_head"):
+        tied_copy = stem == "lm_head" and model.tie_word_embeddings
+        name = "model.embed_tokens.weight" if tied_copy or stem == "embed_tokens" else "lm_head.weight"
+        rows = padded_vocab_size // tp.size
+        real = max(0, min(rows, model.vocab_size - tp.rank * rows))
+        size = (real, model.hidden_size)
+        return [Piece(name, shapes[name], (tp.rank * rows, 0), (0, 0), size, int(tied_copy))] if real else []
+    name = f"model.{parameter}"
+    if stem.endswith("norm"):
+        return [Piece(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
+    if stem.endswith("qkv_proj"):
+        return _qkv_pieces(name, shapes, model, tp)
+    if stem.endswith("gate_up_proj"):
+        names = [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        return _stack([_row_part(n, shapes[n], tp.rank, tp.size) for n in names])
+    if stem.endswith(("o_proj", "down_proj")):
+        rows, columns = shapes[name]
+        width = columns // tp.size
+        return [Piece(name, shapes[name], (0, tp.rank * width), (0, 0), (rows, width))]
+    raise KeyError(f"no Hugging Face name for parameter {parameter!r}")
+
+
+def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:
+    """What is left of the rectangles in rows [start, stop) of the parameter, with local offsets counted from ``start``."""
+    kept = []
+    for part in parts:
+        first = max(start, part.local_offset[0])
+        last = min(stop, part.local_offset[0] + part.size[0])
+        if first < last:
+            cut = first - part.local_offset[0]
+            kept.append(
+                replace(
+                    part,
+                    offset=(part.offset[0] + cut, *part.offset[1:]),
+                    local_offset=(first - start, *part.local_offset[1:]),
+                    size=(last - first, *part.size[1:]),
+                )
+            )
+    return kept
+
+
+def kv_copies(model: ModelConfig, tp_size: int) -> int:
+    """Neighbouring tensor-parallel ranks that hold the same kv head; 1 where there are enough heads for all."""
+    assert model.num_key_value_heads is not None
+    return max(1, tp_size // model.num_key_value_heads)
+
+
+def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Piece:
+    rows = shape[0] // parts
+    return Piece(name, shape, (part * rows, 0), (0, 0), (rows, shape[1]), replica)
+
+
+def _stack(parts: list[Piece]) -> list[Piece]:
+    """Put rectangles below one another."""
+    row, stacked = 0, []
+    for part in parts:
+        stacked.append(replace(part, local_offset=(row, 0)))
+        row += part.size[0]
+    return stacked
+
+
+def _qkv_pieces(name: str, shapes: dict[str, Shape], model: ModelConfig, tp: TensorParallel) -> list[Piece]:
+    copies = kv_copies(model, tp.size)
+    q, k, v = (name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
+    head, copy = tp.rank // copies, tp.rank % copies
+    kv = [_row_part(n, shapes[n], head, tp.size // copies, copy) for n in (k, v)]
+    return _stack([_row_part(q, shapes[q], tp.rank, tp.size), *kv])

@@ -1,0 +1,106 @@
+"""The order in which a Llama is made parallel, on one screen.
+
+    meta device  →  tensor and sequence parallel layers  →  recompute  →  compile  →  data-parallel sharding  →  weights
+
+Tensor parallelism comes first since it decides what a rank's matrices are; recomputation is part of a block, so that what is
+compiled includes it; sharding wraps compiled blocks, since its hooks can't be compiled; weights come last, when each rank knows
+which rectangles are its own: no rank ever holds a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.config import Plan
+from megatron_llama.devices import Device
+from megatron_llama.model.init import initial_values
+from megatron_llama.model.llama import Llama
+from megatron_llama.model.megatron import mcore_config
+from megatron_llama.parallel.data import data_mesh, shard_chunk
+from megatron_llama.parallel.pipeline import MicroBatch, run_schedule
+from megatron_llama.parallel.shards import Shard, shards_of
+from megatron_llama.parallel.tensor import ReplicatedGradients
+from megatron_llama.topology import Topology
+
+
+@dataclass
+class ParallelModel:
+    """This rank's part of the model: its chunks, what it holds of each parameter, and how to run a step."""
+
+    plan: Plan
+    chunks: list[Llama]
+    shards: list[Shard]
+    device: torch.device
+    replicated: ReplicatedGradients = field(repr=False)
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
+        """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its gradients.
+
+        Returns the mean loss per token, fp32 scalar, the same on all ranks.
+        """
+        total = self._total_tokens(microbatches)
+        loss = run_schedule(self.chunks, self.plan, microbatches, total, train)
+        if train:
+            self.replicated.reduce(self.shards)
+        trainer = self.plan.config.trainer
+        loss = loss / trainer.tp  # each tensor-parallel rank of the last stage has the same value
+        dist.all_reduce(loss)
+        return loss
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for shard in self.shards:
+            shard.parameter.grad = None
+
+    def _total_tokens(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Tokens with loss in the global batch; every tensor- and pipeline-parallel rank has the same micro batches."""
+        count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
+        dist.all_reduce(count)
+        return (count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)).clamp(min=1)
+
+
+def build_model(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> ParallelModel:
+    """This rank's part of the model with its initial weights."""
+    trainer = plan.config.trainer
+    mcore = mcore_config(plan)
+    mesh = data_mesh(topology, torch_device.type)
+    virtual_stages = range(topology.pp_rank, topology.pp * topology.vpp, topology.pp)
+    chunks = []
+    for stage in virtual_stages:
+        with torch.device("meta"):
+            chunk = Llama(
+                plan.model,
+                mcore,
+                plan.stage_layers[stage],
+                padded_vocab_size=plan.padded_vocab_size,
+                recompute=trainer.recompute,
+                is_first=stage == 0,
+                is_last=stage == topology.pp * topology.vpp - 1,
+            )
+        if trainer.compile:
+            compile_blocks(chunk, device)
+        shard_chunk(chunk, mesh, plan)
+        chunk.to_empty(device=torch_device)
+        chunks.append(chunk)
+    shards = [s for chunk in chunks for s in shards_of(chunk, plan.model, topology, plan.padded_vocab_size)]
+    initialise(shards, plan)
+    return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology))
+
+
+def compile_blocks(chunk: Llama, device: Device) -> None:
+    """torch.compile each block's forward; the hooks of ``fully_shard`` stay outside."""
+    for block in chunk.layers.values():
+        block.forward = torch.compile(block.forward, backend=device.compile_backend())  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def initialise(shards: list[Shard], plan: Plan) -> None:
+    """Fill the weights with values that depend on seed, name and position alone."""
+    for shard in shards:
+        shard.local.zero_()
+        for piece in shard.pieces:
+            shard.local[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))

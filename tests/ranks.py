@@ -1,0 +1,89 @@
+"""Run a function in forked ranks: the parent has imported torch and megatron-core once, so two ranks start in a third of a second.
+
+The parent must never run CUDA, a threaded backward or Inductor's workers (forking would deadlock the children), so tests run
+single-process oracles through here too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_llama.parallel  # noqa: F401  imports megatron-core before the fork
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or ran out of time; the message holds every traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """``function(rank, *args)`` on each of ``world_size`` ranks over gloo; their results in the order of ranks."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        readers, workers = [], []
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            worker = context.Process(target=_rank, args=(function, rank, world_size, folder, writer, args), daemon=True)
+            worker.start()
+            writer.close()
+            readers.append(reader)
+            workers.append(worker)
+        try:
+            return _collect(readers, timeout)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+
+
+def _rank(function: Callable[..., Any], rank: int, world: int, folder: str, writer: Connection, args: tuple) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        result, error = function(rank, *args), None
+    except BaseException:
+        result, error = None, traceback.format_exc()
+    writer.send_bytes(pickle.dumps((result, error)))  # by value: shared-memory tensors would die with the rank
+    writer.close()
+    os._exit(0)  # skip destructors of process groups whose peers may be gone
+
+
+def _collect(readers: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) + len(errors) < len(readers):
+        pending = [r for i, r in enumerate(readers) if i not in results and i not in errors]
+        ready = wait(pending, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [i for i, r in enumerate(readers) if r in pending]
+            errors.update({i: f"no answer within {timeout} s" for i in late})
+        for reader in ready:
+            index = readers.index(reader)  # type: ignore[arg-type]
+            try:
+                result, error = pickle.loads(readers[index].recv_bytes())
+            except EOFError:
+                result, error = None, "died without a word"
+            if error is None:
+                results[index] = result
+            else:
+                errors[index] = error
+                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this one for ever
+    if errors:
+        raise RankFailed("\n".join(f"rank {i}:\n{errors[i]}" for i in sorted(errors)))
+    return [results[i] for i in range(len(readers))]
