@@ -1,0 +1,1 @@
+"""The parts that the data preparation scripts share. Nothing here imports torch."""
