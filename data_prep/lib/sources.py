@@ -1,0 +1,219 @@
+"""Input files: finding them, and reading them as plain bytes whatever their compression.
+
+The compression is told by the first bytes, never by the name: RedPajama's common_crawl is zstd although its name
+says .json.gz. A compressed file that ends early is an error, always: what was in the rest is unknown.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.lib.errors import UserError
+
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt",)
+COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz")
+# Small enough that one piece of a well-compressed file does not become hundreds of megabytes.
+READ_BYTES = 1 << 17
+# Files packed with a longer window (zstd --long) need that much memory to unpack.
+ZSTD_MAX_WINDOW = 1 << 27
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file."""
+
+    path: str
+    size: int
+    """bytes on disk"""
+    mtime_ns: int
+    compression: str
+    """"", "gzip" or "zstd" """
+    is_text: bool
+    """the whole file is one document, rather than one record a line"""
+
+
+def find_sources(patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Source]:
+    """The input files of the command line, in its order; folders and patterns are sorted by path.
+
+    In a folder, .jsonl, .json, .ndjson and .txt files are taken, compressed or not, at any depth.
+
+    Raises:
+        UserError: something is not there, can't be read, or no file is left.
+    """
+    sources: list[Source] = []
+    seen: set[str] = set()
+    for pattern in patterns:
+        for path in _expand(pattern, tuple(text_suffixes)):
+            real = os.path.realpath(path)
+            if real in seen:
+                raise UserError(f"{path} is named twice in --input: its documents would count twice")
+            seen.add(real)
+            sources.append(_inspect(path, tuple(text_suffixes)))
+    return sources
+
+
+def _expand(pattern: str, text_suffixes: tuple[str, ...]) -> list[str]:
+    if os.path.isdir(pattern):
+        wanted = JSON_SUFFIXES + text_suffixes
+        paths = [
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(pattern, followlinks=True)
+            for name in names
+            if not name.startswith(".") and bare_name(name).endswith(wanted)
+        ]
+        if not paths:
+            raise UserError(f"the folder {pattern} holds no {', '.join(wanted)} file (compressed or not)")
+        return sorted(paths)
+    if os.path.exists(pattern):
+        return [pattern]
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise UserError(f"there is no file {pattern}" + (" (nothing matches)" if glob.has_magic(pattern) else ""))
+    return paths
+
+
+def bare_name(name: str) -> str:
+    """A file's name in lower case without the suffix of its compression."""
+    lower = name.lower()
+    for suffix in COMPRESSION_SUFFIXES:
+        lower = lower.removesuffix(suffix)
+    return lower
+
+
+def _inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            head = file.read(4)
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    compression = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head == b"\x28\xb5\x2f\xfd" else ""
+    if not compression and status.st_size and path.lower().endswith(COMPRESSION_SUFFIXES) and not _is_json(head):
+        raise UserError(f"{path} is neither gzip nor zstd, whatever its name says: it starts with {head!r}")
+    return Source(path, status.st_size, status.st_mtime_ns, compression, bare_name(path).endswith(text_suffixes))
+
+
+def _is_json(head: bytes) -> bool:
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"")
+
+
+def read_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
+    """The source's bytes, unpacked, in pieces, each with the number of bytes on disk read so far.
+
+    Raises:
+        UserError: a compressed stream is damaged or cut off.
+    """
+    with open(source.path, "rb") as file:
+        if source.compression == "zstd":
+            yield from _unpack_zstd(source.path, file)
+        elif source.compression == "gzip":
+            yield from _unpack_gzip(source.path, file)
+        else:
+            position = 0
+            while piece := file.read(1 << 20):
+                position += len(piece)
+                yield piece, position
+
+
+def _unpack_zstd(path: str, file: object) -> Iterator[tuple[bytes, int]]:
+    """Unpacks all frames. The library's own stream reader takes a cut-off file for a short one, hence by hand."""
+    import zstandard
+
+    read = file.read  # type: ignore[attr-defined]
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW)
+    position = unpacked = 0
+    frame = None
+    packed = b""
+    while True:
+        if not packed:
+            packed = read(READ_BYTES)
+            position += len(packed)
+            if not packed:
+                break
+        if frame is None:
+            frame = unpacker.decompressobj()
+        try:
+            piece = frame.decompress(packed)
+        except zstandard.ZstdError as error:
+            raise UserError(f"{path}: damaged zstd data after {unpacked:,} good bytes: {error}") from None
+        packed = frame.unused_data if frame.eof else b""
+        if frame.eof:
+            frame = None
+        if piece:
+            unpacked += len(piece)
+            yield piece, position
+    if frame is not None:
+        raise _cut_off(path, "zstd", unpacked)
+
+
+def _unpack_gzip(path: str, file: object) -> Iterator[tuple[bytes, int]]:
+    """Unpacks all members, with isal where it is installed (twice as fast), else zlib; padding by zeros is allowed."""
+    try:
+        from isal import isal_zlib as library
+    except ImportError:
+        library = zlib  # type: ignore[assignment]
+    read = file.read  # type: ignore[attr-defined]
+    position = unpacked = 0
+    member = None
+    packed = b""
+    while True:
+        if not packed:
+            packed = read(READ_BYTES)
+            position += len(packed)
+            if not packed:
+                break
+        if member is None:
+            packed = packed.lstrip(b"\0")
+            if not packed:
+                continue
+            member = library.decompressobj(31)
+        try:
+            piece = member.decompress(packed)
+        except (library.error, zlib.error) as error:
+            raise UserError(f"{path}: damaged gzip data after {unpacked:,} good bytes: {error}") from None
+        packed = member.unused_data if member.eof else b""
+        if member.eof:
+            member = None
+        if piece:
+            unpacked += len(piece)
+            yield piece, position
+    if member is not None:
+        raise _cut_off(path, "gzip", unpacked)
+
+
+def _cut_off(path: str, kind: str, unpacked: int) -> UserError:
+    return UserError(
+        f"{path} is cut off: its {kind} stream ends in the middle, after {unpacked:,} unpacked bytes. "
+        "Fetch it again, or leave it out"
+    )
+
+
+def read_lines(source: Source) -> Iterator[bytes]:
+    """The source's lines (a text source is one line), without the line feed; a leading byte-order mark is gone."""
+    rest: list[bytes] = []
+    first = True
+    for piece, _ in read_pieces(source):
+        if first:
+            piece, first = piece.removeprefix(b"\xef\xbb\xbf"), False
+        if source.is_text or b"\n" not in piece:
+            rest.append(piece)
+            continue
+        head, *lines = piece.split(b"\n")
+        yield b"".join([*rest, head])
+        yield from lines[:-1]
+        rest = [lines[-1]]
+    if any(rest):
+        yield b"".join(rest)
+
+
+def check_unchanged(source: Source) -> None:
+    """Raises UserError where the file was changed since `find_sources` saw it."""
+    status = Path(source.path).stat()
+    if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
+        raise UserError(f"{source.path} was changed while it was read: start again")

@@ -1,0 +1,144 @@
+"""Trains a sentencepiece tokenizer with Llama 2's settings on the text of JSONL files.
+
+    python data_prep/train_tokenizer.py --input data/*.jsonl --vocab-size 4096 --model-prefix data/tokenizer
+
+BPE with byte fallback (no character is ever unknown), identity normalisation, digits one by one, whitespace pieces
+allowed, <unk> 0, <s> 1, </s> 2. Writes PREFIX.model and PREFIX.vocab. The same input gives the same model.
+"""
+
+import os
+import sys
+
+if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import io
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data_prep.lib.errors import UserError, run_main
+from data_prep.lib.files import atomic_open
+from data_prep.lib.sources import Source, find_sources, read_lines
+
+# sentencepiece drops sentences longer than this many bytes; ours are cut instead
+MAX_SENTENCE_BYTES = 4192
+BYTE_AND_CONTROL_PIECES = 256 + 3
+
+
+def texts(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
+    """The text of every record; lines that are no good are left out (preprocess.py is the one to report them)."""
+    for source in sources:
+        for line in read_lines(source):
+            if source.is_text:
+                yield line.decode("utf-8", "ignore")
+                continue
+            try:
+                record = json.loads(line)
+                values = [record[key] for key in keys if key in record]
+            except (ValueError, TypeError):
+                continue
+            for text in values:
+                if isinstance(text, str):
+                    yield text.encode("utf-8", "ignore").decode("utf-8")
+
+
+def total_bytes(sources: Sequence[Source]) -> int:
+    """Bytes on disk, those of compressed files counted three times: a fair guess of what they hold."""
+    return sum(source.size * (3 if source.compression else 1) for source in sources)
+
+
+def sample_sentences(documents: Iterator[str], available: int, wanted: int) -> Iterator[str]:
+    """Lines of evenly spread documents, about `wanted` bytes of the `available`; same input, same sample."""
+    share = min(1.0, wanted / max(1, available))
+    taken = offered = 0.0
+    for text in documents:
+        offered += len(text)
+        if taken > offered * share:
+            continue
+        taken += len(text)
+        for line in text.split("\n"):
+            # no character has more than 4 bytes, so a quarter of the limit always fits
+            for start in range(0, len(line), MAX_SENTENCE_BYTES // 4):
+                sentence = line[start : start + MAX_SENTENCE_BYTES // 4].replace("\0", "")
+                if sentence:
+                    yield sentence
+
+
+def train(sentences: Iterator[str], vocab_size: int, threads: int) -> bytes:
+    """Trains and returns the model's bytes.
+
+    Raises:
+        UserError: the text is too little or too uniform for that many pieces.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=True,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            byte_fallback=True,
+            character_coverage=0.99995,
+            max_sentence_length=MAX_SENTENCE_BYTES,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            unk_surface=" \u2047 ",
+            num_threads=threads,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
+        raise UserError(f"sentencepiece can't make {vocab_size} pieces of this text: {reason}") from None
+    return model.getvalue()
+
+
+def write_model(model: bytes, prefix: Path) -> int:
+    """Writes PREFIX.vocab and then PREFIX.model; returns the number of pieces."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    with atomic_open(prefix.with_name(prefix.name + ".vocab")) as file:
+        for index in range(processor.vocab_size()):
+            file.write(f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n".encode())
+    with atomic_open(prefix.with_name(prefix.name + ".model")) as file:
+        file.write(model)
+    return int(processor.vocab_size())
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders, patterns; .gz and .zst too")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], help="where a record's text is (default text)")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="number of pieces (default 32000)")
+    parser.add_argument("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
+    parser.add_argument("--sample-mib", type=float, default=64.0, help="learn from about this much text (default 64)")
+    parser.add_argument("--threads", type=int, default=min(16, os.cpu_count() or 1), help="default: all cores")
+    args = parser.parse_args()
+    if args.vocab_size <= BYTE_AND_CONTROL_PIECES:
+        raise UserError(f"--vocab-size must be above {BYTE_AND_CONTROL_PIECES}: the bytes and <unk> <s> </s> are in it")
+    if args.sample_mib <= 0:
+        raise UserError("--sample-mib must be above 0")
+    start = time.monotonic()
+    sources = find_sources(args.input)
+    documents = texts(sources, args.json_keys)
+    sentences = sample_sentences(documents, total_bytes(sources), int(args.sample_mib * 2**20))
+    size = write_model(train(sentences, args.vocab_size, args.threads), args.model_prefix)
+    print(f"{args.model_prefix}.model: {size:,} pieces, {time.monotonic() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
