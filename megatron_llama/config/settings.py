@@ -142,8 +142,9 @@ class OptimConfig:
     """Lowest learning rate after the decay. Derived: lr / 10."""
     warmup_steps: int | None = None
     """Steps of linear warm-up from 0. Derived: a tenth of the steps, at most 2000."""
-    constant_steps: int = 0
-    """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay."""
+    constant_steps: int | None = None
+    """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0; for
+    wsd a tenth of the steps."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors for gradient and squared gradient."""
     eps: float = 1e-8
@@ -153,7 +154,7 @@ class OptimConfig:
     clip: float | None = 1.0
     """Largest global gradient norm; larger gradients are scaled down. None: no clipping."""
     schedule: dict[str, Any] = field(default_factory=dict)
-    """What Hydra instantiates as the schedule: _target_ and its arguments, beside the optimizer."""
+    """What Hydra instantiates as the schedule: _target_ and its arguments, beside the optimizer. Derived: a cosine."""
 
 
 @dataclass

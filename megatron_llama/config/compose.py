@@ -1,0 +1,272 @@
+"""From ``model=llama7b trainer.tp=8`` to a typed ``Config``.
+
+Hydra reads the override grammar and composes the groups under ``conf/``. The values are set here, one by one, on the
+typed result: Hydra itself stops at the first mistake, and a user wants to hear of all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
+from megatron_llama.config.problems import ConfigError, Problem, nearest
+from megatron_llama.config.settings import Config
+
+# The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
+SCHEMA = "settings"
+# What people who know Megatron, NeMo or transformers write, and what it is called here.
+KNOWN_ELSEWHERE = {
+    "tensor_model_parallel_size": "trainer.tp",
+    "tensor_parallel_size": "trainer.tp",
+    "pipeline_model_parallel_size": "trainer.pp",
+    "pipeline_parallel_size": "trainer.pp",
+    "virtual_pipeline_model_parallel_size": "trainer.vpp",
+    "data_parallel_size": "trainer.dp",
+    "sequence_parallel": "trainer.sp",
+    "zero_stage": "trainer.zero",
+    "max_steps": "trainer.steps",
+    "train_iters": "trainer.steps",
+    "learning_rate": "optim.lr",
+    "max_seq_length": "data.seq_length",
+    "encoder_seq_length": "data.seq_length",
+    "data_prefix": "data.prefixes",
+    "num_layers": "model.num_hidden_layers",
+    "num_query_groups": "model.num_key_value_heads",
+    "ffn_hidden_size": "model.intermediate_size",
+    "gradient_clip_val": "optim.clip",
+}
+
+
+def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
+    """The config that ``overrides`` ask for; raises ConfigError with everything that is wrong with them."""
+    problems: list[Problem] = []
+    parsed = list(_parsed(overrides, problems))
+    groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()}
+    choices: dict[str, str] = {}
+    values: list[Override] = []
+    for override in parsed:
+        if override.key_or_group in groups and not isinstance(_value(override), dict):
+            _choose(override, conf_dir, choices, problems)
+        else:
+            values.append(override)
+    try:
+        config = _compose_groups(choices, conf_dir)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError([*problems, _problem_in_files(error)]) from error
+    touched: set[str] = set()
+    for override in values:
+        name = override.key_or_group
+        if override.is_delete():
+            _delete(config, name, problems)
+        else:
+            _set(config, name, _value(override), problems)
+            touched.add(name)
+    if "data.prefixes" in touched and "data.prepare" not in touched:
+        # The group's command makes the group's files, not the ones named by hand.
+        config.data.prepare = None
+    typed = _typed(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return typed
+
+
+def to_yaml(config: Config) -> str:
+    """``config`` as YAML text, for ``<run.dir>/config.yaml``."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def from_yaml(text: str) -> Config:
+    """The config that ``to_yaml`` wrote."""
+    problems: list[Problem] = []
+    config = OmegaConf.structured(Config)
+    for name, value in (yaml.safe_load(text) or {}).items():
+        _set(config, name, value, problems)
+    typed = _typed(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return typed
+
+
+def _parsed(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Override]:
+    """Each override by Hydra's grammar; those that are none, or ask for several runs, become problems."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            problems.append(_syntax_problem(text, str(error).splitlines()[0]))
+            continue
+        name = override.key_or_group
+        if override.is_sweep_override():
+            values = text.partition("=")[2]
+            instead = f"write {name}=[{values}] for a list, {name}='\"{values}\"' for text, or start one run for each"
+            problems.append(Problem(name, values, "a run has one value for each setting; this is Hydra's sweep syntax", instead))
+        else:
+            yield override
+
+
+def _syntax_problem(text: str, detail: str) -> Problem:
+    """The problem of an override that Hydra's grammar does not know."""
+    rule = f"settings are written name=value ({detail})"
+    name, equals, value = text.partition("=")
+    if text.startswith("-"):
+        instead = "leave the dashes out: name=value, such as trainer.tp=2"
+    elif equals and name:
+        instead = f"put the value in quotes inside quotes: {name}='\"{value}\"'"
+    else:
+        instead = "write name=value, such as trainer.tp=2"
+    return Problem("override", text, rule, instead)
+
+
+def _value(override: Override) -> Any:
+    """The override's value in plain Python; None for a deletion."""
+    return None if override.is_delete() else override.value()
+
+
+def _choose(override: Override, conf_dir: Path, choices: dict[str, str], problems: list[Problem]) -> None:
+    """Notes which file of a group was asked for, the last one where it was asked for twice."""
+    group = override.key_or_group
+    options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
+    choice = _value(override)
+    if not override.is_delete() and str(choice) in options:
+        choices[group] = str(choice)
+        return
+    guess = nearest(str(choice), options)
+    listed = f"{group}=" + "|".join(options)
+    instead = f"write {group}={guess} (there are {listed})" if guess else f"write one of {listed}"
+    problems.append(Problem(group, choice, f"there is no {group} of that name in {conf_dir.name}/{group}/", instead))
+
+
+def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
+    """The chosen groups over the typed defaults, by Hydra."""
+    ConfigStore.instance().store(SCHEMA, Config)
+    defaults = yaml.safe_load((conf_dir / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    chosen_by_default = {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
+    # A group without a default must be added in Hydra's grammar; a user should not have to know which those are.
+    overrides = [f"{'' if group in chosen_by_default else '+'}{group}={choice}" for group, choice in choices.items()]
+    with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
+        return hydra_compose("config", overrides=overrides)
+
+
+def _problem_in_files(error: BaseException) -> Problem:
+    """The problem that Hydra or OmegaConf met in the files under conf/."""
+    cause: BaseException | None = error
+    while cause is not None and not getattr(cause, "full_key", None):
+        cause = cause.__cause__
+    name = str(getattr(cause, "full_key", "")) or "conf"
+    detail = str(cause or error).splitlines()[0]
+    guess = _guess(name) if name != "conf" else None
+    return Problem(name, None, f"a file in conf/ can't be used: {detail}", f"write {guess}" if guess else "correct that file")
+
+
+def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> None:
+    """Sets one value, or each value of a section that is given as a mapping."""
+    setting = settings_by_name().get(name)
+    if name == FREE_DICT and isinstance(value, dict):
+        with open_dict(config):
+            config.optim.schedule = value
+    elif name.startswith(FREE_DICT + "."):
+        # The schedule's arguments are those of whatever class it names, so any key is right here.
+        OmegaConf.update(config, name, value, force_add=True)
+    elif isinstance(value, dict) and name in sections():
+        for key, item in value.items():
+            _set(config, f"{name}.{key}", item, problems)
+    elif name in sections() and not (value is None and sections()[name].optional):
+        instead = f"write the one you mean, such as {_example(name)}"
+        problems.append(Problem(name, value, "this is a section of settings, not a setting", instead))
+    elif setting is None and name not in sections():
+        problems.append(_unknown(name, value))
+    else:
+        _assign(config, name, setting, value, problems)
+
+
+def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, problems: list[Problem]) -> None:
+    """Sets one known setting, or reports that the value has the wrong type."""
+    parent_name, _, key = name.rpartition(".")
+    parent = OmegaConf.select(config, parent_name) if parent_name else config
+    if parent is None:
+        # An optional section that was null: its other values start from their defaults.
+        outer, _, inner = parent_name.rpartition(".")
+        OmegaConf.select(config, outer)[inner] = sections()[parent_name].type()
+        parent = OmegaConf.select(config, parent_name)
+    try:
+        parent[key] = value
+    except OmegaConfBaseException:
+        assert setting is not None, "null is a legal value of an optional section"
+        problems.append(Problem(name, value, f"must be {setting.kind}", setting.advice(value)))
+
+
+def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
+    """Takes out one of the schedule's arguments; every other setting exists always."""
+    argument = name.removeprefix(FREE_DICT + ".")
+    if name.startswith(FREE_DICT + ".") and argument in config.optim.schedule:
+        with open_dict(config):
+            schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
+            config.optim.schedule = {key: item for key, item in schedule.items() if key != argument}
+        return
+    problems.append(Problem(f"~{name}", None, "only arguments of optim.schedule can be taken out", f"write {name}=null"))
+
+
+def _typed(config: DictConfig, problems: list[Problem]) -> Config:
+    """The dataclasses, interpolations followed except in the schedule, whose values ``resolve`` has yet to derive."""
+    schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
+    with open_dict(config):
+        config.optim.schedule = {}
+    try:
+        typed = cast(Config, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:
+        name = str(getattr(error, "full_key", "") or "config")
+        rule = str(error).splitlines()[0]
+        problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
+        return Config()
+    typed.optim.schedule = schedule
+    return typed
+
+
+def _unknown(name: str, value: Any) -> Problem:
+    """The problem of a setting that does not exist, with the one that was probably meant."""
+    guess = _guess(name)
+    instead = f"write {guess}" if guess else f"write one of {', '.join(_siblings(name))}; docs/config.md has them all"
+    return Problem(name, value, "there is no setting of this name", instead)
+
+
+def _guess(name: str) -> str | None:
+    """The known setting that ``name`` was probably meant to be."""
+    known = settings_by_name()
+    leaf = name.rpartition(".")[2]
+    if leaf in KNOWN_ELSEWHERE:
+        return KNOWN_ELSEWHERE[leaf]
+    same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+    inside = nearest(name, [other for other in known if other.rpartition(".")[0] == name.rpartition(".")[0]])
+    if inside:
+        return inside
+    by_leaf = nearest(leaf, [other.rpartition(".")[2] for other in known])
+    return nearest(name, known) or next((other for other in known if other.rpartition(".")[2] == by_leaf), None)
+
+
+def _siblings(name: str) -> list[str]:
+    """The settings beside ``name``, or the sections where there is no such section."""
+    section = name.rpartition(".")[0]
+    beside = [other for other in settings_by_name() if other.rpartition(".")[0] == section]
+    return beside if section and beside else [f"{other}.*" for other in sections()]
+
+
+def _example(section: str) -> str:
+    """A setting inside ``section``, with its default."""
+    return next(f"{name}=..." for name in settings_by_name() if name.startswith(section + "."))

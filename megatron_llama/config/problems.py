@@ -1,0 +1,82 @@
+"""What is wrong with a config, gathered so that all of it is said at once."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MESSAGE_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that stops a run: where it is, what stands there, which rule it breaks, and what to write instead."""
+
+    field: str
+    """The setting as it is written on the command line, e.g. ``trainer.tp``."""
+    value: Any
+    """What stands there now."""
+    rule: str
+    """The rule it breaks, as a sentence."""
+    instead: str
+    """What to write instead, ready to paste where that is possible."""
+
+    def __str__(self) -> str:
+        return f"{self.field}={shown(self.value)}: {self.rule}; {self.instead}"
+
+
+class ConfigError(ValueError):
+    """A config that can't work; ``problems`` has every reason, and the message shows them all."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        assert self.problems, "a ConfigError says at least one thing"
+        super().__init__(format_problems(self.problems))
+
+
+def shown(value: Any) -> str:
+    """``value`` as a user would write it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(shown(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def nearest(wanted: str, known: Iterable[str]) -> str | None:
+    """The name in ``known`` that ``wanted`` was probably meant to be, or None."""
+    found = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def format_problems(problems: ConfigError | Sequence[Problem]) -> str:
+    """The message for the user: each problem's field and value, the rule, and what to write instead."""
+    listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
+    head = "This config can't work, for one reason:" if len(listed) == 1 else f"This config can't work, for {len(listed)} reasons:"
+    blocks = [head]
+    for problem in listed:
+        title = problem.field if problem.value is None else f"{problem.field} = {shown(problem.value)}"
+        blocks.append("\n".join([f"  {title}", _wrapped("rule   ", problem.rule), _wrapped("instead", problem.instead)]))
+    return "\n\n".join(blocks)
+
+
+def _wrapped(label: str, text: str) -> str:
+    """``text`` under ``label``, wrapped with a hanging indent; long paths and commands are never cut."""
+    start = f"    {label}  "
+    return textwrap.fill(
+        text,
+        MESSAGE_WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
