@@ -48,6 +48,7 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
         if isinstance(module, FSDPModule):
             # Gradients are sums: the loss is already divided by the tokens of the global batch.
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # the default way to divide by 1 is an operation gloo lacks
 
 
 def before_last_microbatch(chunk: FSDPModule, zero: int) -> Callable[[], AbstractContextManager[None]] | None:

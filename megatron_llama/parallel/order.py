@@ -21,7 +21,7 @@ from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.megatron import mcore_config
 from megatron_llama.parallel.data import data_mesh, shard_chunk
-from megatron_llama.parallel.pipeline import MicroBatch, run_schedule
+from megatron_llama.parallel.pipeline import MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.topology import Topology
@@ -50,6 +50,10 @@ class ParallelModel:
         loss = loss / trainer.tp  # each tensor-parallel rank of the last stage has the same value
         dist.all_reduce(loss)
         return loss
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
+        return run_logits(self.chunks, self.plan, tokens)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

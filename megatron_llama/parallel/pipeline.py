@@ -73,6 +73,34 @@ def run_schedule(
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
 
+@torch.no_grad()
+def run_logits(chunks: list[Llama], plan: Plan, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Forward alone over one micro batch of ids [b, s], s the plan's sequence length.
+
+    Returns this rank's logits [s, b, vocabulary/t] on the last pipeline stage, None on the others.
+    """
+    for chunk in chunks:
+        chunk.eval()
+    vpp = plan.config.trainer.vpp
+    # The interleaved schedule wants a group of micro batches as large as the pipeline: repeat the one we have.
+    repeats = plan.config.trainer.pp if vpp > 1 else 1
+    iterators = [iter([tokens] * repeats) for _ in chunks]
+
+    def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
+        return chunk(next(batches)), None
+
+    outputs = _schedule(plan)(
+        forward_step_func=forward_step,
+        data_iterator=iterators if vpp > 1 else iterators[0],
+        model=chunks if vpp > 1 else chunks[0],
+        num_microbatches=repeats,
+        seq_length=tokens.shape[1],
+        micro_batch_size=tokens.shape[0],
+        forward_only=True,
+    )
+    return outputs[0] if outputs else None
+
+
 def _schedule(plan: Plan) -> Any:
     if plan.config.trainer.pp == 1:
         return forward_backward_no_pipelining

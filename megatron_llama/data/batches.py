@@ -1,0 +1,82 @@
+"""From samples to the micro batches of a rank.
+
+Step n trains on samples n·G .. n·G+G-1 (G the global batch), in every layout: micro batch m of data-parallel rank d holds the
+samples that follow offset (m·dp + d)·(micro batch). So consumed samples are all that a run must remember of its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_llama.config import Plan
+from megatron_llama.data.indexed import build_datasets
+from megatron_llama.data.mock import MockDataset
+from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.topology import Topology
+
+
+class Samples(Protocol):
+    """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A dataset, cut for one rank."""
+
+    samples: Samples
+    plan: Plan
+    topology: Topology
+    device: torch.device
+
+    def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
+        """This rank's micro batches of the global batch that starts at sample ``consumed_samples``."""
+        size = self.plan.config.trainer.micro_batch_size
+        starts = [
+            consumed_samples + (micro * self.topology.dp + self.topology.dp_rank) * size
+            for micro in range(self.plan.num_microbatches)
+        ]
+        return [self._micro_batch(range(start, start + size)) for start in starts]
+
+    def _micro_batch(self, indices: range) -> MicroBatch:
+        samples = [self.samples[index] for index in indices]
+        tokens, labels, loss_mask = (
+            torch.stack([sample[key] for sample in samples]).to(self.device, non_blocking=True)
+            for key in ("tokens", "labels", "loss_mask")
+        )
+        return MicroBatch(tokens, labels, loss_mask)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains and validates on."""
+
+    train: Batches
+    validation: Batches | None
+    """The same samples at each validation; None where the run doesn't validate."""
+
+
+def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
+    """The run's data. All ranks must call it; raises ConfigError on all of them when a dataset can't be used."""
+    trainer = plan.config.trainer
+    train_samples = trainer.steps * trainer.global_batch_size
+    validation_samples = trainer.val_steps * trainer.global_batch_size if trainer.val_every_steps else 0
+    train: Samples
+    validation: Samples | None
+    if plan.config.data.mock:
+        length, vocabulary = plan.config.data.seq_length, plan.model.vocab_size
+        train = MockDataset(train_samples, length, vocabulary, trainer.seed)
+        validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1) if validation_samples else None
+    else:
+        train, validation = build_datasets(plan, train_samples, validation_samples)
+    return Data(
+        train=Batches(train, plan, topology, device),
+        validation=None if validation is None else Batches(validation, plan, topology, device),
+    )

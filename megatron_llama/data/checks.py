@@ -1,0 +1,125 @@
+"""Is a dataset whole, and does it fit the model and the tokenizer? Reads headers, sizes and a sample of the ids; no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_llama.config import Config, Problem
+
+# Megatron's dtype codes of .idx files
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+_HEADER = 9 + 8 + 1 + 8 + 8
+_SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
+
+
+def blend(prefixes: list[Any]) -> tuple[list[str], list[float] | None]:
+    """Split Megatron's ``weight path weight path`` form into paths and weights (None where only paths are given)."""
+    if prefixes and all(_is_number(p) for p in prefixes[::2]) and len(prefixes) % 2 == 0:
+        return [str(p) for p in prefixes[1::2]], [float(p) for p in prefixes[::2]]
+    return [str(p) for p in prefixes], None
+
+
+def token_count(prefix: str) -> int:
+    """Tokens in a dataset, from its header and the size of its .bin."""
+    code = _read_header(Path(prefix + ".idx"))[1]
+    return Path(prefix + ".bin").stat().st_size // np.dtype(_DTYPES[code]).itemsize
+
+
+def check_dataset(config: Config) -> list[Problem]:
+    """Everything that keeps the config's datasets from being trained on."""
+    problems = []
+    prefixes, _ = blend(config.data.prefixes)
+    for prefix in prefixes:
+        try:
+            largest = _check_files(prefix)
+        except (OSError, ValueError) as error:
+            problems.append(Problem("data.prefixes", prefix, f"can't be read: {error}", "make the dataset again"))
+            continue
+        if largest >= config.model.vocab_size:
+            rule = f"holds token id {largest}, and the model's vocabulary ends at {config.model.vocab_size - 1}"
+            problems.append(Problem("data.prefixes", prefix, rule, _vocabulary_advice(config, largest)))
+        problems += _check_tokenizer(prefix, config)
+    return problems
+
+
+def _vocabulary_advice(config: Config, largest: int) -> str:
+    return f"write model.vocab_size={max(largest + 1, tokenizer_size(config) or 0)}, or prepare the data with another tokenizer"
+
+
+def tokenizer_size(config: Config) -> int | None:
+    """Pieces of ``data.tokenizer``, a sentencepiece model; None where there is none or it can't be read."""
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=config.data.tokenizer).vocab_size()
+    except (OSError, RuntimeError, TypeError):
+        return None
+
+
+def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
+    """The tokenizer that is named must be the one that made the dataset, and its ids must be rows of the embedding."""
+    tokenizer = config.data.tokenizer
+    if tokenizer is None:
+        return []
+    pieces = tokenizer_size(config)
+    if pieces is None:
+        return [Problem("data.tokenizer", tokenizer, "is no sentencepiece model", "name the .model file of the dataset")]
+    if pieces > config.model.vocab_size:
+        rule = f"has {pieces} pieces, and the model's vocabulary only {config.model.vocab_size}"
+        return [Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")]
+    manifest = Path(prefix + ".json")
+    if not manifest.exists():
+        return []  # made by another program: no record of its tokenizer
+    try:
+        made_with = json.loads(manifest.read_text()).get("tokenizer_sha256")
+    except (OSError, ValueError, AttributeError) as error:
+        return [Problem("data.prefixes", prefix, f"its manifest {manifest} can't be read: {error}", "make the dataset again")]
+    if made_with and made_with != hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest():
+        rule = f"is not the tokenizer that made {prefix}: their sha256 differ"
+        advice = "name the tokenizer that made the dataset, or prepare the data with this one"
+        return [Problem("data.tokenizer", tokenizer, rule, advice)]
+    return []
+
+
+def _check_files(prefix: str) -> int:
+    """The largest id in the part of the dataset that is looked at; raises OSError or ValueError for what is broken."""
+    index, binary = Path(prefix + ".idx"), Path(prefix + ".bin")
+    documents, code, sequences = _read_header(index)
+    expected = _HEADER + 12 * sequences + 8 * documents
+    if index.stat().st_size != expected:
+        raise ValueError(f"{index} has {index.stat().st_size} bytes where its header promises {expected}")
+    lengths = np.memmap(index, dtype=np.int32, mode="r", offset=_HEADER, shape=(sequences,)) if sequences else np.zeros(0)
+    itemsize = np.dtype(_DTYPES[code]).itemsize
+    needed = int(lengths.sum(dtype=np.int64)) * itemsize
+    if binary.stat().st_size != needed:
+        raise ValueError(f"{binary} has {binary.stat().st_size} bytes where {index} promises {needed}")
+    if needed == 0:
+        raise ValueError(f"{binary} holds no tokens")
+    ids = np.memmap(binary, dtype=_DTYPES[code], mode="r")
+    return int(ids[: _SAMPLED_BYTES // itemsize].max())
+
+
+def _read_header(index: Path) -> tuple[int, int, int]:
+    """(document indices, dtype code, sequences) of an .idx file."""
+    with index.open("rb") as file:
+        header = file.read(_HEADER)
+    if len(header) < _HEADER or header[:9] != b"MMIDIDX\x00\x00":
+        raise ValueError(f"{index} is no Megatron index file")
+    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
+    if version != 1 or code not in _DTYPES:
+        raise ValueError(f"{index} has version {version} and dtype code {code}, which nobody writes")
+    return documents, code, sequences
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

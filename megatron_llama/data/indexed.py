@@ -1,0 +1,78 @@
+"""Megatron indexed datasets (.bin/.idx) and blends of them, through megatron-core's own classes, caches and index files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.data.checks import blend, check_dataset, token_count
+
+
+@dataclass
+class _Ids:
+    """The part of a tokenizer that GPTDataset asks for. It works on ids alone; this is all it needs to know of them."""
+
+    vocab_size: int
+    eod: int = -1  # only used to mask or split documents, which we don't ask for
+    pad: int = -1  # no id of a dataset is padding
+    unique_identifiers: dict[str, Any] = field(default_factory=lambda: {"class": "ids"})  # in the index cache's key
+    special_tokens_dict: dict[str, int] = field(default_factory=dict)
+
+
+def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> tuple[Any, Any]:
+    """Training and validation samples of the blend; None for a split that is not wanted.
+
+    Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, for a dataset that can't be read, does
+    not fit the model or tokenizer, or has too few documents for the split.
+    """
+    _raise_together(check_dataset(plan.config) if dist.get_rank() == 0 else [])
+    data = plan.config.data
+    prefixes, weights = blend(data.prefixes)
+    if weights is None and len(prefixes) > 1:
+        weights = [float(token_count(prefix)) for prefix in prefixes]
+    config = GPTDatasetConfig(
+        random_seed=plan.config.trainer.seed,
+        sequence_length=data.seq_length,
+        blend=(prefixes, weights),
+        split=data.split,
+        path_to_cache=data.cache_dir or str(Path(prefixes[0]).parent / "cache"),
+        tokenizer=_Ids(plan.model.vocab_size),  # type: ignore[arg-type]
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    problems, splits = [], [None, None, None]
+    try:
+        sizes = [train_samples, validation_samples, 0]
+        splits = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    except Exception as error:  # megatron-core asserts on what it can't cut; a rank alone in here would hang the others
+        problems.append(_unusable(plan, f"megatron-core can't build samples from it: {type(error).__name__}: {error}"))
+    for wanted, split, name in ((train_samples, splits[0], "training"), (validation_samples, splits[1], "validation")):
+        if wanted and not problems and (split is None or len(split) < wanted):
+            problems.append(_unusable(plan, f"split {data.split} leaves too few documents for {name}"))
+    _raise_together(problems)
+    return splits[0], splits[1] if validation_samples else None
+
+
+def _unusable(plan: Plan, rule: str) -> Problem:
+    advice = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=null"
+    return Problem("data.prefixes", plan.config.data.prefixes, rule, advice)
+
+
+def _raise_together(problems: list[Problem]) -> None:
+    """Raise on all ranks what any of them found, so that none waits for one that has given up."""
+    everyones: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, problems)
+    found: list[Problem] = []
+    for problem in (problem for problems in everyones for problem in problems):
+        if problem not in found:  # not a set: values may be lists
+            found.append(problem)
+    if found:
+        raise ConfigError(found)

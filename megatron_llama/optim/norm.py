@@ -1,0 +1,42 @@
+"""The global 2-norm, each value counted once however many ranks hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.parallel import Shard
+
+
+@torch.no_grad()
+def gradient_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
+    """2-norm of all gradients, fp32 scalar, the same on all ranks."""
+    return _global_norm([part for s in shards if s.grad is not None for part in s.owned(s.grad)], device)
+
+
+@torch.no_grad()
+def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
+    """2-norm of all weights, fp32 scalar, the same on all ranks."""
+    return _global_norm([part for s in shards for part in s.owned(s.local)], device)
+
+
+@torch.no_grad()
+def clip_gradients(shards: Iterable[Shard], norm: torch.Tensor, largest: float) -> None:
+    """Scale the gradients so that their global norm is at most ``largest`` (Pascanu et al. 2013, arXiv:1211.5063).
+
+    Like torch's ``clip_grad_norm_``, which adds 1e-6 to the norm; no value is read back to the host.
+    """
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    grads = [grad for shard in shards if (grad := shard.grad) is not None]
+    torch._foreach_mul_(grads, factor.to(grads[0].device))
+
+
+def _global_norm(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if parts:
+        squares = torch.stack(torch._foreach_norm(parts)).square().sum()
+    else:  # a rank whose copies all count elsewhere
+        squares = torch.zeros((), device=device)
+    dist.all_reduce(squares)
+    return squares.sqrt()

@@ -1,0 +1,101 @@
+"""torch's optimizers over this rank's shards, with schedule and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.optim.norm import clip_gradients, gradient_norm
+from megatron_llama.parallel import ParallelModel
+
+
+@dataclass
+class Optimizer:
+    """Updates this rank's shards. Adam and SGD work on each value alone, so sharding changes no bit of them."""
+
+    model: ParallelModel
+    inner: torch.optim.Optimizer
+    """Works on plain local tensors, views of the shards: no DTensor dispatch, fused kernels everywhere."""
+    scheduler: Any
+    clip: float | None
+
+    def gradient_norm(self) -> torch.Tensor:
+        """2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
+        return gradient_norm(self.model.shards, self.model.device)
+
+    def step(self, norm: torch.Tensor) -> None:
+        """Clip by ``norm``, update the weights, forget the gradients, move the schedule on."""
+        if self.clip is not None:
+            clip_gradients(self.model.shards, norm, self.clip)
+        views = [view for group in self.inner.param_groups for view in group["params"]]
+        for view, shard in zip(views, self._shards_in_order(), strict=True):
+            view.grad = shard.grad
+        self.inner.step()
+        self.inner.zero_grad(set_to_none=True)
+        self.model.zero_grad()
+        self.scheduler.step()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the coming step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def _shards_in_order(self) -> list[Any]:
+        """The shards in the order of the parameter groups: with weight decay, without."""
+        return [s for s in self.model.shards if decays(s.name)] + [s for s in self.model.shards if not decays(s.name)]
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to a parameter: to all but the norms' vectors."""
+    return not name.endswith("norm.weight")
+
+
+def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
+    """The optimizer and schedule that the config names."""
+    optim = plan.config.optim
+    views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in model.shards}
+    groups = [
+        {"params": [views[id(s)] for s in model.shards if decays(s.name)], "weight_decay": optim.weight_decay},
+        {"params": [views[id(s)] for s in model.shards if not decays(s.name)], "weight_decay": 0.0},
+    ]
+    inner = _INNER[optim.name](groups, plan)
+    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip)
+
+
+def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
+    """Instantiate ``optim.schedule``; its ``${...}`` see the settings with all derived values filled in."""
+    settings = OmegaConf.create(asdict(plan.config))
+    try:
+        return instantiate(settings.optim.schedule, optimizer=inner)
+    except Exception as error:  # whatever a user's scheduler raises, the setting is what to look at
+        cause = error.__cause__ or error
+        raise ConfigError(
+            [Problem("optim.schedule", plan.config.optim.schedule.get("_target_"), f"could not be made: {cause}", "")]
+        ) from error
+
+
+def _adam(kind: type[torch.optim.Optimizer]) -> Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]:
+    def build(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+        optim = plan.config.optim
+        beta1, beta2 = optim.betas
+        return kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)  # type: ignore[call-arg]
+
+    return build
+
+
+def _sgd(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=plan.config.optim.lr, momentum=plan.config.optim.betas[0])
+
+
+_INNER: dict[str, Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]] = {
+    "adamw": _adam(torch.optim.AdamW),
+    "adam": _adam(torch.optim.Adam),
+    "sgd": _sgd,
+}
