@@ -1,0 +1,245 @@
+"""The command line: from overrides to a plan that is printed, or to ranks that run it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_llama.config import Config, Machine, Plan, Problem
+    from megatron_llama.devices import Device
+    from megatron_llama.launch.world import Place
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+EXIT_USER = 2
+# A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
+CONSEQUENCE_DELAY_SECONDS = 5.0
+
+USAGE = """\
+python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
+
+Trains a Llama in 3D parallel. Started plainly, it starts one process per device of this machine (on a CPU:
+tp x pp x dp processes); under torchrun or srun it takes its place among the ranks.
+
+  --dry-run   print the plan and start nothing (same as dry_run=true); trainer.dp=N plans for other machines
+  --help      this text
+
+Examples
+  python train.py                                                 a small Llama on this machine
+  python train.py model=llama_15m trainer.tp=2 trainer.steps=500  another preset, two ranks share each matrix
+  python train.py --dry-run model=llama70b trainer.tp=8 trainer.pp=16 trainer.dp=4
+                                                                  what 512 ranks would do, on a laptop
+  torchrun --nnodes 2 --nproc_per_node 8 ... train.py model=llama7b trainer.tp=8
+  srun --nodes 4 --ntasks-per-node 8 python train.py model=llama7b trainer.tp=8 trainer.zero=1
+
+Groups (the files in conf/)
+{groups}
+Every setting with its type, default, unit and meaning is in docs/config.md.
+Exit status: 0 done, 2 a mistake in what was asked, 75 stopped after saving (start it again), else a failure.
+"""
+
+
+def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int:
+    """Runs ``train.py`` with ``argv``; returns the exit status. ``work`` replaces what a rank does, for tests."""
+    if {"--help", "-h"} & set(argv):
+        sys.stdout.write(usage())
+        return 0
+    overrides = ["dry_run=true" if argument == "--dry-run" else argument for argument in argv]
+    # Imported here: --help needs none of it.
+    from megatron_llama.config import ConfigError, compose, format_plan, format_problems, resolve
+    from megatron_llama.launch.world import place_of
+
+    place = None
+    try:
+        place = place_of(os.environ)
+        config = compose(overrides, CONF_DIR)
+        if config.dry_run:
+            decision = decide(config, place)
+            plan = resolve(decision.config, decision.world_size, decision.machine)
+            if place is None or place.rank == 0:
+                sys.stdout.write(format_plan(plan).rstrip() + "\n")
+            return 0
+        return _run(config, place, work or run_one_rank)
+    except ConfigError as error:
+        return _refuse(format_problems(error), place)
+
+
+def usage() -> str:
+    """The text of ``--help``."""
+    lines = []
+    for group in sorted(path for path in CONF_DIR.iterdir() if path.is_dir()):
+        choices = sorted(path.stem for path in group.glob("*.yaml"))
+        lines.append(f"  {group.name + '=':12s}{' | '.join(choices)}\n")
+    return USAGE.format(groups="".join(lines))
+
+
+def run_one_rank(plan: Plan) -> None:
+    """What a rank does. The only place that calls into the training itself."""
+    from megatron_llama.train import run_rank
+
+    run_rank(plan)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A config whose device is known, and what it is resolved against."""
+
+    config: Config
+    world_size: int
+    device: Device | None
+    """None in a dry run that speaks of other machines."""
+    problem: Problem | None = None
+    """Why the device that was asked for can't be used."""
+
+    @property
+    def machine(self) -> Machine | None:
+        """The memory that the ranks on this machine share; None where that is not the question."""
+        from megatron_llama.config import Machine
+
+        if self.device is None:
+            return None
+        ranks = 1 if self.device.is_accelerator else self.world_size
+        return Machine(self.device.memory_bytes(), ranks, f"this machine's {self.device.name}")
+
+
+def decide(config: Config, place: Place | None) -> Decision:
+    """Which device and how many ranks ``config`` means here. Fills in ``device.name`` and, for a run, ``run.dir``."""
+    asked = max(1, config.trainer.tp) * max(1, config.trainer.pp)
+    wanted = asked * max(1, config.trainer.dp or 1)
+    elsewhere = config.trainer.dp is not None or config.device.name not in ("auto", "cpu")
+    if config.dry_run and place is None and elsewhere:
+        # About devices that need not be here: asking for them would take seconds and say nothing.
+        return Decision(config, wanted, None)
+    device, problem = _device(config)
+    if device is None:
+        return Decision(config, place.world_size if place else wanted, None, problem)
+    config.device.name = device.name
+    if place is not None:
+        return Decision(config, place.world_size, device)
+    if not device.is_accelerator or (config.dry_run and device.count() % asked):
+        return Decision(config, wanted, device if not device.is_accelerator else None)
+    return Decision(config, device.count(), device)
+
+
+def _device(config: Config) -> tuple[Device | None, Problem | None]:
+    """The device that the config asks for, or why it can't be used."""
+    from megatron_llama.config import Problem
+    from megatron_llama.config.settings import DEVICES
+    from megatron_llama.devices import get_device
+
+    if config.device.name not in DEVICES:
+        return None, None  # resolve says so, with the others' mistakes
+    try:
+        return get_device(config.device.name), None
+    except ValueError as error:
+        rule, instead = str(error), "write device=auto to take the best device that is here, or --dry-run to plan"
+        return None, Problem("device", config.device.name, rule, instead)
+
+
+def _plan(decision: Decision) -> Plan:
+    """The plan of a run; every problem, the device's included, in one error."""
+    from megatron_llama.config import ConfigError, resolve
+
+    problems = [] if decision.problem is None else [decision.problem]
+    try:
+        plan = resolve(decision.config, decision.world_size, decision.machine)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _run(config: Config, place: Place | None, work: Callable[[Plan], None]) -> int:
+    """Starts all ranks, or is the one that ``place`` says."""
+    from megatron_llama.launch import run_dir
+
+    decision = decide(config, place)
+    plan = _plan(decision)  # first: what is wrong must be said before the ranks talk to each other
+    assert decision.device is not None, "_plan refuses a device that is not here"
+    if place is None:
+        plan.config.run.dir = config.run.dir or run_dir.default_dir_by_time(config)
+        return _start_here(plan, decision.device, work)
+    plan.config.run.dir = config.run.dir or run_dir.default_dir_for_all(config, place)
+    return _join(plan, decision.device, place, work)
+
+
+def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int:
+    """Starts the ranks on this machine and waits for them."""
+    from megatron_llama.launch import run_dir
+    from megatron_llama.launch.start import start_ranks
+
+    folder = Path(str(plan.config.run.dir))
+    with run_dir.claimed(folder):
+        run_dir.record(plan, folder)
+        environment = {name: value for name, value in device.environment(plan).items() if name not in os.environ}
+        if device.forkable:
+            os.environ.update(environment)
+            if work is run_one_rank:
+                import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
+        output_dir = None
+        if plan.world_size > 1:
+            output_dir = folder / "ranks"
+            output_dir.mkdir(exist_ok=True)
+        return start_ranks(
+            partial(work, plan), plan.world_size, fork=device.forkable, environment=environment, output_dir=output_dir
+        )
+
+
+def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]) -> int:
+    """Is one of the ranks that torchrun or srun started."""
+    from contextlib import ExitStack
+
+    from megatron_llama.config import ConfigError
+    from megatron_llama.launch import rank, run_dir
+
+    rank.die_with(os.getppid())
+    for name, value in device.environment(plan).items():
+        os.environ.setdefault(name, value)
+    os.environ.update(place.environment())
+    with ExitStack() as stack:
+        if place.rank == 0:
+            folder = Path(str(plan.config.run.dir))
+            stack.enter_context(run_dir.claimed(folder))
+            run_dir.record(plan, folder)
+        try:
+            work(plan)
+        except KeyboardInterrupt:
+            return rank.EXIT_INTERRUPTED
+        except ConfigError as error:
+            if place.rank > 0:
+                time.sleep(CONSEQUENCE_DELAY_SECONDS)
+            sys.stderr.write(f"{error}\n")
+            return EXIT_USER
+        except Exception as error:
+            _tell_starter(error)
+            if rank.says_peer_lost(error):
+                time.sleep(CONSEQUENCE_DELAY_SECONDS)
+            raise
+    return 0
+
+
+def _tell_starter(error: Exception) -> None:
+    """Leaves the traceback where torchrun looks for it, so that its summary shows the rank that failed first."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _refuse(text: str, place: Place | None) -> int:
+    """Says what is wrong with what was asked: once, although every rank has found it."""
+    if place is not None and place.rank > 0:
+        # A starter ends all ranks with the first that ends; rank 0 must have spoken by then.
+        time.sleep(CONSEQUENCE_DELAY_SECONDS)
+    # Ranks on one machine see the same files and devices. Another machine may lack what the first one has: where the
+    # job still goes on by now, rank 0 had no complaint and this is news.
+    if place is None or place.local_rank == 0:
+        sys.stderr.write(text + "\n")
+    return EXIT_USER

@@ -1,0 +1,288 @@
+"""Starts ranks on this machine and watches over them: one ends badly, all end, and its own words come last."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from megatron_llama.launch.rank import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RESTART,
+    EXIT_USER,
+    WATCHED,
+    Assignment,
+    Report,
+    run_assignment,
+)
+
+POLL_SECONDS = 0.05
+# After the first bad end: time for the other ranks to report theirs, since the cause may be among them.
+FAULT_GRACE_SECONDS = 1.0
+INTERRUPT_GRACE_SECONDS = 3.0
+# After the first rank that asks for a restart: all have saved by then, the others have only to leave.
+RESTART_GRACE_SECONDS = 30.0
+
+
+@dataclass
+class Rank:
+    """One started rank, as its starter sees it."""
+
+    number: int
+    pid: int
+    report_file: IO[bytes]
+    crash_file: IO[bytes]
+    output: Path | None
+    exit_code: int | None = None
+    """None while it runs; minus the signal's number where a signal ended it."""
+    killed: bool = False
+    """It was us who killed it."""
+    report: Report | None = None
+
+    @property
+    def good(self) -> bool:
+        """Ended, with its work done."""
+        return self.report is not None and self.report.kind == "done"
+
+    @property
+    def wants_restart(self) -> bool:
+        """Ended with the status that asks to be started again."""
+        return self.report is not None and self.report.code == EXIT_RESTART
+
+    def look(self) -> bool:
+        """Notices the rank's end; True where it ended since the last look."""
+        if self.exit_code is not None:
+            return False
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        self.exit_code = os.waitstatus_to_exitcode(status)
+        self.report_file.seek(0)
+        written = self.report_file.read()
+        if self.exit_code >= 0 and written:
+            self.report = pickle.loads(written)
+        else:
+            self.report = self._report_of_sudden_end()
+        return True
+
+    def _report_of_sudden_end(self) -> Report:
+        """The report of a rank that had no chance to write one."""
+        assert self.exit_code is not None
+        self.crash_file.seek(0)
+        stack = self.crash_file.read().decode(errors="replace").strip()
+        if self.exit_code < 0:
+            name = signal.Signals(-self.exit_code).name
+            hint = " (nobody here did that; often the system was out of memory)" if name == "SIGKILL" else ""
+            text = f"rank {self.number} was killed{hint} by {name}"
+        else:
+            text = f"rank {self.number} left in the middle of its work with exit status {self.exit_code}"
+        return Report("error", f"{stack}\n\n{text}".strip(), EXIT_FAILED)
+
+
+def start_ranks(
+    work: Callable[[], None],
+    world_size: int,
+    *,
+    fork: bool,
+    environment: Mapping[str, str] | None = None,
+    output_dir: Path | None = None,
+) -> int:
+    """Runs ``work`` in ``world_size`` processes on this machine; returns the exit status of the whole job.
+
+    ``fork`` starts them in a moment from this process, with all it has imported; otherwise each is a Python of its own,
+    and ``work`` must be picklable. With ``output_dir``, ranks above 0 print to files there instead of the terminal.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * world_size)) as listener, _Signals() as signals:
+        common = {**(environment or {}), **_environment(listener.getsockname()[1], world_size)}
+        ranks = signals.ranks
+        for number in range(world_size):
+            variables = {**common, "RANK": str(number), "LOCAL_RANK": str(number)}
+            output = output_dir / f"rank_{number:05d}.txt" if output_dir and number else None
+            ranks.append((_fork if fork else _spawn)(number, work, variables, output, listener))
+        store = _host_store(listener, world_size)
+        try:
+            signals.open()
+            _watch(ranks, signals)
+        finally:
+            _kill(ranks)
+            del store
+        return _verdict(ranks, signals)
+
+
+def _environment(port: int, world_size: int) -> dict[str, str]:
+    """What all ranks are told. The store is hosted here: it outlives every rank and its port is ours already."""
+    variables = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: rank 0 must not host the store
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return variables
+
+
+def _host_store(listener: socket.socket, world_size: int) -> Any:
+    """The store at which the ranks meet, on a port that is already ours. Made after the ranks: it starts a thread."""
+    from torch.distributed import TCPStore
+
+    address, port = listener.getsockname()[:2]
+    return TCPStore(
+        address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+    )
+
+
+def _files() -> tuple[IO[bytes], IO[bytes]]:
+    """Nameless files for a rank's report and the stack of a crash; they outlive the rank and leave nothing behind."""
+    return tempfile.TemporaryFile(), tempfile.TemporaryFile()
+
+
+def _fork(
+    number: int, work: Callable[[], None], variables: dict[str, str], output: Path | None, listener: socket.socket
+) -> Rank:
+    """A rank that starts as a copy of this process."""
+    report_file, crash_file = _files()
+    starter = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        listener.close()
+        files = os.dup(report_file.fileno()), os.dup(crash_file.fileno())
+        run_assignment(Assignment(number, starter, variables, *files, output), work)
+    return Rank(number, pid, report_file, crash_file, output)
+
+
+def _spawn(
+    number: int, work: Callable[[], None], variables: dict[str, str], output: Path | None, listener: socket.socket
+) -> Rank:
+    """A rank that is a Python of its own; for devices that do not survive a fork."""
+    report_file, crash_file = _files()
+    files = report_file.fileno(), crash_file.fileno()
+    with tempfile.TemporaryFile() as task:
+        pickle.dump(sys.path, task)
+        pickle.dump((Assignment(number, os.getpid(), variables, *files, output), work), task)
+        task.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("spawned.py"), str(task.fileno())],
+            env={**os.environ, **variables},
+            pass_fds=(task.fileno(), *files),
+        )
+    process.returncode = 0  # we wait for the pid ourselves
+    return Rank(number, process.pid, report_file, crash_file, output)
+
+
+class _Signals:
+    """This process's answer to signals while ranks run: SIGINT ends the job, the others are the ranks' business."""
+
+    def __init__(self) -> None:
+        self.ranks: list[Rank] = []
+        self.interrupted_at: float | None = None
+        self.received: set[int] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        # Held back until every rank has its own handlers: a signal in between would find half a job.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+        self._before = {number: signal.signal(number, self._receive) for number in WATCHED}
+        return self
+
+    def open(self) -> None:
+        """Lets signals through from here on."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.open()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.add(number)
+        if number == signal.SIGINT and self.interrupted_at is None:
+            self.interrupted_at = time.monotonic()
+        for rank in self.ranks:
+            _send(rank, number)
+
+
+def _send(rank: Rank, number: int) -> None:
+    """Sends a signal to a rank that still runs."""
+    if rank.exit_code is None:
+        os.kill(rank.pid, number)
+
+
+def _kill(ranks: Sequence[Rank]) -> None:
+    """Ends what still runs, at once and for good, and waits for it."""
+    running = [rank for rank in ranks if rank.exit_code is None]
+    for rank in running:
+        rank.look()
+        _send(rank, signal.SIGKILL)
+    while any(rank.exit_code is None for rank in running):
+        for rank in running:
+            rank.killed |= rank.look() and rank.exit_code == -signal.SIGKILL
+        time.sleep(POLL_SECONDS / 10)
+
+
+def _watch(ranks: Sequence[Rank], signals: _Signals) -> None:
+    """Returns when all ranks have ended or the rest has to be killed."""
+    deadline = float("inf")
+    while any(rank.exit_code is None for rank in ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            if rank.look() and not rank.good:
+                grace = RESTART_GRACE_SECONDS if rank.wants_restart else FAULT_GRACE_SECONDS
+                deadline = min(deadline, time.monotonic() + grace)
+        if signals.interrupted_at is not None:
+            deadline = min(deadline, signals.interrupted_at + INTERRUPT_GRACE_SECONDS)
+        time.sleep(POLL_SECONDS)
+
+
+def _verdict(ranks: Sequence[Rank], signals: _Signals) -> int:
+    """The job's exit status; says why it is not 0, last."""
+    if signals.interrupted_at is not None:
+        _say("Stopped by Ctrl-C." if sys.stderr.isatty() else "Stopped by SIGINT.")
+        return EXIT_INTERRUPTED
+    bad = [rank for rank in ranks if not (rank.good or rank.wants_restart or rank.killed)]
+    if not bad:
+        return EXIT_RESTART if any(rank.wants_restart for rank in ranks) else 0
+    cause = min(bad, key=_blame)
+    assert cause.report is not None and cause.exit_code is not None
+    if -cause.exit_code in signals.received:  # it was told to end, and had no other way yet
+        number = -cause.exit_code
+        _say(f"Stopped by {signal.Signals(number).name}.")
+        return 128 + number
+    if cause.report.kind == "user":
+        _say(cause.report.text)
+        return EXIT_USER
+    where = f"; what it printed is in {cause.output}" if _has_text(cause.output) else ""
+    _say(f"\nRank {cause.number} of {len(ranks)} failed{where}:\n\n{cause.report.text}")
+    return EXIT_FAILED
+
+
+def _blame(rank: Rank) -> tuple[bool, float]:
+    """Sorts the rank that failed of itself before those that lost it, then by time."""
+    assert rank.report is not None
+    return rank.report.consequence, rank.report.seconds
+
+
+def _has_text(path: Path | None) -> bool:
+    return path is not None and path.exists() and path.stat().st_size > 0
+
+
+def _say(text: str) -> None:
+    """The last words on stderr, below whatever a progress bar left there."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")  # a bar that was killed may have left the cursor hidden
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
