@@ -1,0 +1,88 @@
+"""Whether weights, gradients and optimizer fit in memory, and what would make them fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_llama.config.counting import kv_heads, stage_parameters
+from megatron_llama.config.memory import GIB, Machine, RankMemory, rank_memory, stage_memory
+from megatron_llama.config.plan import Plan
+from megatron_llama.config.problems import Problem
+
+MOST_DEVICES = 16384
+
+
+def check_memory(plan: Plan, machine: Machine | None) -> list[Problem]:
+    """The problem of a plan whose heaviest rank can't fit; ``device.memory_gib`` goes before what was found here."""
+    stated = plan.config.device.memory_gib
+    if stated is not None:
+        machine = Machine(int(stated * GIB), 1, "device.memory_gib")
+    if machine is None:
+        return []
+    stages = stage_memory(plan)
+    heaviest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    needed = stages[heaviest]
+    if needed.total * machine.ranks <= machine.memory_bytes:
+        return []
+    where = f" (pipeline stage {heaviest})" if len(stages) > 1 else ""
+    together = f", {_gib(needed.total * machine.ranks)} for {machine.ranks} ranks" if machine.ranks > 1 else ""
+    rule = (
+        f"the heaviest rank{where} needs {_gib(needed.total)} before any activation: weights {_gib(needed.weights)}, "
+        f"gradients {_gib(needed.gradients)}, optimizer {_gib(needed.optimizer)}{together}; "
+        f"{machine.name} has {_gib(machine.memory_bytes)}"
+    )
+    field, value = ("device.memory_gib", stated) if stated is not None else ("model", plan.model.name)
+    return [Problem(field, value, rule, _what_fits(plan, machine))]
+
+
+def _what_fits(plan: Plan, machine: Machine) -> str:
+    """The smallest change that makes the plan fit."""
+    budget = machine.memory_bytes // machine.ranks
+    for stage in range(plan.config.trainer.zero + 1, 4):
+        heaviest = _heaviest(_with(plan, zero=stage))
+        if plan.dp > 1 and heaviest.total <= budget:
+            return f"write trainer.zero={stage}, which needs {_gib(heaviest.total)} on a rank"
+    larger = _larger_grid(plan, budget) if machine.ranks == 1 else None
+    if larger:
+        tp, pp = larger
+        return f"write trainer.tp={tp} trainer.pp={pp}, on a multiple of {tp * pp} devices"
+    return "write a smaller model, such as model=llama_56m, or use a machine with more memory"
+
+
+def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
+    """The smallest tp and pp whose heaviest rank fits without any help from data parallelism."""
+    model = plan.model
+    sizes = [
+        size
+        for size in (8, 4, 2, 1)
+        if model.num_attention_heads % size == 0
+        and model.intermediate_size % size == 0
+        and (kv_heads(model) % size == 0 or size % kv_heads(model) == 0)
+    ]
+    alone = _with(plan, zero=0)
+    devices = 1
+    while devices <= MOST_DEVICES:
+        for tp in sizes:
+            pp = devices // tp
+            if 1 <= pp <= model.num_hidden_layers and tp * pp == devices:
+                most_layers = -(-model.num_hidden_layers // pp)
+                first = stage_parameters(model, most_layers, tp, first=True, last=pp == 1)
+                last = stage_parameters(model, model.num_hidden_layers // pp, tp, first=pp == 1, last=True)
+                if rank_memory(max(first, last), alone).total <= budget:
+                    return tp, pp
+        devices *= 2
+    return None
+
+
+def _with(plan: Plan, zero: int) -> Plan:
+    """The same plan at another ZeRO stage."""
+    trainer = replace(plan.config.trainer, zero=zero)
+    return replace(plan, config=replace(plan.config, trainer=trainer))
+
+
+def _heaviest(plan: Plan) -> RankMemory:
+    return max(stage_memory(plan), key=lambda memory: memory.total)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.3g} GiB" if count < 1000 * GIB else f"{count / GIB:,.0f} GiB"

@@ -1,0 +1,161 @@
+"""From a ``Config`` and a number of devices to a ``Plan``: everything derived is derived here, once."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from megatron_llama.config.counting import padded_vocab_size
+from megatron_llama.config.files import check_data, check_files
+from megatron_llama.config.fitting import check_memory
+from megatron_llama.config.memory import Machine
+from megatron_llama.config.plan import Plan
+from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.rules import broken_rules
+from megatron_llama.config.settings import Config
+from megatron_llama.config.values import bad_values, repaired, weights_and_paths
+
+COSINE = {
+    "_target_": "megatron_llama.optim.schedules.CosineAnnealing",
+    "max_steps": "${trainer.steps}",
+    "warmup_steps": "${optim.warmup_steps}",
+    "constant_steps": "${optim.constant_steps}",
+    "min_lr": "${optim.min_lr}",
+}
+LONGEST_WARMUP_STEPS = 2000
+
+
+def resolve(
+    config: Config,
+    world_size: int,
+    machine: Machine | None = None,
+    exists: Callable[[str], bool] = os.path.exists,
+) -> Plan:
+    """What ``config`` means on ``world_size`` devices, or a ConfigError with everything that is wrong with it.
+
+    ``config`` is left as it is. ``exists`` is the only look at the world outside: whether the files that the config
+    names are there; pass ``lambda path: True`` to plan for another machine. ``machine`` is the memory that the ranks
+    must fit into; None leaves that question to ``device.memory_gib``.
+    """
+    problems = bad_values(config)
+    hopeless = {problem.field for problem in problems}
+    # Rules about how values go together are asked of a copy in which impossible values are replaced by their defaults:
+    # each mistake is reported once, and the others are still found.
+    sound = repaired(config, problems)
+    problems += broken_rules(sound, world_size, hopeless)
+    notes: list[str] = []
+    plan = None if problems else _plan(derived(sound, world_size, notes), world_size)
+    # A dry run asks what a run would be. What only this machine lacks, and a command or a bigger machine mends, is
+    # worth a note there; what the user stated (device.memory_gib, a file that no command makes) still stops.
+    missing = check_data(sound, exists)
+    _note_or_stop(missing, sound.dry_run and sound.data.prepare is not None, notes, problems)
+    problems += check_files(sound, exists)
+    too_big = check_memory(plan, machine) if plan else []
+    _note_or_stop(too_big, sound.dry_run and sound.device.memory_gib is None, notes, problems)
+    if problems:
+        raise ConfigError(problems)
+    assert plan is not None, "there is a plan where there is no problem"
+    return replace(plan, notes=tuple(notes))
+
+
+def _note_or_stop(found: list[Problem], is_note: bool, notes: list[str], problems: list[Problem]) -> None:
+    """Puts what was found among the notes of a dry run, or among the problems."""
+    if is_note:
+        notes += [f"a run would be refused here: {problem}" for problem in found]
+    else:
+        problems += found
+
+
+def derived(config: Config, world_size: int, notes: list[str]) -> Config:
+    """A copy of a config that breaks no rule, with every value filled in that follows from others."""
+    config = copy.deepcopy(config)
+    model, data, trainer, optim = config.model, config.data, config.trainer, config.optim
+    if model.num_key_value_heads is None:
+        model.num_key_value_heads = model.num_attention_heads
+    if model.head_dim is None:
+        model.head_dim = model.hidden_size // model.num_attention_heads
+    if data.cache_dir is None and data.prefixes and not data.mock:
+        first = weights_and_paths(data.prefixes)[1][0]
+        data.cache_dir = os.path.join(os.path.dirname(first), "index_cache")
+    if trainer.dp is None:
+        trainer.dp = world_size // (trainer.tp * trainer.pp)
+    if trainer.shard_group is None:
+        trainer.shard_group = trainer.dp
+    _derive_sequence_parallelism(config, notes)
+    chunks = split_layers(model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)
+    trainer.pipeline_layers = [sum(len(chunk) for chunk in chunks[stage :: trainer.pp]) for stage in range(trainer.pp)]
+    if optim.min_lr is None:
+        optim.min_lr = optim.lr / 10
+    optim.warmup_steps = default_warmup_steps(config) if optim.warmup_steps is None else optim.warmup_steps
+    optim.constant_steps = default_constant_steps(config) if optim.constant_steps is None else optim.constant_steps
+    optim.schedule = _without_interpolations(config)
+    return config
+
+
+def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:
+    """Layer numbers of each virtual stage; entry v * pp + p is chunk v of stage p, ascending in that order."""
+    if pipeline_layers is None:
+        sizes = spread(layers, pp * vpp)
+    else:
+        chunks = [spread(count, vpp) for count in pipeline_layers]
+        sizes = [chunks[stage][chunk] for chunk in range(vpp) for stage in range(pp)]
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def spread(total: int, places: int) -> list[int]:
+    """``total`` over ``places`` as evenly as whole numbers allow, the first places taking what is left over."""
+    share, left_over = divmod(total, places)
+    return [share + (place < left_over) for place in range(places)]
+
+
+def default_warmup_steps(config: Config) -> int:
+    """A tenth of the steps, at most 2000."""
+    return min(config.trainer.steps // 10, LONGEST_WARMUP_STEPS)
+
+
+def default_constant_steps(config: Config) -> int:
+    """0; for warm-up, stable, decay a tenth of the steps, which is its decay."""
+    decays_at_the_end = str(config.optim.schedule.get("_target_", "")).endswith(".WarmupStableDecay")
+    return -(-config.trainer.steps // 10) if decays_at_the_end else 0
+
+
+def _derive_sequence_parallelism(config: Config, notes: list[str]) -> None:
+    """On where tp > 1 and the sequence divides; off where there is nothing to split."""
+    trainer, tp, length = config.trainer, config.trainer.tp, config.data.seq_length
+    if trainer.sp is None:
+        trainer.sp = tp > 1 and length % tp == 0
+        if tp > 1 and not trainer.sp:
+            notes.append(f"sequence parallelism is off: data.seq_length={length} does not divide by trainer.tp={tp}")
+    elif trainer.sp and tp == 1:
+        trainer.sp = False
+        notes.append("trainer.sp=true does nothing at trainer.tp=1, so it is off")
+
+
+def _without_interpolations(config: Config) -> dict[str, Any]:
+    """The schedule's arguments with ``${...}`` replaced by the values derived above."""
+    schedule = config.optim.schedule or dict(COSINE)
+    if "${" not in str(schedule):
+        return schedule
+    from omegaconf import OmegaConf  # here, not above: a config made in Python needs no OmegaConf
+
+    config.optim.schedule = schedule
+    whole = OmegaConf.structured(config)
+    return cast("dict[str, Any]", OmegaConf.to_container(whole.optim.schedule, resolve=True))
+
+
+def _plan(config: Config, world_size: int) -> Plan:
+    """The plan of a config in which nothing is left to derive."""
+    trainer = config.trainer
+    assert trainer.dp is not None, "derived() has set it"
+    return Plan(
+        config=config,
+        world_size=world_size,
+        dp=trainer.dp,
+        num_microbatches=trainer.global_batch_size // (trainer.micro_batch_size * trainer.dp),
+        stage_layers=tuple(split_layers(config.model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)),
+        padded_vocab_size=padded_vocab_size(config.model.vocab_size, trainer.tp),
+    )
