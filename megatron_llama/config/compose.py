@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
-from megatron_llama.config.problems import ConfigError, Problem, nearest
+from megatron_llama.config.problems import ConfigError, Problem, nearest, shown
 from megatron_llama.config.settings import Config
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
@@ -112,11 +112,21 @@ def _parsed(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overr
             continue
         name = override.key_or_group
         if override.is_sweep_override():
-            values = text.partition("=")[2]
-            instead = f"write {name}=[{values}] for a list, {name}='\"{values}\"' for text, or start one run for each"
-            problems.append(Problem(name, values, "a run has one value for each setting; this is Hydra's sweep syntax", instead))
+            problems.append(_sweep_problem(name, text.partition("=")[2]))
         else:
             yield override
+
+
+def _sweep_problem(name: str, values: str) -> Problem:
+    """The problem of an override that asks for several runs."""
+    setting = settings_by_name().get(name)
+    if setting is not None and setting.kind is list:
+        instead = f"write {name}=[{values}]"
+    elif setting is not None and setting.kind is str:
+        instead = f"put the text in quotes inside quotes: {name}='\"{values}\"'"
+    else:
+        instead = f"write one value, {name}={values.split(',')[0]}, and start a run for each"
+    return Problem(name, values, "a run has one value for each setting; this asks Hydra for a sweep", instead)
 
 
 def _syntax_problem(text: str, detail: str) -> Problem:
@@ -146,8 +156,8 @@ def _choose(override: Override, conf_dir: Path, choices: dict[str, str], problem
         choices[group] = str(choice)
         return
     guess = nearest(str(choice), options)
-    listed = f"{group}=" + "|".join(options)
-    instead = f"write {group}={guess} (there are {listed})" if guess else f"write one of {listed}"
+    listed = ", ".join(options)
+    instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
     problems.append(Problem(group, choice, f"there is no {group} of that name in {conf_dir.name}/{group}/", instead))
 
 
@@ -155,7 +165,9 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     """The chosen groups over the typed defaults, by Hydra."""
     ConfigStore.instance().store(SCHEMA, Config)
     defaults = yaml.safe_load((conf_dir / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    chosen_by_default = {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
+    chosen_by_default = {
+        name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry
+    }
     # A group without a default must be added in Hydra's grammar; a user should not have to know which those are.
     overrides = [f"{'' if group in chosen_by_default else '+'}{group}={choice}" for group, choice in choices.items()]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
@@ -170,7 +182,9 @@ def _problem_in_files(error: BaseException) -> Problem:
     name = str(getattr(cause, "full_key", "")) or "conf"
     detail = str(cause or error).splitlines()[0]
     guess = _guess(name) if name != "conf" else None
-    return Problem(name, None, f"a file in conf/ can't be used: {detail}", f"write {guess}" if guess else "correct that file")
+    return Problem(
+        name, None, f"a file in conf/ can't be used: {detail}", f"write {guess}" if guess else "correct that file"
+    )
 
 
 def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> None:
@@ -201,13 +215,13 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
     if parent is None:
         # An optional section that was null: its other values start from their defaults.
         outer, _, inner = parent_name.rpartition(".")
-        OmegaConf.select(config, outer)[inner] = sections()[parent_name].type()
+        OmegaConf.select(config, outer)[inner] = sections()[parent_name].kind()
         parent = OmegaConf.select(config, parent_name)
     try:
         parent[key] = value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
-        problems.append(Problem(name, value, f"must be {setting.kind}", setting.advice(value)))
+        problems.append(Problem(name, value, f"must be {setting.kind_in_words}", setting.advice(value)))
 
 
 def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
@@ -218,7 +232,9 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
             schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
             config.optim.schedule = {key: item for key, item in schedule.items() if key != argument}
         return
-    problems.append(Problem(f"~{name}", None, "only arguments of optim.schedule can be taken out", f"write {name}=null"))
+    problems.append(
+        Problem(f"~{name}", None, "only arguments of optim.schedule can be taken out", f"write {name}=null")
+    )
 
 
 def _typed(config: DictConfig, problems: list[Problem]) -> Config:
@@ -240,7 +256,8 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config:
 def _unknown(name: str, value: Any) -> Problem:
     """The problem of a setting that does not exist, with the one that was probably meant."""
     guess = _guess(name)
-    instead = f"write {guess}" if guess else f"write one of {', '.join(_siblings(name))}; docs/config.md has them all"
+    siblings = ", ".join(_siblings(name))
+    instead = f"write {guess}={shown(value)}" if guess else f"write one of {siblings}; docs/config.md has them all"
     return Problem(name, value, "there is no setting of this name", instead)
 
 

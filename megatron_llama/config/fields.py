@@ -13,7 +13,14 @@ from megatron_llama.config.settings import Config
 
 # The one section whose keys are not ours: the arguments of whatever schedule class it names.
 FREE_DICT = "optim.schedule"
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
 EXAMPLES = {int: "1", float: "0.1", bool: "true", str: "name", list: "[...]", dict: "{...}"}
 
 
@@ -22,25 +29,25 @@ class Setting:
     """One setting: where it stands, what it may be, and what it is when nothing is said."""
 
     name: str
-    type: type
-    item_type: type | None
+    kind: type
+    item_kind: type | None
     optional: bool
     default: Any
 
     @property
-    def kind(self) -> str:
-        """The type in words."""
-        of = f" of {KINDS[self.item_type].split(' ', 1)[1]}s" if self.item_type in (int, float) else ""
-        return KINDS[self.type] + of + (", or null" if self.optional else "")
+    def kind_in_words(self) -> str:
+        """What a value must be."""
+        of = f" of {KINDS[self.item_kind].split(' ', 1)[1]}s" if self.item_kind in (int, float) else ""
+        return KINDS[self.kind] + of + (" (or null)" if self.optional else "")
 
     def advice(self, value: Any) -> str:
         """What to write instead of ``value``, which has the wrong type."""
-        if self.type is int and isinstance(value, float) and value == int(value):
+        if self.kind is int and isinstance(value, float) and value == int(value):
             return f"write {self.name}={int(value)}"
-        if self.type is list and not isinstance(value, (list, dict)):
+        if self.kind is list and not isinstance(value, (list, dict)):
             return f"write {self.name}=[{shown(value)}]"
-        example = EXAMPLES[self.type] if self.default in (None, [], {}) else shown(self.default)
-        return f"write {self.kind}, such as {self.name}={example}"
+        example = EXAMPLES[self.kind] if self.default in (None, [], {}) else shown(self.default)
+        return f"write {self.kind_in_words}, such as {self.name}={example}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Section:
     """A group of settings, one dataclass."""
 
     name: str
-    type: type
+    kind: type
     optional: bool
 
 

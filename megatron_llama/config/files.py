@@ -47,7 +47,9 @@ def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
 def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:
     path = config.data.tokenizer
     if path is not None and not exists(path):
-        instead = f"make it with: {config.data.prepare}" if config.data.prepare else "write data.tokenizer=null, or its path"
+        instead = (
+            f"make it with: {config.data.prepare}" if config.data.prepare else "write data.tokenizer=null, or its path"
+        )
         yield Problem("data.tokenizer", path, f"there is no such file (seen from {os.getcwd()})", instead)
 
 
@@ -64,7 +66,12 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     if different:
         found = ", ".join(f"{key} is {theirs}, not {ours}" for key, (ours, theirs) in different.items())
         instead = "write " + " ".join(f"model.{key}={theirs}" for key, (_, theirs) in different.items())
-        yield Problem("init_from", folder, f"has another shape than model={config.model.name}: {found}", f"{instead}, or the model= of its shape")
+        yield Problem(
+            "init_from",
+            folder,
+            f"has another shape than model={config.model.name}: {found}",
+            f"{instead}, or the model= of its shape",
+        )
 
 
 def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -97,8 +104,14 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not exists(resume):
         guess = nearest(resume, ("auto", "never"))
-        instead = f"write checkpoint.resume={guess}" if guess else "write checkpoint.resume=auto, never, or the path of a checkpoint"
-        yield Problem("checkpoint.resume", resume, "is neither auto nor never, and there is no such checkpoint", instead)
+        instead = (
+            f"write checkpoint.resume={guess}"
+            if guess
+            else "write checkpoint.resume=auto, never, or the path of a checkpoint"
+        )
+        yield Problem(
+            "checkpoint.resume", resume, "is neither auto nor never, and there is no such checkpoint", instead
+        )
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:
@@ -107,4 +120,6 @@ def _schedule_package(config: Config) -> Iterator[Problem]:
     package = target.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         rule = f"the package {package} is not installed"
-        yield Problem("optim.schedule._target_", target, rule, "install it, or write optim=cosine, linear, constant or wsd")
+        yield Problem(
+            "optim.schedule._target_", target, rule, "install it, or write optim=cosine, linear, constant or wsd"
+        )

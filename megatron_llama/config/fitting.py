@@ -16,7 +16,7 @@ def check_memory(plan: Plan, machine: Machine | None) -> list[Problem]:
     """The problem of a plan whose heaviest rank can't fit; ``device.memory_gib`` goes before what was found here."""
     stated = plan.config.device.memory_gib
     if stated is not None:
-        machine = Machine(int(stated * GIB), 1, "device.memory_gib")
+        machine = Machine(int(stated * GIB), 1, "a device")
     if machine is None:
         return []
     stages = stage_memory(plan)

@@ -52,7 +52,7 @@ def rank_memory(parameters: int, plan: Plan) -> RankMemory:
         working = 0
     else:
         working = parameters * (4 if plan.config.trainer.precision == "fp32" else 2)
-    # Gradient sums are fp32. Below ZeRO 2 they stay whole until the last micro batch; one micro batch is reduced at once.
+    # Gradient sums are fp32. Below ZeRO 2 they stay whole until the last micro batch; a single one is reduced at once.
     whole_gradients = zero == 0 or (zero == 1 and plan.num_microbatches > 1)
     gradients = 4 * (parameters if whole_gradients else shard)
     return RankMemory(master + working, gradients, 4 * MOMENTS[plan.config.optim.name] * shard)

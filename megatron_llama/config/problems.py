@@ -61,11 +61,17 @@ def nearest(wanted: str, known: Iterable[str]) -> str | None:
 def format_problems(problems: ConfigError | Sequence[Problem]) -> str:
     """The message for the user: each problem's field and value, the rule, and what to write instead."""
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
-    head = "This config can't work, for one reason:" if len(listed) == 1 else f"This config can't work, for {len(listed)} reasons:"
+    head = (
+        "This config can't work, for one reason:"
+        if len(listed) == 1
+        else f"This config can't work, for {len(listed)} reasons:"
+    )
     blocks = [head]
     for problem in listed:
         title = problem.field if problem.value is None else f"{problem.field} = {shown(problem.value)}"
-        blocks.append("\n".join([f"  {title}", _wrapped("rule   ", problem.rule), _wrapped("instead", problem.instead)]))
+        blocks.append(
+            "\n".join([f"  {title}", _wrapped("rule   ", problem.rule), _wrapped("instead", problem.instead)])
+        )
     return "\n\n".join(blocks)
 
 

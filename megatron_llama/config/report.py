@@ -16,6 +16,7 @@ WIDTH = 96
 LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
+SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}
 
 
 def format_plan(plan: Plan) -> str:
@@ -26,31 +27,35 @@ def format_plan(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     model = plan.model
-    title = f" {model.name} · {_short(parameters(model))} parameters · {plan.world_size} {_plural(plan.world_size, 'rank')} "
-    yield title.center(WIDTH, "─")
+    ranks = f"{plan.world_size} {_plural(plan.world_size, 'rank')}"
+    yield f" {model.name} · {_short(parameters(model))} parameters · {ranks} ".center(WIDTH, "─")
     yield ""
-    kv = model.num_key_value_heads
-    heads = f"{model.num_attention_heads} heads" + (f" ({kv} kv)" if kv != model.num_attention_heads else "")
-    tied = "tied" if model.tie_word_embeddings else "untied"
-    yield _line("model", f"{model.num_hidden_layers} layers · hidden {model.hidden_size} · {heads} · ffn {model.intermediate_size}")
+    kv, queries = model.num_key_value_heads, model.num_attention_heads
+    heads = f"{queries} heads" + (f" ({kv} kv)" if kv != queries else "")
+    shape = f"{model.num_hidden_layers} layers · hidden {model.hidden_size} · {heads} · ffn {model.intermediate_size}"
+    yield _line("model", shape)
     padding = plan.padded_vocab_size - model.vocab_size
     padded = f" + {padding} of padding" if padding else ""
-    yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · sequence {plan.config.data.seq_length:,}{_rope(plan)}")
+    tied = "tied" if model.tie_word_embeddings else "untied"
+    yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {_positions(plan)}")
     per_stage = parameters_per_stage(plan)
-    spread = f"{max(per_stage):,}" if len(set(per_stage)) == 1 else f"{min(per_stage):,} to {max(per_stage):,}"
-    yield _line("parameters", f"{parameters(model):,} in all · {spread} on a rank" if plan.world_size > 1 else f"{parameters(model):,}")
+    least, most = min(per_stage), max(per_stage)
+    on_a_rank = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    share = f" in all · {on_a_rank} on a rank" if plan.world_size > 1 else ""
+    yield _line("parameters", f"{parameters(model):,}{share}")
 
 
-def _rope(plan: Plan) -> str:
+def _positions(plan: Plan) -> str:
     scaling = plan.model.rope_scaling
-    return f" · rope {plan.model.rope_theta:g}" + (f", scaled by {scaling.factor:g}" if scaling else "")
+    scaled = f", scaled by {scaling.factor:g}" if scaling else ""
+    return f"sequence {plan.config.data.seq_length:,} · rope {plan.model.rope_theta:g}{scaled}"
 
 
 def _grid(plan: Plan) -> Iterator[str]:
     trainer = plan.config.trainer
     yield _line("rank grid", f"pp {trainer.pp} × dp {plan.dp} × tp {trainer.tp} = {plan.world_size}" + _virtual(plan))
-    if plan.world_size > 1:
-        yield _line("", f"rank = (pp · {plan.dp} + dp) · {trainer.tp} + tp: tp neighbours first, then dp, then pp")
+    if plan.world_size > max(trainer.tp, trainer.pp, plan.dp):
+        yield _line("", f"rank = (pp · {plan.dp} + dp) · {trainer.tp} + tp")
 
 
 def _virtual(plan: Plan) -> str:
@@ -71,10 +76,15 @@ def _table(plan: Plan) -> Iterator[str]:
             continue
         chunks = " + ".join(_span(chunk) for chunk in plan.stage_layers[stage::pp])
         ranks = [_ranks(plan, stage, replica) if replica is not None else "…" for replica in replicas]
-        rows.append([f"pp {stage}", f"{layers[stage]:>3}  {chunks}", _short(counts[stage]), _gib(memory[stage].total), *ranks])
+        rows.append(
+            [f"pp {stage}", f"{layers[stage]:>3}  {chunks}", _short(counts[stage]), _gib(memory[stage].total), *ranks]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     for number, row in enumerate(rows):
-        cells = [cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         yield "  " + "   ".join(cells).rstrip()
         if number == 0:
             yield "  " + "   ".join("─" * width for width in widths)
@@ -99,13 +109,16 @@ def _span(numbers: tuple[int, ...]) -> str:
 
 def _work(plan: Plan) -> Iterator[str]:
     trainer, data = plan.config.trainer, plan.config.data
-    batch = f"{trainer.micro_batch_size} per micro batch × {plan.num_microbatches} × dp {plan.dp} = {trainer.global_batch_size} sequences"
+    micro, whole = trainer.micro_batch_size, trainer.global_batch_size
+    batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {_plural(whole, 'sequence')}"
     yield _line("batch", batch)
-    yield _line("tokens", f"{trainer.global_batch_size} × {data.seq_length:,} = {plan.tokens_per_step:,} per step")
-    yield _line("", f"{trainer.steps:,} {_plural(trainer.steps, 'step')} · {_short(plan.tokens_per_step * trainer.steps)} tokens in all · data {data.name}")
+    yield _line("tokens", f"{whole} × {data.seq_length:,} = {plan.tokens_per_step:,} per step")
+    steps = f"{trainer.steps:,} {_plural(trainer.steps, 'step')}"
+    yield _line("", f"{steps} · {_short(plan.tokens_per_step * trainer.steps)} tokens in all · data {data.name}")
     yield _line("precision", _precision(plan))
     yield _line("sharding", _sharding(plan))
-    yield _line("recompute", trainer.recompute + (" · compiled" if trainer.compile else "") + (" · deterministic" if trainer.deterministic else ""))
+    switches = [name for name in ("compile", "deterministic") if getattr(trainer, name)]
+    yield _line("recompute", " · ".join([trainer.recompute, *switches]))
     yield from _optimizer(plan)
     heaviest = max(stage_memory(plan), key=lambda memory: memory.total)
     yield _line("memory", _memory(heaviest))
@@ -121,32 +134,41 @@ def _precision(plan: Plan) -> str:
 
 def _sharding(plan: Plan) -> str:
     trainer = plan.config.trainer
-    what = {0: "nothing", 1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}[trainer.zero]
-    over = f" over {plan.shard_size} of {plan.dp} data-parallel ranks" if trainer.zero and plan.dp > 1 else ""
-    return f"zero {trainer.zero}: {what}{over} · sequence parallelism {'on' if plan.sp else 'off'}"
+    sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
+    if trainer.zero == 0 or plan.dp == 1:
+        return f"zero {trainer.zero}: nothing {'' if trainer.zero == 0 else 'at dp 1 '}· {sequence}"
+    groups = f", {plan.dp // plan.shard_size} copies" if plan.shard_size < plan.dp else ""
+    return f"zero {trainer.zero}: {SHARDED[trainer.zero]} over {plan.shard_size} ranks{groups} · {sequence}"
 
 
 def _optimizer(plan: Plan) -> Iterator[str]:
     optim = plan.config.optim
     betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.name != "sgd" else ""
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
-    yield _line("optimizer", f"{optim.name} · lr {optim.lr:g} to {optim.min_lr:g}{betas} · weight decay {optim.weight_decay:g}{clip}")
-    schedule = str(optim.schedule.get("_target_", "")).rpartition(".")[2]
-    yield _line("schedule", f"{schedule} · {optim.warmup_steps} warm-up {_plural(optim.warmup_steps or 0, 'step')}" + _constant(optim.constant_steps))
-
-
-def _constant(steps: int | None) -> str:
-    return f" · {steps} at the end" if steps else ""
+    rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
+    yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
+    name = str(optim.schedule.get("_target_", "")).rpartition(".")[2]
+    warmup = f"{optim.warmup_steps} warm-up {_plural(optim.warmup_steps or 0, 'step')}"
+    end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
+    yield _line("schedule", f"{name} · {warmup}{end}")
 
 
 def _memory(memory: RankMemory) -> str:
-    return f"weights {_gib(memory.weights)} + gradients {_gib(memory.gradients)} + optimizer {_gib(memory.optimizer)} = {_gib(memory.total)}"
+    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items()) + f" = {_gib(memory.total)}"
 
 
 def _notes(plan: Plan) -> Iterator[str]:
     for number, note in enumerate(plan.notes):
         start = ("note" if number == 0 else "").ljust(LABEL)
-        yield textwrap.fill(note, WIDTH, initial_indent="  " + start, subsequent_indent=" " * (LABEL + 2), break_long_words=False, break_on_hyphens=False)
+        yield textwrap.fill(
+            note,
+            WIDTH,
+            initial_indent="  " + start,
+            subsequent_indent=" " * (LABEL + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def _line(label: str, text: str) -> str:

@@ -156,6 +156,8 @@ def _plan(config: Config, world_size: int) -> Plan:
         world_size=world_size,
         dp=trainer.dp,
         num_microbatches=trainer.global_batch_size // (trainer.micro_batch_size * trainer.dp),
-        stage_layers=tuple(split_layers(config.model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)),
+        stage_layers=tuple(
+            split_layers(config.model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)
+        ),
         padded_vocab_size=padded_vocab_size(config.model.vocab_size, trainer.tp),
     )

@@ -150,7 +150,9 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("model.head_dim", dim, rule, nearest_legal("model.head_dim", dim, (dim - 1 or 2, dim + 1)))
     else:
         legal = [model.num_attention_heads * (dim + step) for step in (-1, 1) if dim + step > 0]
-        yield Problem("model.hidden_size", model.hidden_size, rule, nearest_legal("model.hidden_size", model.hidden_size, legal))
+        yield Problem(
+            "model.hidden_size", model.hidden_size, rule, nearest_legal("model.hidden_size", model.hidden_size, legal)
+        )
 
 
 @reads("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
@@ -169,7 +171,11 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
     pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
     if pp > 1 and layers < pp * vpp:
         rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} stages need a layer each; model.num_hidden_layers={layers}"
-        legal = [size for size in range(1, layers + 1) if size * vpp <= layers and world_size % (config.trainer.tp * size) == 0]
+        legal = [
+            size
+            for size in range(1, layers + 1)
+            if size * vpp <= layers and world_size % (config.trainer.tp * size) == 0
+        ]
         advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
         advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
         advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []
@@ -180,13 +186,20 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
 def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
     """Interleaving is between stages."""
     if config.trainer.vpp > 1 and config.trainer.pp == 1:
-        yield Problem("trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", "write trainer.vpp=1, or trainer.pp=2")
+        yield Problem(
+            "trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", "write trainer.vpp=1, or trainer.pp=2"
+        )
 
 
 @reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
 def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]:
     """An explicit split names every stage, leaves none empty, and has all layers, each once."""
-    split, pp, vpp, layers = config.trainer.pipeline_layers, config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
+    split, pp, vpp, layers = (
+        config.trainer.pipeline_layers,
+        config.trainer.pp,
+        config.trainer.vpp,
+        config.model.num_hidden_layers,
+    )
     if split is None:
         return
     rule = ""
@@ -199,7 +212,9 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
     if rule:
         share, left_over = divmod(layers, pp)
         even = [share + (stage < left_over) for stage in range(pp)]
-        yield Problem("trainer.pipeline_layers", split, rule, f"write trainer.pipeline_layers={shown(even)}, or leave it out")
+        yield Problem(
+            "trainer.pipeline_layers", split, rule, f"write trainer.pipeline_layers={shown(even)}, or leave it out"
+        )
 
 
 @reads("trainer.global_batch_size", "trainer.micro_batch_size", "trainer.tp", "trainer.pp", "trainer.vpp")
@@ -236,10 +251,14 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
         return
     if dp % group:
         advice = nearest_legal("trainer.shard_group", group, [size for size in range(1, dp + 1) if dp % size == 0])
-        yield Problem("trainer.shard_group", group, f"must divide the data-parallel size, dp={dp}", f"{advice}, or leave it out")
+        yield Problem(
+            "trainer.shard_group", group, f"must divide the data-parallel size, dp={dp}", f"{advice}, or leave it out"
+        )
     elif config.trainer.zero == 0 and group not in (1, dp):
         rule = "groups of ranks share nothing under zero=0"
-        yield Problem("trainer.shard_group", group, rule, "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out")
+        yield Problem(
+            "trainer.shard_group", group, rule, "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
+        )
 
 
 @reads("data.seq_length", "model.max_position_embeddings")
@@ -258,9 +277,19 @@ def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
     if 0 < steps < warmup + constant:
         rule = f"warmup_steps + constant_steps = {warmup} + {constant} must be at most trainer.steps={steps}"
         if constant <= steps and warmup:
-            yield Problem("optim.warmup_steps", warmup, rule, f"write optim.warmup_steps={min(warmup, steps - constant)}, or leave it out")
+            yield Problem(
+                "optim.warmup_steps",
+                warmup,
+                rule,
+                f"write optim.warmup_steps={min(warmup, steps - constant)}, or leave it out",
+            )
         else:
-            yield Problem("optim.constant_steps", constant, rule, f"write optim.constant_steps={max(steps - warmup, 0)}, or leave it out")
+            yield Problem(
+                "optim.constant_steps",
+                constant,
+                rule,
+                f"write optim.constant_steps={max(steps - warmup, 0)}, or leave it out",
+            )
 
 
 @reads("optim.lr", "optim.min_lr")
@@ -268,7 +297,12 @@ def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
     """The schedule ends at or below where it peaks."""
     lr, min_lr = config.optim.lr, config.optim.min_lr
     if min_lr is not None and min_lr > lr:
-        yield Problem("optim.min_lr", min_lr, f"must be at most optim.lr={lr:g}", f"write optim.min_lr={lr / 10:g}, or leave it out")
+        yield Problem(
+            "optim.min_lr",
+            min_lr,
+            f"must be at most optim.lr={lr:g}",
+            f"write optim.min_lr={lr / 10:g}, or leave it out",
+        )
 
 
 @reads("optim.schedule")
@@ -291,9 +325,20 @@ def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
 @reads("data.split", "trainer.val_every_steps")
 def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
     """Validation is on documents that training never sees."""
-    if config.trainer.val_every_steps is not None and not config.data.mock and float(config.data.split.split(",")[1]) == 0:
-        rule = f"trainer.val_every_steps={config.trainer.val_every_steps} needs documents for validation, the second share"
-        yield Problem("data.split", config.data.split, rule, 'write data.split="969,30,1" with quotes inside quotes, or trainer.val_every_steps=null')
+    if (
+        config.trainer.val_every_steps is not None
+        and not config.data.mock
+        and float(config.data.split.split(",")[1]) == 0
+    ):
+        rule = (
+            f"trainer.val_every_steps={config.trainer.val_every_steps} needs documents for validation, the second share"
+        )
+        yield Problem(
+            "data.split",
+            config.data.split,
+            rule,
+            'write data.split="969,30,1" with quotes inside quotes, or trainer.val_every_steps=null',
+        )
 
 
 @reads("logging.sample_prompts", "data.tokenizer")

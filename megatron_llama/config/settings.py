@@ -1,7 +1,8 @@
 """Every setting: its name, type, default, unit and meaning.
 
-The string under a field is its documentation; docs/config.md is generated from it. ``None`` as a default means "derived":
-the field's documentation says from what, and ``resolve`` fills it in. The values people choose between stand in ``conf/``.
+The string under a field is its documentation; docs/config.md is generated from it. ``None`` as a default means
+"derived": the field's documentation says from what, and ``resolve`` fills it in. The values people choose between stand
+in ``conf/``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class DataConfig:
     mock: bool = False
     """Make up tokens of the model's vocabulary instead of reading files."""
     prefixes: list[Any] = field(default_factory=list)
-    """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (share of samples)."""
+    """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is a
+    share of the samples)."""
     split: str = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
     seq_length: int = 256
@@ -83,7 +85,7 @@ class DataConfig:
     tokenizer: str | None = None
     """sentencepiece model that made the dataset; checked against it, and used to print samples."""
     cache_dir: str | None = None
-    """Folder for Megatron's shuffle and sample indices. Derived: beside the first dataset."""
+    """Folder for Megatron's shuffle and sample indices. Derived: index_cache beside the first dataset; mock has none."""
     prepare: str | None = None
     """The command that makes this dataset; shown when it is not there."""
 
@@ -105,7 +107,8 @@ class TrainerConfig:
     zero: int = 1
     """Data-parallel sharding: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
     dp: int | None = None
-    """Data-parallel size. Derived: world / (tp * pp); if given it is checked, and sets the world on CPU and in dry runs."""
+    """Data-parallel size. Derived: world / (tp * pp); if given it is checked, and sets the world on CPU and in dry
+    runs."""
     shard_group: int | None = None
     """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
     micro_batch_size: int = 1
@@ -119,7 +122,8 @@ class TrainerConfig:
     precision: str = "fp32"
     """fp32, or bf16: compute in bf16, with master weights, gradient sums and optimizer in fp32."""
     recompute: str = "none"
-    """Activations made again in the backward pass: none, selective (attention core and SwiGLU product), full (each block)."""
+    """Activations made again in the backward pass: none, selective (attention core and SwiGLU product), full (each
+    block)."""
     compile: bool = False
     """torch.compile each block; on CPU this needs a C++ compiler."""
     deterministic: bool = False

@@ -92,11 +92,16 @@ def _good_prefixes(prefixes: list[Any]) -> bool:
     if not any(is_number(item) for item in prefixes):
         return all(str(item).strip() for item in prefixes)
     pairs = list(zip(prefixes[::2], prefixes[1::2], strict=False))
-    return len(prefixes) % 2 == 0 and all(is_number(weight) and float(weight) > 0 and not is_number(path) for weight, path in pairs)
+    return len(prefixes) % 2 == 0 and all(
+        is_number(weight) and float(weight) > 0 and not is_number(path) for weight, path in pairs
+    )
 
 
 def _at_least(names: str, least: float) -> dict[str, Limit]:
-    return {name: Limit(lambda value: value >= least, f"must be at least {least:g}", _legal(name, least)) for name in names.split()}
+    return {
+        name: Limit(lambda value: value >= least, f"must be at least {least:g}", _legal(name, least))
+        for name in names.split()
+    }
 
 
 def _above_zero(names: str) -> dict[str, Limit]:
@@ -118,7 +123,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 LIMITS: Mapping[str, Limit] = {
-    **{name: Limit(lambda value, legal=legal: value in legal, f"must be one of {', '.join(legal)}") for name, legal in CHOICES.items()},
+    **{name: Limit(legal.__contains__, f"must be one of {', '.join(legal)}") for name, legal in CHOICES.items()},
     "trainer.zero": Limit(lambda stage: stage in settings.ZERO_STAGES, "must be one of 0, 1, 2, 3"),
     **_at_least(
         "model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads "
@@ -128,13 +133,17 @@ LIMITS: Mapping[str, Limit] = {
         "checkpoint.keep model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings",
         1,
     ),
-    **_at_least("trainer.steps trainer.seed optim.min_lr optim.warmup_steps optim.constant_steps optim.weight_decay", 0),
+    **_at_least(
+        "trainer.steps trainer.seed optim.min_lr optim.warmup_steps optim.constant_steps optim.weight_decay", 0
+    ),
     **_above_zero(
         "model.rms_norm_eps model.rope_theta model.initializer_range model.rope_scaling.low_freq_factor "
         "model.rope_scaling.high_freq_factor optim.lr optim.eps optim.clip device.peak_tflops device.memory_gib"
     ),
     "optim.betas": Limit(_good_betas, "must be two numbers, each at least 0 and below 1"),
-    "data.split": Limit(_good_split, "must be three shares, for training, validation and test, the first above 0", '"969,30,1"'),
+    "data.split": Limit(
+        _good_split, "must be three shares, for training, validation and test, the first above 0", '"969,30,1"'
+    ),
     "data.prefixes": Limit(
         _good_prefixes,
         "must be paths only, or weight, path, weight, path, ... with weights above 0",
