@@ -218,9 +218,9 @@ def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]
             sys.stderr.write(f"{error}\n")
             return EXIT_USER
         except Exception as error:
-            _tell_starter(error)
             if rank.says_peer_lost(error):
                 time.sleep(CONSEQUENCE_DELAY_SECONDS)
+            _tell_starter(error)
             raise
     return 0
 

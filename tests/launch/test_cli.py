@@ -1,0 +1,316 @@
+"""``train.py`` up to the point where ranks train: help, dry runs, refusals, the run's folder, who starts what."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_llama.config import ConfigError, Plan, compose
+from megatron_llama.launch import cli, run_dir
+from megatron_llama.launch.world import Place
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
+STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_", "MASTER_")
+# Runs train.py and says afterwards which of the heavy packages came along.
+PROBE = """
+import json, runpy, sys
+sys.argv = ["train.py", *json.loads(sys.argv[1])]
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as end:
+    status = end.code
+print("heavy:", sorted({"torch", "megatron", "matplotlib", "tensorboard"} & set(sys.modules)), "status:", status)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's variables without those of whatever started the tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)} | more
+
+
+def probe(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs ``train.py`` from the tree and reports what it imported."""
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(arguments)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_is_light_and_lists_the_groups():
+    done = probe(["--help"])
+    assert done.stdout.endswith("heavy: [] status: 0\n"), done.stderr
+    for word in ("--dry-run", "torchrun", "srun", "llama70b", "mock", "trainer.tp=8"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dry-run", "device=cpu", "data=mock", "trainer.tp=2"],
+        ["dry_run=true", "data=mock", "model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4"],
+        ["--dry-run", "device=cuda", "data=mock", "model=llama7b", "trainer.tp=8"],
+    ],
+    ids=["cpu", "512 ranks", "another device"],
+)
+def test_a_dry_run_is_light_and_leaves_nothing(arguments):
+    before = set(ROOT.iterdir()) | set((ROOT / "runs").glob("*"))
+    done = probe(arguments)
+    assert done.stdout.endswith("heavy: [] status: 0\n"), done.stderr
+    assert set(ROOT.iterdir()) | set((ROOT / "runs").glob("*")) == before
+
+
+def test_a_dry_run_of_512_ranks_shows_the_last_one():
+    done = probe(["--dry-run", "data=mock", "model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4"])
+    assert "504-511" in done.stdout
+
+
+def test_mistakes_are_said_without_a_traceback(capfd, monkeypatch):
+    clear_starters(monkeypatch)
+    assert cli.main([*TINY, "trainer.tp=3", "optim.lr=-1"]) == 2
+    text = capfd.readouterr().err
+    assert "trainer.tp" in text and "optim.lr" in text, "all of them at once"
+    assert "Traceback" not in text
+
+
+def test_a_device_that_is_not_here_is_refused_together_with_the_rest(capfd, monkeypatch):
+    clear_starters(monkeypatch)
+
+    def missing(name: str) -> None:
+        raise ValueError(f"device={name} can't be used here: there is none")
+
+    monkeypatch.setattr("megatron_llama.devices.get_device", missing)
+    assert cli.main(["data=mock", "device=cuda", "optim.lr=-1"]) == 2
+    text = capfd.readouterr().err
+    assert "can't be used here" in text and "optim.lr" in text
+
+
+def clear_starters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the tests had been started by hand."""
+    for name in [name for name in os.environ if name.startswith(STARTERS)]:
+        monkeypatch.delenv(name)
+
+
+class Accelerator:
+    """Four devices that don't exist."""
+
+    name = "cuda"
+    is_accelerator = True
+    forkable = False
+
+    def count(self) -> int:
+        return 4
+
+    def memory_bytes(self) -> int:
+        return 80 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        (["device=cpu"], 1),
+        (["device=cpu", "trainer.tp=2", "trainer.pp=2"], 4),
+        (["device=cpu", "trainer.tp=2", "trainer.dp=3"], 6),
+        (["device=cuda", "trainer.tp=2"], 4),
+        (["device=cuda", "trainer.tp=2", "dry_run=true"], 2),
+        (["device=cuda", "trainer.tp=2", "trainer.dp=16", "dry_run=true"], 32),
+        (["device=auto", "trainer.tp=2", "dry_run=true"], 4),
+        (["device=auto", "trainer.tp=8", "dry_run=true"], 8),
+    ],
+)
+def test_the_world_when_started_by_hand(overrides, world, monkeypatch):
+    from megatron_llama.devices.cpu import DEVICE
+
+    monkeypatch.setattr("megatron_llama.devices.get_device", lambda name: DEVICE if name == "cpu" else Accelerator())
+    assert cli.decide(compose(overrides, cli.CONF_DIR), None).world_size == world
+
+
+def test_the_world_of_a_starter_wins():
+    place = Place("srun", 0, 0, 4, 8, "node1", 15000, "7", False)
+    assert cli.decide(compose(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), place).world_size == 8
+
+
+def note_place(plan: Plan) -> None:
+    """A rank that only says where it is."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    place = {name: os.environ[name] for name in names} | {"dir": plan.config.run.dir}
+    (Path(str(plan.config.run.dir)) / f"place{os.environ['RANK']}.json").write_text(json.dumps(place))
+
+
+def test_a_run_writes_its_config_and_plan(starter, tmp_path, monkeypatch):
+    clear_starters(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    job = starter(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
+    assert job.wait() == 0, job.errors
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("llama_2m-mock-")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["run"]["dir"] == f"runs/{folder.name}" and config["device"]["name"] == "cpu"
+    assert config["trainer"]["dp"] == 1 and config["model"]["num_key_value_heads"], "derived values are filled in"
+    assert "llama_2m" in (folder / "plan.txt").read_text()
+    places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(2)]
+    assert [(place["RANK"], place["LOCAL_RANK"], place["WORLD_SIZE"]) for place in places] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert {place["dir"] for place in places} == {f"runs/{folder.name}"}
+
+
+def hold(plan: Plan) -> None:
+    """A rank that writes for a long time."""
+    (Path(str(plan.config.run.dir)) / "held").touch()
+    time.sleep(600)
+
+
+def test_one_folder_has_one_run(starter, tmp_path, monkeypatch, capfd):
+    clear_starters(monkeypatch)
+    arguments = [*TINY, f"run.dir={tmp_path}/run"]
+    job = starter(partial(cli.main, arguments, hold))
+    while not (tmp_path / "run/held").exists():
+        time.sleep(0.02)
+    assert cli.main(arguments, note_place) == 2
+    text = capfd.readouterr().err
+    assert "another run is writing to this folder" in text and f"process {job.pid} " in text
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:  # the lock is free as soon as the last rank has gone
+        try:
+            with run_dir.claimed(tmp_path / "run"):
+                return
+        except ConfigError:
+            time.sleep(0.05)
+    raise AssertionError("the lock outlives its run")
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path, monkeypatch, capfd):
+    clear_starters(monkeypatch)
+    (tmp_path / "file").touch()
+    assert cli.main([*TINY, f"run.dir={tmp_path}/file/run"], note_place) == 2
+    assert "can't be written" in capfd.readouterr().err
+
+
+def test_ranks_started_one_by_one_must_be_told_the_folder():
+    place = Place("torchrun", 1, 1, 2, 2, "localhost", 29500, None, False)
+    config = compose(TINY, cli.CONF_DIR)
+    with pytest.raises(ConfigError, match="run.dir"):
+        run_dir.default_dir_for_all(config, place)
+    named = Place("srun", 1, 1, 2, 2, "localhost", 29500, "4711", False)
+    assert run_dir.default_dir_for_all(config, named) == "runs/llama_2m-mock-4711"
+
+
+FAKE_TRAIN = """
+import os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from megatron_llama.launch.cli import main
+import {module} as this
+sys.exit(main(sys.argv[1:], getattr(this, {work!r})))
+"""
+
+
+def script(folder: Path, work: str) -> Path:
+    """A train.py whose ranks run a function of this file."""
+    path = folder / "fake_train.py"
+    here = Path(__file__)
+    path.write_text(FAKE_TRAIN.format(root=str(ROOT), tests=str(here.parent), module=here.stem, work=work))
+    return path
+
+
+def meet(plan: Plan) -> None:
+    """A rank that meets the others where the starter said."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ranks = torch.tensor([float(os.environ["RANK"])])
+    dist.all_reduce(ranks)
+    dist.destroy_process_group()
+    note_place(plan)
+    (Path(str(plan.config.run.dir)) / f"sum{os.environ['RANK']}").write_text(str(ranks.item()))
+
+
+def fail_on_one(plan: Plan) -> None:
+    """Rank 1 fails, rank 0 notices."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        raise ZeroDivisionError("the weights of rank one")
+    dist.all_reduce(torch.zeros(1))
+
+
+def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Two ranks by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    return subprocess.run(
+        [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(path), *arguments],
+        cwd=folder,
+        env=environment(GLOO_SOCKET_IFNAME="lo"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_ranks_share_a_folder_that_nobody_named(tmp_path):
+    done = torchrun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [(folder / f"sum{rank}").read_text() for rank in range(2)] == ["1.0", "1.0"]
+    assert (folder / "config.yaml").exists() and (folder / "plan.txt").exists()
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_shows_the_first_failure(tmp_path):
+    done = torchrun(script(tmp_path, "fail_on_one"), [*TINY, "trainer.tp=2"], tmp_path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: the weights of rank one" in done.stderr
+    assert "Connection closed" not in done.stderr, "rank 0's error is a consequence"
+
+
+def srun(path: Path, arguments: list[str], folder: Path, tasks: int = 2) -> list[subprocess.Popen[str]]:
+    """Ranks with srun's variables."""
+    common = {"SLURM_NTASKS": str(tasks), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(path), *arguments],
+            cwd=folder,
+            env=environment(**common, SLURM_PROCID=str(task), SLURM_LOCALID=str(task), GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(tasks)
+    ]
+
+
+def test_srun_ranks_meet(tmp_path):
+    tasks = srun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
+    ends = [task.communicate(timeout=100) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], ends
+    folder = tmp_path / "runs" / f"llama_2m-mock-{os.getpid()}"
+    assert [(folder / f"sum{rank}").read_text() for rank in range(2)] == ["1.0", "1.0"]
+    places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(2)]
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "1"]
+
+
+def test_under_srun_a_mistake_is_said_once(tmp_path):
+    tasks = srun(script(tmp_path, "meet"), [*TINY, "trainer.tp=3"], tmp_path)
+    ends = [task.communicate(timeout=100)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2]
+    assert "trainer.tp" in ends[0] and "Traceback" not in ends[0] and ends[1] == ""

@@ -1,0 +1,280 @@
+"""What happens when a rank, or the process that started it, ends in any way but the good one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch.rank import says_peer_lost
+from megatron_llama.launch.start import start_ranks
+
+TAKES_ALL_DOWN_SECONDS = 10.0
+
+
+def rank() -> int:
+    """The number of the rank this runs on."""
+    return int(os.environ["RANK"])
+
+
+def announce(folder: Path) -> None:
+    """Leaves this rank's process id where the test finds it."""
+    part = folder / f"part{rank()}"
+    part.write_text(str(os.getpid()))
+    part.rename(folder / f"pid{rank()}")
+
+
+def pids(folder: Path, count: int, limit: float = 20.0) -> list[int]:
+    """The process ids of ``count`` ranks, once all have announced themselves."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if all((folder / f"pid{number}").exists() for number in range(count)):
+            return [int((folder / f"pid{number}").read_text()) for number in range(count)]
+        time.sleep(0.02)
+    raise AssertionError(f"not all ranks have started: {sorted(path.name for path in folder.iterdir())}")
+
+
+def gone(pid: int, limit: float = 5.0) -> bool:
+    """Whether the process ends within the limit (a zombie that its new parent has not looked at counts as ended)."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool = True) -> Callable[[], int]:
+    """What a starter does: run ``work`` on ``ranks`` ranks."""
+    return partial(start_ranks, partial(work, folder), ranks, fork=fork)
+
+
+def sleep_long(folder: Path) -> None:
+    """A rank that waits for something that never comes."""
+    announce(folder)
+    time.sleep(600)
+
+
+def join_world() -> None:
+    """Connects the ranks by gloo, through the store that the starter hosts."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+
+def reduce_once(folder: Path) -> None:
+    """A real collective; writes what came out."""
+    join_world()
+    total = torch.tensor([float(rank() + 1)])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    (folder / f"total{rank()}").write_text(str(total.item()))
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_meet_and_end_well(starter, tmp_path, fork, ranks):
+    job = starter(run(reduce_once, tmp_path, ranks, fork))
+    assert job.wait(60) == 0, job.errors
+    totals = [float((tmp_path / f"total{number}").read_text()) for number in range(ranks)]
+    assert totals == [ranks * (ranks + 1) / 2] * ranks
+
+
+def fail_on_one(folder: Path) -> None:
+    """Rank 1 fails; the others wait for it in a collective and notice that it has gone."""
+    join_world()
+    announce(folder)
+    if rank() == 1:
+        time.sleep(0.3)  # the others are in their all-reduce by then
+        raise ZeroDivisionError("the weights of rank one")
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        (folder / f"lost{rank()}").write_text(str(error))
+        raise
+
+
+def test_the_first_failure_has_the_last_word(starter, tmp_path):
+    job = starter(run(fail_on_one, tmp_path))
+    assert job.wait(TAKES_ALL_DOWN_SECONDS + 5) == 1
+    assert time.monotonic() - job.started < TAKES_ALL_DOWN_SECONDS
+    assert job.last_line == "ZeroDivisionError: the weights of rank one"
+    assert job.errors.count("Traceback (most recent call last)") == 1, "the other ranks' errors are consequences"
+    assert "Rank 1 of 4 failed" in job.errors and "fail_on_one" in job.errors
+    # Not by luck: others did fail, by errors that are recognised as consequences.
+    lost = [path.read_text() for path in tmp_path.glob("lost*")]
+    assert lost and all(says_peer_lost(RuntimeError(text)) for text in lost), lost
+
+
+def fail_late_to_say_so(folder: Path) -> None:
+    """The cause is slower to report than its consequence, as when it cleans up on its way out."""
+    if rank() == 0:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+    time.sleep(0.5)
+    raise ValueError("the cause")
+
+
+def test_a_consequence_that_is_reported_first_does_not_win(starter, tmp_path):
+    job = starter(run(fail_late_to_say_so, tmp_path, ranks=2))
+    assert job.wait() == 1
+    assert job.last_line == "ValueError: the cause"
+
+
+def exit_early(folder: Path) -> None:
+    if rank() == 1:
+        os._exit(0)  # as some libraries do on a fatal error
+    time.sleep(600)
+
+
+def exit_by_system_exit(folder: Path) -> None:
+    if rank() == 1:
+        sys.exit("no more data")
+    time.sleep(600)
+
+
+def abort(folder: Path) -> None:
+    if rank() == 1:
+        ctypes.string_at(0)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("work", "last_line"),
+    [
+        (exit_early, "rank 1 left in the middle of its work with exit status 0"),
+        (exit_by_system_exit, "SystemExit: no more data"),
+        (abort, "rank 1 was killed by SIGSEGV"),
+    ],
+)
+def test_every_way_to_die_takes_all_down(starter, tmp_path, work, last_line):
+    job = starter(run(work, tmp_path, ranks=3))
+    assert job.wait(TAKES_ALL_DOWN_SECONDS) == 1
+    assert job.last_line == last_line
+    if work is abort:
+        assert "in abort" in job.errors, "the Python stack of a crash is shown"
+
+
+def test_a_killed_rank_takes_all_down_and_is_named(starter, tmp_path):
+    job = starter(run(sleep_long, tmp_path, ranks=3))
+    others = pids(tmp_path, 3)
+    os.kill(others[2], signal.SIGKILL)
+    assert job.wait(TAKES_ALL_DOWN_SECONDS) == 1
+    assert job.last_line.startswith("rank 2 was killed") and job.last_line.endswith("SIGKILL")
+    assert all(gone(pid) for pid in others)
+
+
+def test_spawned_ranks_follow_the_same_rules(starter, tmp_path):
+    job = starter(run(fail_on_one, tmp_path, ranks=2, fork=False))
+    assert job.wait(60) == 1
+    assert job.last_line == "ZeroDivisionError: the weights of rank one"
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_ranks_die_with_their_starter_even_when_it_is_killed(starter, tmp_path, fork):
+    job = starter(run(sleep_long, tmp_path, ranks=2, fork=fork))
+    ranks = pids(tmp_path, 2)
+    os.kill(job.pid, signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
+    assert all(gone(pid) for pid in ranks)
+
+
+def bad_tokenizer(folder: Path) -> None:
+    rule = "the dataset was made by another tokenizer"
+    raise ConfigError([Problem("data.tokenizer", "a.model", rule, "write data.tokenizer=b.model")])
+
+
+def test_a_users_mistake_found_by_all_ranks_is_said_once(starter, tmp_path):
+    job = starter(run(bad_tokenizer, tmp_path))
+    assert job.wait() == 2
+    assert job.errors.count("the dataset was made by another tokenizer") == 1
+    assert "Traceback" not in job.errors
+
+
+def save_and_leave(folder: Path) -> None:
+    """What a rank that has saved after a signal does."""
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: told.append(number))
+    announce(folder)
+    while not told:
+        time.sleep(0.01)
+    (folder / f"told{rank()}").write_text(signal.Signals(told[0]).name)
+    sys.exit(75)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_the_ranks_business_and_75_comes_back(starter, tmp_path, number):
+    job = starter(run(save_and_leave, tmp_path, ranks=2))
+    pids(tmp_path, 2)
+    os.kill(job.pid, number)
+    assert job.wait() == 75, job.errors
+    assert {path.read_text() for path in tmp_path.glob("told*")} == {number.name}
+    assert job.errors == ""
+
+
+def test_sigterm_before_ranks_can_save_ends_the_job(starter, tmp_path):
+    job = starter(run(sleep_long, tmp_path, ranks=2))
+    ranks = pids(tmp_path, 2)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    assert job.last_line == "Stopped by SIGTERM."
+    assert all(gone(pid) for pid in ranks)
+
+
+def fail_while_others_leave(folder: Path) -> None:
+    if rank() == 0:
+        sys.exit(75)
+    time.sleep(0.2)
+    raise OSError("disk full while saving")
+
+
+def test_75_needs_all_ranks(starter, tmp_path):
+    job = starter(run(fail_while_others_leave, tmp_path, ranks=2))
+    assert job.wait() == 1
+    assert job.last_line == "OSError: disk full while saving"
+
+
+def interrupted(folder: Path) -> None:
+    """Rank 1 does not listen, as in a collective."""
+    if rank() == 1:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    announce(folder)
+    try:
+        time.sleep(600)
+    finally:
+        (folder / f"cleaned{rank()}").touch()
+
+
+def test_interrupt_ends_all_ranks_with_one_line(starter, tmp_path):
+    job = starter(run(interrupted, tmp_path, ranks=2))
+    ranks = pids(tmp_path, 2)
+    os.kill(job.pid, signal.SIGINT)
+    assert job.wait(TAKES_ALL_DOWN_SECONDS) == 130
+    assert job.errors == "Stopped by SIGINT.\n"
+    assert all(gone(pid) for pid in ranks)
+    assert (tmp_path / "cleaned0").exists(), "a rank may close its files"
+
+
+def talk(folder: Path) -> None:
+    os.write(1, f"words of rank {rank()}\n".encode())
+
+
+def test_only_rank_0_has_the_terminal(starter, tmp_path):
+    outputs = tmp_path / "ranks"
+    outputs.mkdir()
+    job = starter(partial(start_ranks, partial(talk, tmp_path), 3, fork=True, output_dir=outputs))
+    assert job.wait() == 0
+    assert job.out.read_text() == "words of rank 0\n"
+    assert [path.read_text() for path in sorted(outputs.iterdir())] == ["words of rank 1\n", "words of rank 2\n"]
