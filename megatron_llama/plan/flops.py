@@ -1,0 +1,51 @@
+"""How much arithmetic a token costs, and how much of the devices' peak a run reaches.
+
+A matrix product takes 2 FLOPs per weight and token forwards and 4 backwards. Attention's two products with the sequence
+come on top, by either of two conventions: ``causal`` counts the half of the square that is not masked (Megatron-LM),
+``full`` counts all of it (torchtitan, PaLM, NVIDIA's recipes). The input embedding is a look-up and costs nothing;
+norms, rotations and the softmax are not counted; what recomputation does a second time is not counted either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_llama.config import ModelConfig, parameters
+from megatron_llama.config.counting import head_dim
+
+FORWARD_AND_BACKWARD = 3  # the backward is two products for each one of the forward
+CAUSAL, FULL = 6, 12
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs of forward and backward for one token of training, in both conventions."""
+
+    causal: int
+    """Attention counted where it is not masked."""
+    full: int
+    """Attention counted as the whole square."""
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Weights that every token is multiplied with: matrices and the output head, no table look-ups and no norms."""
+    norms = (2 * model.num_hidden_layers + 1) * model.hidden_size
+    table = model.vocab_size * model.hidden_size
+    # A tied table is counted once among the parameters, and it is the head that multiplies.
+    return parameters(model) - norms - (0 if model.tie_word_embeddings else table)
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> FlopsPerToken:
+    """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is no useful work."""
+    products = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
+    attention = model.num_hidden_layers * model.num_attention_heads * head_dim(model) * seq_length
+    return FlopsPerToken(products + CAUSAL * attention, products + FULL * attention)
+
+
+def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float, world_size: int) -> float:
+    """Model FLOPs utilisation: useful FLOP/s over the peak of all devices, 1.0 being all of it.
+
+    ``tokens_per_second`` is that of the whole job and ``peak_flops`` one device's, so the number of devices stands in
+    it: dividing by a single device's peak is how published figures came out 16 times too high.
+    """
+    return flops_per_token * tokens_per_second / (peak_flops * world_size)
