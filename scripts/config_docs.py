@@ -66,8 +66,9 @@ def _groups() -> Iterator[str]:
     yield "## Groups\n"
     yield "| write | to get |"
     yield "|---|---|"
-    order = list(sections())
-    for path in sorted(CONF.glob("*/*.yaml"), key=lambda path: (order.index(path.parent.name), path.stem)):
+    order = {name: number for number, name in enumerate(sections())}
+    files = sorted(CONF.glob("*/*.yaml"), key=lambda path: (order.get(path.parent.name, len(order)), path))
+    for path in files:
         first = path.read_text(encoding="utf-8").splitlines()[0]
         assert first.startswith("# "), f"{path} begins with a comment that says what it is"
         yield f"| `{path.parent.name}={path.stem}` | {_cell(first[2:])} |"

@@ -6,14 +6,28 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_llama.config.counting import kv_heads
-from megatron_llama.config.problems import Problem, nearest
-from megatron_llama.config.settings import Config, ModelConfig
+from megatron_llama.config.counting import head_dim, kv_heads
+from megatron_llama.config.problems import Problem, nearest, shown
+from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
 from megatron_llama.config.values import weights_and_paths
 
 Exists = Callable[[str], bool]
+# What Hugging Face's config.json and our model section share. rms_norm_eps is in it: a wrong one is hard to notice.
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
 
 
 def check_data(config: Config, exists: Exists) -> list[Problem]:
@@ -64,29 +78,38 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         return
     different = _different_shape(config.model, _read_json(path))
     if different:
-        found = ", ".join(f"{key} is {theirs}, not {ours}" for key, (ours, theirs) in different.items())
-        instead = "write " + " ".join(f"model.{key}={theirs}" for key, (_, theirs) in different.items())
-        yield Problem(
-            "init_from",
-            folder,
-            f"has another shape than model={config.model.name}: {found}",
-            f"{instead}, or the model= of its shape",
-        )
+        found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
+        rule = f"has another shape than model={config.model.name}: {found}"
+        instead = " ".join(_override(f"model.{key}", theirs) for key, (_, theirs) in different.items())
+        yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
+
+
+def _override(name: str, value: Any) -> str:
+    """``name=value`` for a shell, which would take braces apart."""
+    return f"'{name}={shown(value)}'" if isinstance(value, dict) else f"{name}={shown(value)}"
 
 
 def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where a Hugging Face config.json and our shape differ: {name: (ours, theirs)}."""
-    rope = theirs.get("rope_parameters") or {}
-    flat = {**theirs, **({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})}
-    names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-        "rope_theta rms_norm_eps tie_word_embeddings"
-    )
-    different = {}
-    for name in names.split():
-        ours = kv_heads(model) if name == "num_key_value_heads" else getattr(model, name)
-        if flat.get(name) is not None and flat[name] != ours:
-            different[name] = (ours, flat[name])
+    if not theirs:
+        return {}
+    # transformers 5 keeps the base and the scaling together in rope_parameters; before, they stood apart.
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    names = [field.name for field in fields(RopeScaling)]
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    flat = {
+        **theirs,
+        "rope_theta": theirs.get("rope_theta", rope.get("rope_theta")),
+        "rope_scaling": {name: rope[name] for name in names if name in rope} if scaled else None,
+    }
+    ours = {
+        **asdict(model),
+        "num_key_value_heads": kv_heads(model),
+        "head_dim": head_dim(model),
+    }
+    different = {name: (ours[name], flat[name]) for name in SHAPE if flat.get(name) not in (None, ours[name])}
+    if flat["rope_scaling"] != ours["rope_scaling"]:
+        different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
 
 

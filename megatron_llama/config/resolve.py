@@ -89,8 +89,8 @@ def derived(config: Config, world_size: int, notes: list[str]) -> Config:
     trainer.pipeline_layers = [sum(len(chunk) for chunk in chunks[stage :: trainer.pp]) for stage in range(trainer.pp)]
     if optim.min_lr is None:
         optim.min_lr = optim.lr / 10
-    optim.warmup_steps = default_warmup_steps(config) if optim.warmup_steps is None else optim.warmup_steps
     optim.constant_steps = default_constant_steps(config) if optim.constant_steps is None else optim.constant_steps
+    optim.warmup_steps = default_warmup_steps(config) if optim.warmup_steps is None else optim.warmup_steps
     optim.schedule = _without_interpolations(config)
     return config
 
@@ -113,14 +113,16 @@ def spread(total: int, places: int) -> list[int]:
 
 
 def default_warmup_steps(config: Config) -> int:
-    """A tenth of the steps, at most 2000."""
-    return min(config.trainer.steps // 10, LONGEST_WARMUP_STEPS)
+    """A tenth of the steps, at most 2000, and no more than the constant steps leave."""
+    left = max(config.trainer.steps - (config.optim.constant_steps or 0), 0)
+    return min(config.trainer.steps // 10, LONGEST_WARMUP_STEPS, left)
 
 
 def default_constant_steps(config: Config) -> int:
-    """0; for warm-up, stable, decay a tenth of the steps, which is its decay."""
+    """0; for warm-up, stable, decay a tenth of the steps, which is its decay, or what the warm-up leaves of it."""
     decays_at_the_end = str(config.optim.schedule.get("_target_", "")).endswith(".WarmupStableDecay")
-    return -(-config.trainer.steps // 10) if decays_at_the_end else 0
+    left = max(config.trainer.steps - (config.optim.warmup_steps or 0), 0)
+    return min(-(-config.trainer.steps // 10), left) if decays_at_the_end else 0
 
 
 def _derive_sequence_parallelism(config: Config, notes: list[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron_llama.config.counting import head_dim, kv_heads
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
+from megatron_llama.config.values import GOOD_SPLIT
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 RULES: list[tuple[Rule, frozenset[str]]] = []
@@ -325,20 +326,10 @@ def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
 @reads("data.split", "trainer.val_every_steps")
 def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
     """Validation is on documents that training never sees."""
-    if (
-        config.trainer.val_every_steps is not None
-        and not config.data.mock
-        and float(config.data.split.split(",")[1]) == 0
-    ):
-        rule = (
-            f"trainer.val_every_steps={config.trainer.val_every_steps} needs documents for validation, the second share"
-        )
-        yield Problem(
-            "data.split",
-            config.data.split,
-            rule,
-            'write data.split="969,30,1" with quotes inside quotes, or trainer.val_every_steps=null',
-        )
+    every, split = config.trainer.val_every_steps, config.data.split
+    if every is not None and not config.data.mock and float(split.split(",")[1]) == 0:
+        rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
+        yield Problem("data.split", split, rule, f"write data.split={GOOD_SPLIT}, or trainer.val_every_steps=null")
 
 
 @reads("logging.sample_prompts", "data.tokenizer")

@@ -85,7 +85,7 @@ class DataConfig:
     tokenizer: str | None = None
     """sentencepiece model that made the dataset; checked against it, and used to print samples."""
     cache_dir: str | None = None
-    """Folder for Megatron's shuffle and sample indices. Derived: index_cache beside the first dataset; mock has none."""
+    """Folder for Megatron's shuffle and sample indices. Derived: beside the first dataset; mock has none."""
     prepare: str | None = None
     """The command that makes this dataset; shown when it is not there."""
 

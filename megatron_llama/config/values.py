@@ -114,6 +114,9 @@ def _legal(name: str, fallback: float) -> str:
     return f"{fallback:g}" if default is None else shown(default)
 
 
+# As a shell and Hydra's grammar, in which commas ask for a sweep, let it through.
+GOOD_SPLIT = "'\"969,30,1\"'"
+
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "trainer.precision": settings.PRECISIONS,
     "trainer.recompute": settings.RECOMPUTE,
@@ -142,7 +145,7 @@ LIMITS: Mapping[str, Limit] = {
     ),
     "optim.betas": Limit(_good_betas, "must be two numbers, each at least 0 and below 1"),
     "data.split": Limit(
-        _good_split, "must be three shares, for training, validation and test, the first above 0", '"969,30,1"'
+        _good_split, "must be three shares, for training, validation and test, the first above 0", GOOD_SPLIT
     ),
     "data.prefixes": Limit(
         _good_prefixes,

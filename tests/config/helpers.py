@@ -1,0 +1,37 @@
+"""Configs for tests, made by naming only what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_llama.config import Config, ConfigError, Machine, Problem, RopeScaling, resolve
+
+
+def make(**changes: Any) -> Config:
+    """A config that works on any world (made-up data), changed: ``make(**{"trainer.tp": 2})``."""
+    config = Config()
+    config.data.mock = True
+    for name, value in changes.items():
+        put(config, name, value)
+    return config
+
+
+def put(config: Config, name: str, value: Any) -> None:
+    """Sets one setting by its full name."""
+    *sections, key = name.split(".")
+    owner: Any = config
+    for section in sections:
+        if section == "rope_scaling" and owner.rope_scaling is None:
+            owner.rope_scaling = RopeScaling()
+        owner = getattr(owner, section)
+    assert hasattr(owner, key), f"there is no {name}; the test would prove nothing"
+    setattr(owner, key, value)
+
+
+def problems_of(config: Config, world: int = 1, machine: Machine | None = None, **options: Any) -> list[Problem]:
+    """Everything that ``resolve`` says about a config; nothing where it works."""
+    try:
+        resolve(config, world, machine, **options)
+    except ConfigError as error:
+        return list(error.problems)
+    return []

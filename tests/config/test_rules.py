@@ -1,0 +1,315 @@
+"""Each rule fires on a config that breaks it, lets its neighbour pass, and gives advice that works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any, NamedTuple
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from megatron_llama.config.rules import RULES, broken_rules
+from megatron_llama.config.values import LIMITS
+from tests.config.helpers import make, problems_of, put
+
+
+class Case(NamedTuple):
+    rule: str
+    world: int
+    bad: dict[str, Any]
+    good: dict[str, Any]
+    advice: str
+    """What the message must tell the user to write."""
+
+
+WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
+TWO_STAGES = {"trainer.pp": 2}
+CASES = [
+    Case("grid_divides_world", 6, {"trainer.tp": 4}, {"trainer.tp": 2, "trainer.global_batch_size": 6}, "trainer.tp=2"),
+    Case("grid_divides_world", 8, {"trainer.pp": 3}, {"trainer.pp": 4}, "trainer.pp=2 or 4"),
+    Case("grid_divides_world", 4, {"trainer.tp": 4, "trainer.pp": 2}, {"trainer.tp": 2, "trainer.pp": 2}, "8 devices"),
+    Case(
+        "dp_is_what_is_left", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
+    ),
+    Case(
+        "heads_divide_by_tp",
+        16,
+        {**WIDE, "model.num_attention_heads": 12, "model.hidden_size": 240, "trainer.tp": 8},
+        {**WIDE, "trainer.tp": 8},
+        "trainer.tp=4",
+    ),
+    Case(
+        "kv_heads_share_out",
+        12,
+        {
+            "model.num_attention_heads": 12,
+            "model.num_key_value_heads": 4,
+            "trainer.tp": 6,
+            "model.intermediate_size": 480,
+        },
+        {
+            "model.num_attention_heads": 12,
+            "model.num_key_value_heads": 3,
+            "trainer.tp": 6,
+            "model.intermediate_size": 480,
+        },
+        "trainer.tp=4 or 12",
+    ),
+    Case(
+        "feed_forward_divides_by_tp",
+        4,
+        {"trainer.tp": 4, "model.intermediate_size": 510},
+        {"trainer.tp": 4, "model.intermediate_size": 512},
+        "trainer.tp=2",
+    ),
+    Case(
+        "kv_heads_divide_heads",
+        1,
+        {"model.num_key_value_heads": 3},
+        {"model.num_key_value_heads": 2},
+        "model.num_key_value_heads=2 or 4",
+    ),
+    Case(
+        "hidden_divides_by_heads",
+        1,
+        {"model.hidden_size": 190},
+        {"model.hidden_size": 192},
+        "model.hidden_size=184 or 192",
+    ),
+    Case(
+        "hidden_divides_by_heads",
+        1,
+        {"model.hidden_size": 190},
+        {"model.hidden_size": 190, "model.head_dim": 48},
+        "head_dim",
+    ),
+    Case("head_dim_is_even", 1, {"model.hidden_size": 60}, {"model.hidden_size": 64}, "model.hidden_size=56 or 64"),
+    Case("head_dim_is_even", 1, {"model.head_dim": 33}, {"model.head_dim": 34}, "model.head_dim=32 or 34"),
+    Case(
+        "rope_scaling_has_a_band",
+        1,
+        {"model.rope_scaling.low_freq_factor": 4.0},
+        {"model.rope_scaling.low_freq_factor": 3.9},
+        "model.rope_scaling.high_freq_factor=16",
+    ),
+    Case("layers_fill_stages", 8, {"trainer.pp": 8}, {"trainer.pp": 4}, "trainer.pp=4"),
+    Case("layers_fill_stages", 2, {**TWO_STAGES, "trainer.vpp": 3}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.vpp=2"),
+    Case("vpp_needs_a_pipeline", 1, {"trainer.vpp": 2}, {"trainer.vpp": 1}, "trainer.vpp=1"),
+    Case("vpp_needs_a_pipeline", 2, {"trainer.vpp": 2}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.pp=2"),
+    *(
+        Case(
+            "pipeline_layers_add_up",
+            2,
+            {**TWO_STAGES, "trainer.pipeline_layers": bad},
+            {**TWO_STAGES, "trainer.pipeline_layers": [3, 1]},
+            "[2,2]",
+        )
+        for bad in ([4], [2, 1, 1], [3, 2], [1, 1], [4, 0], [5, -1])
+    ),
+    Case(
+        "pipeline_layers_add_up",
+        2,
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.pipeline_layers": [3, 1]},
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.pipeline_layers": [2, 2]},
+        "[2,2]",
+    ),
+    Case("batch_is_whole_micro_batches", 3, {}, {"trainer.global_batch_size": 9}, "trainer.global_batch_size=6 or 9"),
+    Case(
+        "batch_is_whole_micro_batches",
+        1,
+        {"trainer.micro_batch_size": 16},
+        {"trainer.micro_batch_size": 4},
+        "trainer.global_batch_size=16",
+    ),
+    Case(
+        "batch_is_whole_micro_batches",
+        2,
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.global_batch_size": 3},
+        {**TWO_STAGES, "trainer.vpp": 1, "trainer.global_batch_size": 3},
+        "trainer.global_batch_size=2 or 4",
+    ),
+    Case(
+        "sequence_divides_by_tp",
+        2,
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 255},
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 256},
+        "data.seq_length=254 or 256",
+    ),
+    Case(
+        "sequence_divides_by_tp",
+        2,
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 255},
+        {"trainer.tp": 2, "trainer.sp": False, "data.seq_length": 255},
+        "trainer.sp=false",
+    ),
+    Case(
+        "shard_group_divides_dp",
+        8,
+        {"trainer.shard_group": 3},
+        {"trainer.shard_group": 4},
+        "trainer.shard_group=2 or 4",
+    ),
+    Case(
+        "shard_group_divides_dp",
+        4,
+        {"trainer.shard_group": 2, "trainer.zero": 0},
+        {"trainer.shard_group": 2, "trainer.zero": 1},
+        "trainer.zero=1",
+    ),
+    Case("sequence_fits_model", 1, {"data.seq_length": 4097}, {"data.seq_length": 4096}, "data.seq_length=4096"),
+    Case("schedule_fits_run", 1, {"optim.warmup_steps": 101}, {"optim.warmup_steps": 100}, "optim.warmup_steps=100"),
+    Case(
+        "schedule_fits_run",
+        1,
+        {"optim.warmup_steps": 20, "optim.constant_steps": 81},
+        {"optim.warmup_steps": 20, "optim.constant_steps": 80},
+        "optim.warmup_steps=19",
+    ),
+    Case(
+        "schedule_fits_run", 1, {"optim.constant_steps": 101}, {"optim.constant_steps": 100}, "optim.constant_steps=100"
+    ),
+    Case("lr_falls", 1, {"optim.min_lr": 1e-3}, {"optim.min_lr": 3e-4}, "optim.min_lr=3e-05"),
+    Case(
+        "schedule_has_a_class",
+        1,
+        {"optim.schedule": {"max_steps": 3}},
+        {"optim.schedule": {"_target_": "megatron_llama.optim.schedules.Constant"}},
+        "optim=cosine",
+    ),
+    Case("data_is_there", 1, {"data.mock": False}, {"data.mock": True}, "data=mock"),
+    Case(
+        "validation_has_documents",
+        1,
+        {"data.mock": False, "data.prefixes": ["x"], "data.split": "1,0,0", "trainer.val_every_steps": 5},
+        {"data.mock": False, "data.prefixes": ["x"], "data.split": "9,1,0", "trainer.val_every_steps": 5},
+        "969,30,1",
+    ),
+    Case(
+        "samples_need_a_tokenizer",
+        1,
+        {"logging.sample_prompts": ["Hello"]},
+        {"logging.sample_prompts": ["Hello"], "data.tokenizer": "t.model"},
+        "data.tokenizer=",
+    ),
+]
+
+
+ADVISED = re.compile(r"""([a-z_]+(?:\.[a-z_]+)+)=(\[[^\]]*\]|'".*?"'|[^\s,;]+)""")
+
+
+def as_typed(advice: str) -> tuple[str, Any]:
+    """``name=value`` from a message, as a shell and then Hydra's grammar read it."""
+    (word,) = shlex.split(advice)
+    override = OverridesParser.create().parse_override(word)
+    assert not override.is_sweep_override(), f"{advice} would be refused"
+    return override.key_or_group, override.value()
+
+
+def everything_exists(path: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{'-'.join(map(str, case.bad.values()))}")
+def test_a_rule_fires_and_its_neighbour_passes(case: Case) -> None:
+    fired = [
+        problem for rule, _ in RULES if rule.__name__ == case.rule for problem in rule(make(**case.bad), case.world)
+    ]
+    assert len(fired) == 1
+    assert case.advice in fired[0].instead
+    assert fired[0] in problems_of(make(**case.bad), case.world, exists=everything_exists)
+    assert problems_of(make(**case.good), case.world, exists=everything_exists) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{'-'.join(map(str, case.bad.values()))}")
+def test_following_the_advice_ends_the_problem(case: Case) -> None:
+    """The first ``section.name=value`` in the advice is written into the config; the rule must then be silent."""
+    (problem,) = [
+        found for rule, _ in RULES if rule.__name__ == case.rule for found in rule(make(**case.bad), case.world)
+    ]
+    advised = ADVISED.search(problem.instead)
+    if advised is None or advised[1].endswith("_target_"):
+        assert "start it on" in problem.instead or "=cosine" in problem.instead
+        return
+    config = make(**case.bad)
+    put(config, *as_typed(advised[0]))
+    still = [problem for rule, _ in RULES if rule.__name__ == case.rule for problem in rule(config, case.world)]
+    assert still == [], f"advised {advised[0]}"
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == {rule.__name__ for rule, _ in RULES}
+
+
+def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
+    """Values that are wrong on their own, and values next to them that are right, for every limited setting."""
+    table: dict[str, tuple[list[Any], list[Any]]] = {
+        "trainer.precision": (["fp16", ""], ["fp32", "bf16"]),
+        "trainer.recompute": (["some"], ["none", "selective", "full"]),
+        "trainer.zero": ([-1, 4], [0, 1, 2, 3]),
+        "optim.name": (["adagrad"], ["adamw", "adam", "sgd"]),
+        "device.name": (["gpu"], ["auto", "cpu", "cuda"]),
+        "model.rope_scaling.rope_type": (["yarn"], ["llama3"]),
+        "optim.betas": ([[0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.9, 0.9]], [[0.0, 0.999]]),
+        "data.split": (["969,30", "a,b,c", "0,1,1", "1,-1,1", ""], ["1,0,0", "0.9,0.05,0.05"]),
+        "data.prefixes": (
+            [["0.5"], [0.5, "a", "b"], [0.5, "a", 0.5], ["a", 0.5], [0, "a"], [-1, "a", 2, "b"], [" "]],
+            [["a"], ["a", "b"], [0.5, "a", "0.5", "b"]],
+        ),
+        "checkpoint.resume": (["", " "], ["auto", "never"]),
+    }
+    for name in LIMITS:
+        if LIMITS[name].rule.startswith("must be at least"):
+            least = int(LIMITS[name].rule.split()[-1])
+            table[name] = ([least - 1, least - 2], [least])
+        elif LIMITS[name].rule == "must be above 0":
+            table[name] = ([0, -1e-9], [1e-9])
+    return table
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_value_that_is_wrong_on_its_own(name: str) -> None:
+    wrong, right = _neighbours()[name]
+    for value in wrong:
+        config = make(**{name: value})
+        found = [problem for problem in problems_of(config, exists=everything_exists) if problem.field == name]
+        assert [problem.rule for problem in found] == [LIMITS[name].rule], value
+        advised = as_typed(found[0].instead.removeprefix("write "))
+        assert advised[0] == name and LIMITS[name].holds(advised[1]), found[0].instead
+    for value in right:
+        found = problems_of(make(**{name: value}), exists=everything_exists)
+        assert not [problem for problem in found if problem.rule == LIMITS[name].rule and problem.field == name], value
+
+
+def test_all_problems_come_at_once_and_each_only_once() -> None:
+    config = make(
+        **{
+            "trainer.tp": 0,
+            "trainer.zero": 7,
+            "optim.lr": -1.0,
+            "optim.betas": [0.9],
+            "data.seq_length": 9999,
+            "trainer.pipeline_layers": [1],
+            "init_from": "nowhere",
+            "checkpoint.resume": "atuo",
+        }
+    )
+    fields = [problem.field for problem in problems_of(config, 8)]
+    assert sorted(fields) == sorted(
+        [
+            "trainer.tp",
+            "trainer.zero",
+            "optim.lr",
+            "optim.betas",
+            "data.seq_length",
+            "trainer.pipeline_layers",
+            "init_from",
+            "checkpoint.resume",
+        ]
+    )
+
+
+def test_a_hopeless_value_does_not_set_off_the_rules_that_read_it() -> None:
+    broken = broken_rules(make(**{"trainer.tp": 3}), 8)
+    assert {problem.field for problem in broken} == {"trainer.tp"} and len(broken) > 1
+    assert broken_rules(make(**{"trainer.tp": 3}), 8, hopeless={"trainer.tp"}) == []
