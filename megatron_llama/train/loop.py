@@ -1,0 +1,100 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.config import Plan
+from megatron_llama.data import Batches, Data
+from megatron_llama.devices import Device
+from megatron_llama.optim import Optimizer
+from megatron_llama.optim.norm import parameter_norm
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.topology import Topology
+from megatron_llama.train.metrics import MetricsLogger, Peak
+from megatron_llama.train.samples import continue_prompts
+from megatron_llama.train.sanity import check_copies, check_every_gradient, check_finite
+
+
+def train(plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data) -> None:
+    """Train for the plan's steps, logging each; then continue the sample prompts."""
+    trainer, logging = plan.config.trainer, plan.config.logging
+    check_copies(model.shards)
+    with _logger(plan, topology, measured_peak(plan, device, model.device)) as logger:
+        for step in range(1, trainer.steps + 1):
+            start = time.perf_counter()
+            metrics = training_step(step, plan, model, optimizer, data.train)
+            device.synchronize()
+            metrics["step_time_s"] = time.perf_counter() - start
+            metrics["peak_memory_bytes"] = device.peak_memory_bytes()
+            if logging.parameter_norm:
+                metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
+            if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
+                metrics["val_loss"] = validate(plan, model, data.validation)
+            if logger is not None:
+                logger.log_step(metrics)
+        check_copies(model.shards)
+        samples = continue_prompts(plan, model)
+        if logger is not None:
+            logger.finish(samples)
+
+
+def training_step(step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches) -> dict[str, float]:
+    """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
+
+    Raises TrainingFault, before the weights are touched, when loss or gradient norm is not finite.
+    """
+    size = plan.config.trainer.global_batch_size
+    loss = model.forward_backward(batches.at((step - 1) * size))
+    if step == 1:
+        check_every_gradient(model.shards)
+    norm = optimizer.gradient_norm()
+    metrics = {
+        "step": step,
+        "consumed_samples": step * size,
+        "consumed_tokens": step * plan.tokens_per_step,
+        "reduced_train_loss": loss.item(),
+        "lr": optimizer.lr,
+        "gradient_norm": norm.item(),
+    }
+    check_finite(step, metrics["reduced_train_loss"], metrics["gradient_norm"])
+    optimizer.step(norm)
+    return metrics
+
+
+def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
+    """Mean loss per token over the validation samples, the same ones each time."""
+    trainer = plan.config.trainer
+    losses = [
+        model.forward_backward(batches.at(batch * trainer.global_batch_size), train=False)
+        for batch in range(trainer.val_steps)
+    ]
+    return torch.stack(losses).mean().item()
+
+
+def measured_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
+    """Peak FLOP/s of a device of this run. All ranks must call it: on the CPU they measure side by side."""
+    if plan.config.device.peak_tflops is not None:
+        return Peak(plan.config.device.peak_tflops * 1e12, "device.peak_tflops")
+    dist.barrier()
+    flops, source = device.peak_flops(plan.config.trainer.precision)
+    mean = torch.tensor(flops, device=torch_device)
+    dist.all_reduce(mean)
+    return Peak(mean.item() / plan.world_size, source)
+
+
+@contextmanager
+def _logger(plan: Plan, topology: Topology, peak: Peak) -> Iterator[MetricsLogger | None]:
+    """The metrics writer on the one rank that writes, None on the others."""
+    if not topology.is_logger:
+        yield None
+        return
+    assert plan.config.run.dir is not None
+    with MetricsLogger(plan, Path(plan.config.run.dir), peak) as logger:
+        yield logger

@@ -1,0 +1,147 @@
+"""Train a small Llama in any layout and bring back everything that the layout must not change, under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.ranks import run_ranks
+
+CONF = Path(__file__).parents[2] / "conf"
+STEPS = 3
+SMALL = (
+    "data=mock",
+    "device=cpu",
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "data.seq_length=16",
+    "trainer.global_batch_size=8",
+    "trainer.steps=20",
+    "model.initializer_range=0.1",  # at 0.02 so small a model is almost linear and would hide errors
+    "optim.lr=0.001",
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Result:
+    """What a run gave: per step, and per Hugging Face tensor."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    initial: Tensors = field(default_factory=dict)
+    first_grads: Tensors = field(default_factory=dict)
+    last_grads: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    copies: int = 0
+    """Rectangles that more than one rank held; they were all equal."""
+
+
+class RaggedSamples:
+    """Random tokens whose loss counts in a different share of each sample: a mean of means would show."""
+
+    def __init__(self, seq_length: int, vocab_size: int) -> None:
+        self.seq_length, self.vocab_size = seq_length, vocab_size
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> Tensors:
+        generator = torch.Generator().manual_seed(index)
+        text = torch.randint(0, self.vocab_size, (self.seq_length + 1,), generator=generator)
+        counted = torch.arange(self.seq_length) < 1 + (7 * index) % self.seq_length
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": counted.float()}
+
+
+def make_plan(world_size: int, *overrides: str) -> Plan:
+    """The small model in a layout."""
+    return resolve(compose([*SMALL, *overrides], CONF), world_size)
+
+
+Tamper = Callable[[ParallelModel], None]
+
+
+def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tamper | None = None) -> Result:
+    """Train ``steps`` steps on ``world_size`` forked ranks. ``tamper`` may break the model on each rank after it is built."""
+    plan = make_plan(world_size, *overrides)
+    answers = run_ranks(_train, world_size, plan, steps, tamper)
+    result = Result(losses=answers[0][0], norms=answers[0][1])
+    for answer in answers:
+        assert answer[:2] == answers[0][:2], "ranks disagree about loss or gradient norm"
+    for index, name in enumerate(("initial", "first_grads", "last_grads", "weights"), start=2):
+        tensors, copies = _assemble([answer[index] for answer in answers])
+        setattr(result, name, tensors)
+        result.copies += copies
+    return result
+
+
+@cache
+def oracle(*overrides: str) -> Result:
+    """The same training by one process."""
+    return run_layout(1, *overrides)
+
+
+def _train(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
+    device = get_device("cpu")
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, device, torch.device("cpu")):
+        model = build_model(plan, topology, device, torch.device("cpu"))
+        optimizer = build_optimizer(plan, model)
+        if tamper is not None:
+            tamper(model)
+        samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+        batches = Batches(samples, plan, topology, torch.device("cpu"))
+        initial = _rectangles(model, lambda shard: shard.local)
+        losses, norms, grads = [], [], []
+        for step in range(steps):
+            losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())
+            norm = optimizer.gradient_norm()
+            norms.append(norm.item())
+            grads.append(_rectangles(model, lambda shard: shard.grad))
+            optimizer.step(norm)
+        return losses, norms, initial, grads[0], grads[-1], _rectangles(model, lambda shard: shard.local)
+
+
+def _rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
+    """(name, global shape, offset, values) of all that this rank holds."""
+    found = []
+    for shard in model.shards:
+        tensor = of(shard)
+        assert tensor is not None, f"{shard.name} has no gradient"
+        for piece in shard.pieces:
+            found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))
+    return found
+
+
+def _assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
+    """Whole tensors from the ranks' rectangles. Each value must be there, and copies must be equal to the last bit."""
+    tensors: Tensors = {}
+    held: dict[str, torch.Tensor] = {}
+    copies = 0
+    for name, shape, offset, values in (rectangle for rank in ranks for rectangle in rank):
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan))
+        seen = held.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        if seen[where].any():
+            assert seen[where].all() and torch.equal(whole[where], values), f"copies of {name} at {offset} differ"
+            copies += 1
+        whole[where] = values
+        seen[where] = True
+    for name, seen in held.items():
+        assert seen.all(), f"no rank holds all of {name}"
+    return tensors, copies
