@@ -1,4 +1,11 @@
-"""JSONL to Megatron's indexed datasets."""
+"""JSONL (plain, .gz, .zst), text folders and OSCAR to Megatron's indexed datasets.
+
+    python data_prep/preprocess.py --input A.jsonl B.jsonl.zst folder/ 'glob*.json.gz' \\
+        --tokenizer-model tokenizer.model --append-eod --output-prefix out/book --workers 8
+
+Writes out/book_text_document.bin, .idx and, as the sign that all is complete, .json. Killed at any moment, the same
+command goes on where it was. Flags keep the names and meaning that Megatron's and NeMo's preprocessing gave them.
+"""
 
 import os
 import sys
@@ -7,59 +14,160 @@ if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, 
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
-import json
-from pathlib import Path
-
-import numpy as np
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from data_prep.lib.errors import UserError, run_main
-from data_prep.lib.files import atomic_open, sha256_file
-from data_prep.lib.indexed import token_dtype, write_index
-from data_prep.lib.sources import find_sources, read_lines
+
+if TYPE_CHECKING:
+    from data_prep.lib.encoders import Encoder
+    from data_prep.lib.run import Options
+
+# numpy and the encoders are imported where they are needed: --help answers at once.
+
+SENTENCEPIECE_TYPES = ("sentencepiecetokenizer", "llama2tokenizer", "llama2", "gptsentencepiecetokenizer")
+HUGGINGFACE_TYPES = ("huggingfacetokenizer", "huggingface")
+TIKTOKEN_TYPES = ("tiktokentokenizer", "tiktoken", "llama3")
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    result = argparse.ArgumentParser(
+        prog="preprocess.py",
+        description=(__doc__ or "").partition("\n\n")[0],
+        epilog="docs/data.md has the formats, what counts as a bad line, and what happens on every kind of failure.",
+    )
+    data = result.add_argument_group("input")
+    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns; .gz, .zst")
+    data.add_argument(
+        "--json-keys", nargs="+", metavar="KEY", help="a dataset for each (default: text; content for OSCAR's own)"
+    )
+    data.add_argument("--text-suffixes", nargs="+", default=[".txt"], metavar="S", help="files that are one document")
+    data.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="default: error")
+    data.add_argument("--max-line-mib", type=float, default=64, help="a longer line is a bad line (default 64)")
+    tokenizer = result.add_argument_group("tokenizer")
+    tokenizer.add_argument("--tokenizer-library", help="sentencepiece (default), huggingface, tiktoken")
+    tokenizer.add_argument("--tokenizer-type", help="a Hugging Face folder, or Megatron's name for a tokenizer")
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help=".model file, or a Hugging Face folder")
+    tokenizer.add_argument("--append-eod", action="store_true", help="end each document with the end-of-text token")
+    tokenizer.add_argument(
+        "--encoder",
+        choices=["auto", "sentencepiece", "gigatoken", "kitoken"],
+        default="auto",
+        help="for sentencepiece models; auto: the fastest that proves identical at the start",
+    )
+    output = result.add_argument_group("output and run")
+    output.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH_KEY_document.bin ...")
+    output.add_argument("--workers", type=int, default=len(_cores()), help="processes (default: one a core)")
+    output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
+    output.add_argument("--checkpoint-seconds", type=float, default=5.0, help="work that a kill may cost (default 5)")
+    known = result.add_argument_group("known from Megatron and NeMo, without effect here")
+    known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="the only one there is")
+    for flag in ("--log-interval", "--partitions", "--make-vocab-size-divisible-by", "--vocab-size"):
+        known.add_argument(flag, type=int, help=argparse.SUPPRESS)
+    for flag in ("--need-pad-id", "--keep-sequential-samples"):
+        known.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--split-sentences", "--prepend-bos", "--ftfy"):
+        known.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    return result
+
+
+def _cores() -> Sequence[int]:
+    return list(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def tokenizer_of(args: argparse.Namespace) -> tuple[str, str]:
+    """(library, path) from the flags, as Megatron's or NeMo's users write them.
+
+    Raises:
+        UserError: none is named, or it is one that this program does not know.
+    """
+    kind, library, model = args.tokenizer_type or "", (args.tokenizer_library or "").lower(), args.tokenizer_model
+    library = {"hf": "huggingface", "megatron": ""}.get(library, library)
+    if kind and (os.path.exists(kind) or "/" in kind):
+        # NeMo: --tokenizer-library huggingface --tokenizer-type FOLDER
+        return library or "huggingface", kind
+    if not library:
+        lower = kind.lower()
+        by_type = {
+            **dict.fromkeys(SENTENCEPIECE_TYPES, "sentencepiece"),
+            **dict.fromkeys(HUGGINGFACE_TYPES, "huggingface"),
+            **dict.fromkeys(TIKTOKEN_TYPES, "tiktoken"),
+        }
+        if kind and lower not in by_type:
+            raise UserError(f"--tokenizer-type {kind}: known are a Hugging Face folder, {', '.join(sorted(by_type))}")
+        library = by_type.get(lower) or ("huggingface" if model and os.path.isdir(model) else "sentencepiece")
+    if library not in ("sentencepiece", "huggingface", "tiktoken"):
+        raise UserError(f"--tokenizer-library {library}: known are sentencepiece, huggingface, tiktoken")
+    if not model:
+        raise UserError("--tokenizer-model is missing: the tokenizer's .model file, or a Hugging Face folder")
+    return library, model
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for values that can't work."""
+    if args.workers < 1:
+        raise UserError(f"--workers must be at least 1, not {args.workers}")
+    if args.max_line_mib <= 0:
+        raise UserError("--max-line-mib must be above 0")
+    if args.checkpoint_seconds < 0:
+        raise UserError("--checkpoint-seconds must not be negative")
+    if args.split_sentences:
+        raise UserError("--split-sentences is for BERT; there are no sentences here, only documents")
+    if args.prepend_bos or args.ftfy:
+        raise UserError("--prepend-bos and --ftfy are not done here: text goes in as it is, documents end with EOD")
+    for key in args.json_keys or []:
+        if not re.fullmatch(r"[\w.\- ]+", key):
+            raise UserError(f"--json-keys {key!r}: the key becomes part of a file name and must fit there")
+    if len(set(args.json_keys or [])) != len(args.json_keys or []):
+        raise UserError("--json-keys: a key is named twice")
+    if os.path.basename(args.output_prefix) in ("", ".", ".."):
+        raise UserError(f"--output-prefix {args.output_prefix}: it must end in a name, not in a folder")
+
+
+def prepare(args: argparse.Namespace) -> tuple["Options", "Encoder"]:
+    """Finds the input, loads and checks the tokenizer.
+
+    Raises:
+        UserError: something is missing or does not fit.
+    """
+    from data_prep.lib.encode import Job
+    from data_prep.lib.encoders import load_encoder
+    from data_prep.lib.run import Options
+    from data_prep.lib.sample import detect_keys, sample_texts
+    from data_prep.lib.sources import find_sources
+
+    check(args)
+    library, model = tokenizer_of(args)
+    left_out: list[str] = []
+    sources = find_sources(args.input, args.text_suffixes, left_out)
+    keys = args.json_keys or detect_keys(sources)
+    encoder = load_encoder(library, model, args.encoder, sample_texts(sources, keys))
+    encoder.notes += [f"{path} is left out: no records, it seems; to take it, name it" for path in left_out]
+    if args.append_eod and encoder.eod is None:
+        raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token")
+    job = Job(sources, tuple(keys), args.append_eod, int(args.max_line_mib * 2**20))
+    options = Options(
+        job=job,
+        output_prefix=args.output_prefix,
+        workers=args.workers,
+        skip_bad_lines=args.on_bad_line == "skip",
+        overwrite=args.overwrite,
+        checkpoint_seconds=args.checkpoint_seconds,
+    )
+    return options, encoder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True)
-    parser.add_argument("--json-keys", nargs="+", default=["text"])
-    parser.add_argument("--tokenizer-library", default="sentencepiece")
-    parser.add_argument("--tokenizer-model", type=Path, required=True)
-    parser.add_argument("--append-eod", action="store_true")
-    parser.add_argument("--output-prefix", required=True)
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
-    import sentencepiece
+    args = parser().parse_args(arguments)
+    from data_prep.lib.build import build
 
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(args.tokenizer_model))
-    dtype = token_dtype(tokenizer.vocab_size())
-    out = Path(f"{args.output_prefix}_text_document")
-    counts = {"documents_read": 0, "documents_written": 0, "documents_empty": 0, "documents_skipped": 0, "tokens": 0}
-    lengths = []
-    with atomic_open(out.with_name(out.name + ".bin")) as file:
-        for source in find_sources(args.input):
-            for line in read_lines(source):
-                if not line.strip():
-                    continue
-                try:
-                    ids = tokenizer.encode(json.loads(line)["text"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(f"{source.path}: {error}") from None
-                if ids and args.append_eod:
-                    ids.append(tokenizer.eos_id())
-                counts["documents_read"] += 1
-                counts["documents_written" if ids else "documents_empty"] += 1
-                counts["tokens"] += len(ids)
-                lengths.append(len(ids))
-                file.write(np.array(ids, dtype=dtype).tobytes())
-    draft = out.with_name(out.name + ".len")
-    np.array(lengths, dtype="<i4").tofile(draft)
-    with atomic_open(out.with_name(out.name + ".idx")) as file:
-        write_index(file, draft, dtype)
-    draft.unlink()
-    with atomic_open(out.with_name(out.name + ".json")) as file:
-        file.write(json.dumps({**counts, "skipped": {}, "tokenizer_sha256": sha256_file(args.tokenizer_model)}).encode())
-    print(counts)
+    options, encoder = prepare(args)
+    for note in encoder.notes:
+        print(f"note: {note}", file=sys.stderr)
+    build(options, encoder, print)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import os
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import IO
 def atomic_open(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for writing that replaces `path` when the block ends, and leaves no trace where it raises.
 
+    A file that holds the same already is left as it is.
+
     Raises:
         OSError: the folder can't be made or written, or the disk is full.
     """
@@ -24,6 +27,8 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if path.is_file() and filecmp.cmp(draft, path, shallow=False):
+            return  # what is made from it, and checked by its time of change, stays valid
         os.replace(draft, path)
         sync_folder(path.parent)
     finally:

@@ -6,12 +6,16 @@ says .json.gz. A compressed file that ends early is an error, always: what was i
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import importlib
+import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from data_prep.lib.errors import UserError
 
@@ -20,6 +24,7 @@ TEXT_SUFFIXES = (".txt",)
 COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz")
 # Small enough that one piece of a well-compressed file does not become hundreds of megabytes.
 READ_BYTES = 1 << 17
+ONE_VALUE_MAX_BYTES = 4 << 20
 # Files packed with a longer window (zstd --long) need that much memory to unpack.
 ZSTD_MAX_WINDOW = 1 << 27
 
@@ -38,10 +43,13 @@ class Source:
     """the whole file is one document, rather than one record a line"""
 
 
-def find_sources(patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Source]:
+def find_sources(
+    patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SUFFIXES, left_out: list[str] | None = None
+) -> list[Source]:
     """The input files of the command line, in its order; folders and patterns are sorted by path.
 
-    In a folder, .jsonl, .json, .ndjson and .txt files are taken, compressed or not, at any depth.
+    In a folder, .jsonl, .json, .ndjson and .txt files are taken, compressed or not, at any depth. What is plainly no
+    list of records there goes to `left_out`: a manifest of several lines, a text file beside files of records.
 
     Raises:
         UserError: something is not there, can't be read, or no file is left.
@@ -49,7 +57,14 @@ def find_sources(patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SU
     sources: list[Source] = []
     seen: set[str] = set()
     for pattern in patterns:
-        for path in _expand(pattern, tuple(text_suffixes)):
+        paths = _expand(pattern, tuple(text_suffixes))
+        texts = {path for path in paths if bare_name(path).endswith(tuple(text_suffixes))}
+        has_records = os.path.isdir(pattern) and len(texts) < len(paths)
+        for path in paths:
+            if (has_records and path in texts) or (path != pattern and _is_one_value(path)):
+                if left_out is not None:
+                    left_out.append(path)
+                continue
             real = os.path.realpath(path)
             if real in seen:
                 raise UserError(f"{path} is named twice in --input: its documents would count twice")
@@ -76,6 +91,21 @@ def _expand(pattern: str, text_suffixes: tuple[str, ...]) -> list[str]:
     if not paths:
         raise UserError(f"there is no file {pattern}" + (" (nothing matches)" if glob.has_magic(pattern) else ""))
     return paths
+
+
+def _is_one_value(path: str) -> bool:
+    """Whether a small .json file is one JSON value over several lines: a manifest or a configuration."""
+    if not path.lower().endswith(".json") or os.path.getsize(path) > ONE_VALUE_MAX_BYTES:
+        return False
+    with open(path, "rb") as file:
+        data = file.read().strip()
+    if b"\n" not in data:
+        return False
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def bare_name(name: str) -> str:
@@ -121,18 +151,19 @@ def read_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
                 yield piece, position
 
 
-def _unpack_zstd(path: str, file: object) -> Iterator[tuple[bytes, int]]:
+def _unpack_zstd(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Unpacks all frames. The library's own stream reader takes a cut-off file for a short one, hence by hand."""
-    import zstandard
-
-    read = file.read  # type: ignore[attr-defined]
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path} is zstd: that needs the Python package zstandard (pip install zstandard)") from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW)
     position = unpacked = 0
     frame = None
     packed = b""
     while True:
         if not packed:
-            packed = read(READ_BYTES)
+            packed = file.read(READ_BYTES)
             position += len(packed)
             if not packed:
                 break
@@ -152,19 +183,17 @@ def _unpack_zstd(path: str, file: object) -> Iterator[tuple[bytes, int]]:
         raise _cut_off(path, "zstd", unpacked)
 
 
-def _unpack_gzip(path: str, file: object) -> Iterator[tuple[bytes, int]]:
+def _unpack_gzip(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Unpacks all members, with isal where it is installed (twice as fast), else zlib; padding by zeros is allowed."""
-    try:
-        from isal import isal_zlib as library
-    except ImportError:
-        library = zlib  # type: ignore[assignment]
-    read = file.read  # type: ignore[attr-defined]
+    library: Any = zlib
+    with contextlib.suppress(ImportError):
+        library = importlib.import_module("isal.isal_zlib")
     position = unpacked = 0
     member = None
     packed = b""
     while True:
         if not packed:
-            packed = read(READ_BYTES)
+            packed = file.read(READ_BYTES)
             position += len(packed)
             if not packed:
                 break

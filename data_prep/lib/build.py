@@ -1,0 +1,152 @@
+"""A whole run: open or resume the work folder, encode everything in order, publish."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from data_prep.lib.encoders import Encoder, EncoderMismatch
+from data_prep.lib.errors import UserError
+from data_prep.lib.indexed import token_dtype
+from data_prep.lib.ledger import KeyCounts, Ledger
+from data_prep.lib.publish import (
+    MANIFEST_FORMAT,
+    differences,
+    publish,
+    quarantine_file,
+    read_finished,
+    write_outputs,
+)
+from data_prep.lib.run import Options, Run
+from data_prep.lib.workspace import Workspace
+
+# A run that a bad line ends leaves its work for the next one only where doing it again would take longer than this.
+WORTH_KEEPING_SECONDS = 60.0
+
+
+def identity(options: Options, encoder: Encoder) -> dict[str, Any]:
+    """Everything that decides what the output holds; the order of the inputs too."""
+    job = options.job
+    files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
+    return {
+        "format": MANIFEST_FORMAT,
+        "input": [os.path.abspath(source.path) for source in job.sources][:100],
+        "input_state": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "json_keys": list(job.keys),
+        "tokenizer_library": encoder.library,
+        "tokenizer_sha256": encoder.sha256,
+        "append_eod": job.append_eod,
+        "max_line_bytes": job.max_line,
+    }
+
+
+def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any]:
+    """Does the run, or what is left of it; returns the manifest of the first JSON key.
+
+    Raises:
+        UserError, MachineError, Stopped: as their names say; the final names stay untouched.
+    """
+    wanted = identity(options, encoder)
+    finished = _finished(options, wanted)
+    if finished is not None:
+        say(f"{options.output_prefix}: complete already, nothing to do")
+        return finished
+    workspace = Workspace(options.folder / f".{'+'.join(options.names)}.partial", options.names)
+    ledger = _open(workspace, wanted, options, say)
+    if ledger is not None:
+        run = Run(options, encoder, workspace, ledger)
+        try:
+            run.encode()
+        except EncoderMismatch:
+            workspace.remove()
+            raise
+        except UserError:
+            # Bad input is rarely far from the start. What took long is kept for a run with --on-bad-line skip.
+            if run.seconds_worth < WORTH_KEEPING_SECONDS:
+                workspace.remove()
+            else:
+                workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
+                say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
+            raise
+        manifests = [_manifest(options, encoder, wanted, run.ledger, key) for key in range(len(options.job.keys))]
+        write_outputs(workspace, token_dtype(encoder.vocab_size), manifests, {"ledger": run.ledger})
+        say(run.summary())
+    workspace.remove()
+    manifest = read_finished(options.folder, options.names)
+    assert manifest is not None
+    return manifest
+
+
+def _finished(options: Options, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest where this very output is complete; None where there is none, or it is to be replaced."""
+    if options.overwrite:
+        return None
+    manifest = read_finished(options.folder, options.names)
+    if manifest is None:
+        return None
+    different = differences(manifest.get("options", {}), wanted)
+    if manifest["documents_skipped"] and not options.skip_bad_lines:
+        different.append(f"it left out {manifest['documents_skipped']} bad lines and now none may be bad")
+    if different:
+        raise UserError(
+            f"{options.output_prefix} was made with other options: {'; '.join(different)}. "
+            "Choose another --output-prefix, or replace it with --overwrite"
+        )
+    return manifest
+
+
+def _open(workspace: Workspace, wanted: dict[str, Any], options: Options, say: Callable[[str], None]) -> Ledger | None:
+    """Resumes what was begun, or starts from nothing. None: all was done but the last renames, now it is."""
+    begun, checkpoints = workspace.read_journal()
+    if begun is not None and checkpoints and checkpoints[-1].get("publish") and begun == wanted:
+        publish(workspace.folder, options.folder, options.names)
+        say(f"{options.output_prefix}: was complete but for its final names")
+        return None
+    different = differences(begun, wanted) if begun is not None else []
+    if different and not options.overwrite:
+        same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**wanted, "input_state": ""}
+        if not same_but_for_content:
+            raise UserError(
+                f"an unfinished run with other options is in {workspace.folder}: {'; '.join(different)}. "
+                "Finish it with its own options, remove that folder, or start over with --overwrite"
+            )
+        say("the input files were changed since an unfinished run: starting over")
+    elif begun is not None and checkpoints and not different:
+        if checkpoints[-1]["ledger"]["skipped"] and not options.skip_bad_lines:
+            raise UserError(
+                f"the unfinished run in {workspace.folder} skipped bad lines: go on with --on-bad-line skip"
+            )
+        ledger = workspace.resume(wanted, checkpoints[-1])
+        if ledger is not None:
+            say(f"going on after {ledger.documents_read:,} documents of an unfinished run")
+            return ledger
+        say("the unfinished run's files are damaged: starting over")
+    workspace.begin(wanted)
+    return Ledger([KeyCounts() for _ in options.job.keys])
+
+
+def _manifest(options: Options, encoder: Encoder, wanted: dict[str, Any], ledger: Ledger, key: int) -> dict[str, Any]:
+    """What the output is and where it comes from. Nothing in it depends on time, machine or number of workers."""
+    counts = ledger.keys[key]
+    return {
+        "documents_read": ledger.documents_read,
+        "documents_written": counts.written,
+        "documents_empty": counts.empty,
+        "documents_skipped": ledger.documents_skipped,
+        "skipped": dict(sorted(ledger.skipped.items())),
+        "tokens": counts.tokens,
+        "text_bytes": ledger.text_bytes,
+        "json_key": options.job.keys[key],
+        "dtype": str(token_dtype(encoder.vocab_size)),
+        "tokenizer": os.path.abspath(encoder.path),
+        "tokenizer_sha256": encoder.sha256,
+        "vocab_size": encoder.vocab_size,
+        "eod": encoder.eod if options.job.append_eod else None,
+        "encoder": encoder.name,
+        "options": wanted,
+        "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in options.job.sources],
+        "quarantine": quarantine_file(options.folder, options.names).name if ledger.skipped else None,
+    }

@@ -1,0 +1,169 @@
+"""The encoding of one run: blocks to the pool, results in order to the work folder, checkpoints now and then."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.lib.blocks import Block, Position, Slots, cut_blocks
+from data_prep.lib.encode import BlockEncoder, Job, Result
+from data_prep.lib.encoders import Encoder
+from data_prep.lib.errors import Stopped, UserError
+from data_prep.lib.ledger import Ledger
+from data_prep.lib.pool import Pool, slots_for
+from data_prep.lib.progress import Progress, short_time
+from data_prep.lib.publish import quarantine_file
+from data_prep.lib.workspace import QUARANTINE, Workspace
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run's options, checked."""
+
+    job: Job
+    output_prefix: str
+    workers: int
+    skip_bad_lines: bool
+    overwrite: bool = False
+    checkpoint_seconds: float = 5.0
+
+    @property
+    def names(self) -> list[str]:
+        base = Path(self.output_prefix).name
+        return [f"{base}_{key}_document" for key in self.job.keys]
+
+    @property
+    def folder(self) -> Path:
+        return Path(os.path.abspath(self.output_prefix)).parent
+
+
+class Run:
+    """The encoding of one run."""
+
+    def __init__(self, options: Options, encoder: Encoder, workspace: Workspace, ledger: Ledger) -> None:
+        self.options = options
+        self.encoder = encoder
+        self.workspace = workspace
+        self.ledger = ledger
+        self.started_with = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+        self.start = self.saved = time.monotonic()
+        self.signal: int | None = None
+        sources = options.job.sources
+        self.disk_before = [0]
+        for source in sources:
+            self.disk_before.append(self.disk_before[-1] + source.size)
+
+    @property
+    def seconds_worth(self) -> float:
+        """Seconds that this process has worked, and those that stood behind it in proportion to its bytes."""
+        seconds = time.monotonic() - self.start
+        fresh = self.ledger.text_bytes - self.started_with.text_bytes
+        return seconds * (self.ledger.text_bytes / fresh if fresh else 1.0)
+
+    def encode(self) -> None:
+        """Everything from the ledger's position to the input's end."""
+        options, job = self.options, self.options.job
+        slots = Slots(slots_for(options.workers) if any(source.compression for source in job.sources) else 1)
+        with self._signals(), Pool(options.workers, BlockEncoder(job, self.encoder, slots)) as pool:
+            blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line)
+            progress = Progress(self.disk_before[-1], self._disk_done(self.ledger.position))
+            try:
+                for block, result in pool.run(blocks, self._check_stop):
+                    self._take(block, result)
+                    self._show(progress, block)
+            finally:
+                progress.finish()
+        self._check_stop()
+
+    def _disk_done(self, position: Position) -> int:
+        sources = self.options.job.sources
+        if position.source >= len(sources):
+            return self.disk_before[-1]
+        # of a compressed source, the unpacked offset is no measure; it counts from its beginning
+        inside = 0 if sources[position.source].compression else position.offset
+        return self.disk_before[position.source] + inside
+
+    def _show(self, progress: Progress, block: Block) -> None:
+        last = block.segments[-1]
+        fresh_bytes = self.ledger.text_bytes - self.started_with.text_bytes
+        fresh_tokens = sum(counts.tokens for counts in self.ledger.keys) - sum(
+            counts.tokens for counts in self.started_with.keys
+        )
+        progress.update(self.disk_before[last.source] + last.disk_end, fresh_bytes, fresh_tokens)
+
+    def _take(self, block: Block, result: Result) -> None:
+        """Writes a block's documents and quarantines its bad lines."""
+        for record in result.bad:
+            source = self.options.job.sources[block.segments[record.segment].source]
+            line = self.ledger.line_before(block, record.segment, result) + record.line + 1
+            where = source.path if source.is_text else f"{source.path}, line {line}"
+            if not self.options.skip_bad_lines:
+                raise UserError(
+                    f"{where}: {record.reason}: {record.detail}. Nothing was written. "
+                    "Mend the line, or leave bad lines out with --on-bad-line skip"
+                )
+            try:
+                raw: dict[str, Any] = {"raw": record.raw.decode("utf-8")}
+            except UnicodeDecodeError:
+                raw = {"raw_base64": base64.b64encode(record.raw).decode("ascii")}
+            entry = {"file": source.path, "line": line, "reason": record.reason, "detail": record.detail}
+            entry |= {"bytes": record.size, "complete": len(record.raw) == record.size, **raw}
+            self.workspace.append(QUARANTINE, json.dumps(entry).encode() + b"\n")
+        self.ledger.add(block, result)
+        for name, tokens, lengths in zip(self.options.names, result.tokens, result.lengths, strict=True):
+            self.workspace.append(f"{name}.bin", tokens)
+            self.workspace.append(f"{name}.lengths", lengths)
+        if time.monotonic() - self.saved >= self.options.checkpoint_seconds:
+            self.workspace.checkpoint(self.ledger)
+            self.saved = time.monotonic()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Notes SIGINT and SIGTERM while the run goes on."""
+
+        def note(number: int, _: object) -> None:
+            self.signal = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _check_stop(self) -> None:
+        if self.signal is not None:
+            self.workspace.checkpoint(self.ledger)
+            raise Stopped(
+                f"{signal.Signals(self.signal).name} after {self.ledger.documents_read:,} documents. "
+                "They are kept: the same command goes on from there"
+            )
+
+    def summary(self) -> str:
+        """What was done, checked to add up."""
+        ledger, seconds = self.ledger, time.monotonic() - self.start
+        lines = []
+        for name, counts in zip(self.options.names, ledger.keys, strict=True):
+            lines.append(
+                f"{self.options.folder / name}: {ledger.documents_read:,} documents = {counts.written:,} written "
+                f"+ {counts.empty:,} empty + {ledger.documents_skipped:,} skipped; {counts.tokens:,} tokens"
+            )
+        if ledger.skipped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
+            lines.append(f"skipped: {reasons}; see {quarantine_file(self.options.folder, self.options.names)}")
+        fresh = ledger.text_bytes - self.started_with.text_bytes
+        tokens = sum(counts.tokens for counts in ledger.keys) - sum(key.tokens for key in self.started_with.keys)
+        lines.append(
+            f"{fresh / 1e6:.1f} MB in {short_time(seconds) if seconds >= 60 else f'{seconds:.1f}s'}: "
+            f"{fresh / seconds / 1e6:.1f} MB/s, {tokens / seconds / 1e6:.2f} M tokens/s, "
+            f"{self.options.workers} workers, {self.encoder.name}"
+        )
+        return "\n".join(lines)
