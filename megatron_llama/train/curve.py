@@ -1,0 +1,145 @@
+"""The loss curve as a picture. matplotlib is imported when one is drawn: training itself does not need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_llama.config import Plan, parameters
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE_FILE = "loss.png"
+INK, SOFT, TRAIN, VALIDATION, RATE = "#1f2933", "#9aa5b1", "#2563eb", "#ea580c", "#0d9488"
+# The smoothed curve's window, as a share of the run.
+SMOOTHING = 0.05
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean over ``window`` neighbours, as many before as after, so that it does not lag; fewer at the ends."""
+    sums = list(accumulate(values, initial=0.0))
+    means = []
+    for index in range(len(values)):
+        reach = min(window // 2, index, len(values) - 1 - index)
+        means.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
+    return means
+
+
+def draw_run(plan: Plan, run_dir: Path) -> Path | None:
+    """Draws ``loss.png`` of a run from its metrics.jsonl; returns where it is, None where there is nothing to draw."""
+    from megatron_llama.train.metrics import METRICS_FILE, read_metrics
+
+    records = read_metrics(run_dir / METRICS_FILE)
+    if not records:
+        return None
+    return draw(records, run_dir / PICTURE_FILE, title=plan.model.name, subtitle=describe(plan))
+
+
+def describe(plan: Plan) -> str:
+    """Model size, layout, precision, device and data in one line."""
+    trainer = plan.config.trainer
+    count = parameters(plan.model)
+    size = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    axes = [f"{name}{value}" for name, value in (("tp", trainer.tp), ("pp", trainer.pp), ("dp", plan.dp)) if value > 1]
+    layout = "·".join(axes) or "one rank"
+    if plan.dp > 1:
+        layout += f" zero{trainer.zero}"
+    ranks = f"{plan.world_size} × {plan.config.device.name}"
+    return f"{size} parameters  |  {layout}  |  {trainer.precision} on {ranks}  |  {plan.config.data.name}"
+
+
+def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle: str) -> Path:
+    """Draws training and validation loss over steps and tokens, with the learning rate below; returns ``path``."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a run has no screen
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(5, 1), layout="constrained"
+    )
+    _loss(above, records)
+    _tokens_on_top(above, records)
+    _learning_rate(below, records)
+    _headline(above, title, 58, fontsize=15, fontweight="bold", color=INK)
+    _headline(above, subtitle, 42, fontsize=9.5, color=SOFT)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path
+
+
+def _headline(axes: Axes, text: str, points: float, **style: Any) -> None:
+    """A line of text so many points above the frame, flush with it."""
+    axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, points), textcoords="offset points", **style)
+
+
+def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
+    """Each step's loss thin, the smoothed one thick, validation as points."""
+    known = [record for record in records if record["reduced_train_loss"] is not None]
+    steps = [record["step"] for record in known]
+    losses = [record["reduced_train_loss"] for record in known]
+    smooth = smoothed(losses, round(SMOOTHING * len(losses)))
+    axes.plot(steps, losses, color=TRAIN, alpha=0.28, linewidth=0.9)
+    axes.plot(steps, smooth, color=TRAIN, linewidth=2.2, label="training loss", solid_capstyle="round")
+    validated = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
+    if validated:
+        style = {"color": VALIDATION, "marker": "o", "markersize": 5, "linewidth": 1.2, "markeredgecolor": "white"}
+        axes.plot(*zip(*validated, strict=True), label="validation loss", **style)
+    if smooth:
+        last = validated[-1][1] if validated else smooth[-1]
+        name = "validation" if validated else "training"
+        axes.annotate(
+            f"{name} {last:.3f}",
+            (validated[-1] if validated else (steps[-1], last)),
+            xytext=(-4, 12),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=VALIDATION if validated else TRAIN,
+        )
+    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.legend(frameon=False, loc="upper right")
+    _plain(axes)
+
+
+def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
+    """The same axis in tokens; a run's batch is the same in all steps."""
+    per_step = records[-1]["consumed_tokens"] / max(1, records[-1]["step"])
+    top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+    top.xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
+    top.set_xlabel("tokens", fontsize=9, color=SOFT)
+    top.tick_params(colors=SOFT, labelsize=8, length=3)
+    top.spines["top"].set_visible(False)
+
+
+def _learning_rate(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
+    """The learning rate, filled."""
+    steps, rates = [record["step"] for record in records], [record["lr"] for record in records]
+    axes.plot(steps, rates, color=RATE, linewidth=1.5)
+    axes.fill_between(steps, rates, color=RATE, alpha=0.12, linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes.set_ylabel("lr", color=INK)
+    axes.set_xlabel("step", color=INK)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    """A quiet frame: light grid, no box."""
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.margins(x=0.01)
+
+
+def _short(number: float) -> str:
+    """A count with a unit: 250 k, 1.5 M, 2 B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:g} {unit}"
+    return f"{number:g}"

@@ -1,0 +1,46 @@
+"""The picture of the loss is drawn, with or without validation, and the smoothing neither lags nor shifts."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from megatron_llama.train.curve import describe, draw_run, smoothed
+from tests.train.test_metrics import STEPS, plan_of, write
+
+HEAD = struct.Struct(">8s4s4sII")
+
+
+def test_a_run_gets_a_picture(tmp_path):
+    plan = plan_of()
+    write(tmp_path, plan)
+    picture = draw_run(plan, tmp_path)
+    assert picture == tmp_path / "loss.png"
+    signature, _, _, width, height = HEAD.unpack(picture.read_bytes()[: HEAD.size])
+    assert signature == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 600
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_very_short_runs(tmp_path, last):
+    write(tmp_path, plan_of(), last=last)
+    assert draw_run(plan_of(), tmp_path) is not None
+
+
+def test_no_steps_no_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    assert draw_run(plan_of(), tmp_path) is None
+
+
+def test_the_subtitle_names_model_layout_and_device():
+    line = describe(plan_of())
+    for word in ("3.2 M parameters", "tp2", "fp32", "2 × cpu", "mock"):
+        assert word in line
+
+
+def test_smoothing_keeps_straight_lines_and_level():
+    line = [3.0 - 0.1 * step for step in range(STEPS)]
+    assert smoothed(line, 5) == pytest.approx(line), "a mean that looks back only would lag"
+    wave = [1.0 + (-1) ** step for step in range(100)]
+    assert max(abs(value - 1) for value in smoothed(wave, 20)[20:-20]) < 0.1
+    assert smoothed([], 5) == [] and smoothed([2.0], 5) == [2.0] and smoothed([1.0, 2.0], 0) == [1.0, 2.0]
