@@ -7,6 +7,7 @@ typed result: Hydra itself stops at the first mistake, and a user wants to hear 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -111,7 +112,9 @@ def _parsed(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overr
             problems.append(_syntax_problem(text, str(error).splitlines()[0]))
             continue
         name = override.key_or_group
-        if override.is_sweep_override():
+        if not name:
+            problems.append(_syntax_problem(text, "there is no name"))
+        elif override.is_sweep_override():
             problems.append(_sweep_problem(name, text.partition("=")[2]))
         else:
             yield override
@@ -175,16 +178,21 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
 
 
 def _problem_in_files(error: BaseException) -> Problem:
-    """The problem that Hydra or OmegaConf met in the files under conf/."""
+    """The problem that Hydra, OmegaConf or the YAML reader met in the files under conf/."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        where = f"{mark.name}, line {mark.line + 1}"
+        return Problem("conf", None, f"{where} is no YAML: {error.problem}", "correct that line")
     cause: BaseException | None = error
     while cause is not None and not getattr(cause, "full_key", None):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     name = str(getattr(cause, "full_key", "")) or "conf"
-    detail = str(cause or error).splitlines()[0]
-    guess = _guess(name) if name != "conf" else None
-    return Problem(
-        name, None, f"a file in conf/ can't be used: {detail}", f"write {guess}" if guess else "correct that file"
-    )
+    named = re.match(r"In '([^']+)'", str(error))
+    where = f"conf/{named[1]}.yaml" if named else "a file in conf/"
+    rule = f"{where} can't be used: {str(cause or error).splitlines()[0]}"
+    setting = settings_by_name().get(name)
+    guess = f"write {_guess(name)}" if setting is None and _guess(name) else "correct that file"
+    return Problem(name, None, rule, f"write {setting.kind_in_words}" if setting else guess)
 
 
 def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> None:
@@ -263,18 +271,20 @@ def _unknown(name: str, value: Any) -> Problem:
 
 def _guess(name: str) -> str | None:
     """The known setting that ``name`` was probably meant to be."""
-    known = settings_by_name()
-    leaf = name.rpartition(".")[2]
+    section, _, leaf = name.rpartition(".")
     if leaf in KNOWN_ELSEWHERE:
         return KNOWN_ELSEWHERE[leaf]
+    known = settings_by_name()
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
-    inside = nearest(name, [other for other in known if other.rpartition(".")[0] == name.rpartition(".")[0]])
-    if inside:
-        return inside
-    by_leaf = nearest(leaf, [other.rpartition(".")[2] for other in known])
-    return nearest(name, known) or next((other for other in known if other.rpartition(".")[2] == by_leaf), None)
+    # Misspelt: in the right section, or else in any.
+    for others in ([other for other in known if other.rpartition(".")[0] == section], list(known)):
+        by_leaf = {other.rpartition(".")[2]: other for other in others}
+        guess = nearest(leaf, by_leaf)
+        if guess:
+            return by_leaf[guess]
+    return None
 
 
 def _siblings(name: str) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_llama.config.counting import kv_heads, stage_parameters
 from megatron_llama.config.memory import GIB, Machine, RankMemory, rank_memory, stage_memory
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.problems import Problem
+from megatron_llama.config.settings import Config
 
 MOST_DEVICES = 16384
 
@@ -39,7 +41,7 @@ def _what_fits(plan: Plan, machine: Machine) -> str:
     """The smallest change that makes the plan fit."""
     budget = machine.memory_bytes // machine.ranks
     for stage in range(plan.config.trainer.zero + 1, 4):
-        heaviest = _heaviest(_with(plan, zero=stage))
+        heaviest = _heaviest(replace(plan, config=_trainer(plan, zero=stage)))
         if plan.dp > 1 and heaviest.total <= budget:
             return f"write trainer.zero={stage}, which needs {_gib(heaviest.total)} on a rank"
     larger = _larger_grid(plan, budget) if machine.ranks == 1 else None
@@ -59,7 +61,8 @@ def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
         and model.intermediate_size % size == 0
         and (kv_heads(model) % size == 0 or size % kv_heads(model) == 0)
     ]
-    alone = _with(plan, zero=0)
+    # One data-parallel rank does every micro batch itself.
+    alone = replace(plan, dp=1, num_microbatches=max(2, plan.num_microbatches), config=_trainer(plan, shard_group=1))
     devices = 1
     while devices <= MOST_DEVICES:
         for tp in sizes:
@@ -74,10 +77,9 @@ def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
     return None
 
 
-def _with(plan: Plan, zero: int) -> Plan:
-    """The same plan at another ZeRO stage."""
-    trainer = replace(plan.config.trainer, zero=zero)
-    return replace(plan, config=replace(plan.config, trainer=trainer))
+def _trainer(plan: Plan, **changes: Any) -> Config:
+    """The plan's config with other values under ``trainer``."""
+    return replace(plan.config, trainer=replace(plan.config.trainer, **changes))
 
 
 def _heaviest(plan: Plan) -> RankMemory:

@@ -43,18 +43,19 @@ class RankMemory:
 
 def rank_memory(parameters: int, plan: Plan) -> RankMemory:
     """Bytes that ``parameters`` on one rank need under the plan's precision, ZeRO stage and optimizer."""
-    zero, shards = plan.config.trainer.zero, plan.shard_size
-    shard = -(-parameters // shards)
+    trainer = plan.config.trainer
+    shard = -(-parameters // plan.shard_size)
     # What the optimizer updates, in fp32: this rank's share from ZeRO 1 on.
     master = 4 * shard
-    # What the blocks compute with. ZeRO 3 gathers it block by block; in fp32 an unsharded master is used as it is.
-    if zero == 3 or (plan.config.trainer.precision == "fp32" and shards == 1):
-        working = 0
-    else:
-        working = parameters * (4 if plan.config.trainer.precision == "fp32" else 2)
-    # Gradient sums are fp32. Below ZeRO 2 they stay whole until the last micro batch; a single one is reduced at once.
-    whole_gradients = zero == 0 or (zero == 1 and plan.num_microbatches > 1)
-    gradients = 4 * (parameters if whole_gradients else shard)
+    # What the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank too; ZeRO 3
+    # does so block by block, which is little.
+    working = 0 if trainer.zero == 3 else parameters * (4 if trainer.precision == "fp32" else 2)
+    # Gradient sums are fp32. Below ZeRO 2 they stay whole until the last micro batch.
+    one_micro_batch = plan.num_microbatches == 1
+    gradients = 4 * (parameters if trainer.zero < 2 and not one_micro_batch else shard)
+    if one_micro_batch:
+        # Each block lets go of its working copy as its gradient is made, so only the larger of the two counts.
+        working -= min(working, gradients)
     return RankMemory(master + working, gradients, 4 * MOMENTS[plan.config.optim.name] * shard)
 
 

@@ -65,8 +65,17 @@ def _virtual(plan: Plan) -> str:
 
 def _table(plan: Plan) -> Iterator[str]:
     """One row per pipeline stage: its layers, what a rank of it holds, and which ranks those are."""
+    for columns in range(MOST_COLUMNS, 0, -1):
+        lines = _aligned(_cells(plan, columns))
+        if max(map(len, lines)) <= WIDTH:
+            break
+    yield from lines
+
+
+def _cells(plan: Plan, columns: int) -> list[list[str]]:
+    """The table's text, with at most ``columns`` data-parallel replicas."""
     pp = plan.config.trainer.pp
-    replicas = _some(plan.dp, MOST_COLUMNS)
+    replicas = _some(plan.dp, columns)
     header = ["stage", "layers", "parameters", "memory", *(f"dp {d}" if d is not None else "…" for d in replicas)]
     rows = [header]
     counts, memory, layers = parameters_per_stage(plan), stage_memory(plan), layers_per_stage(plan.stage_layers, pp)
@@ -74,27 +83,28 @@ def _table(plan: Plan) -> Iterator[str]:
         if stage is None:
             rows.append(["…"] + [""] * (len(header) - 1))
             continue
-        chunks = " + ".join(_span(chunk) for chunk in plan.stage_layers[stage::pp])
+        chunks = f"{layers[stage]:>3}  " + " + ".join(_span(chunk) for chunk in plan.stage_layers[stage::pp])
         ranks = [_ranks(plan, stage, replica) if replica is not None else "…" for replica in replicas]
-        rows.append(
-            [f"pp {stage}", f"{layers[stage]:>3}  {chunks}", _short(counts[stage]), _gib(memory[stage].total), *ranks]
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for number, row in enumerate(rows):
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "   ".join(cells).rstrip()
-        if number == 0:
-            yield "  " + "   ".join("─" * width for width in widths)
+        rows.append([f"pp {stage}", chunks, _short(counts[stage]), _gib(memory[stage].total), *ranks])
+    return rows
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Names to the left, numbers to the right, and a rule under the header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        padded[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+        lines.append(("  " + "   ".join(padded)).rstrip())
+    return [lines[0], "  " + "   ".join("─" * width for width in widths), *lines[1:]]
 
 
 def _some(count: int, most: int) -> list[int | None]:
     """0 .. count - 1, with the middle left out (None) where that is more than ``most``."""
     if count <= most:
         return list(range(count))
-    return [*range(most - 2), None, count - 1]
+    return [*range(max(most - 2, 1)), None, *([count - 1] if most > 2 else [])]
 
 
 def _ranks(plan: Plan, stage: int, replica: int) -> str:
@@ -118,7 +128,8 @@ def _work(plan: Plan) -> Iterator[str]:
     yield _line("precision", _precision(plan))
     yield _line("sharding", _sharding(plan))
     switches = [name for name in ("compile", "deterministic") if getattr(trainer, name)]
-    yield _line("recompute", " · ".join([trainer.recompute, *switches]))
+    sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
+    yield _line("activations", " · ".join([f"recompute {trainer.recompute}", sequence, *switches]))
     yield from _optimizer(plan)
     heaviest = max(stage_memory(plan), key=lambda memory: memory.total)
     yield _line("memory", _memory(heaviest))
@@ -133,12 +144,11 @@ def _precision(plan: Plan) -> str:
 
 
 def _sharding(plan: Plan) -> str:
-    trainer = plan.config.trainer
-    sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
-    if trainer.zero == 0 or plan.dp == 1:
-        return f"zero {trainer.zero}: nothing {'' if trainer.zero == 0 else 'at dp 1 '}· {sequence}"
+    zero = plan.config.trainer.zero
+    if zero == 0 or plan.dp == 1:
+        return f"zero {zero}: nothing" + (" to share at dp 1" if zero else "")
     groups = f", {plan.dp // plan.shard_size} copies" if plan.shard_size < plan.dp else ""
-    return f"zero {trainer.zero}: {SHARDED[trainer.zero]} over {plan.shard_size} ranks{groups} · {sequence}"
+    return f"zero {zero}: {SHARDED[zero]} over {plan.shard_size} ranks{groups}"
 
 
 def _optimizer(plan: Plan) -> Iterator[str]:

@@ -37,7 +37,7 @@ class RopeScaling:
 class ModelConfig:
     """The Llama's shape, under Hugging Face's names."""
 
-    name: str = "llama_2m"
+    name: str = "llama"
     """Preset's name; shown in plans and used for the default run folder."""
     vocab_size: int = 4096
     """Rows of the embedding table that mean something; padding for tensor parallelism is added and hidden by us."""
@@ -145,7 +145,7 @@ class OptimConfig:
     min_lr: float | None = None
     """Lowest learning rate after the decay. Derived: lr / 10."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up from 0. Derived: a tenth of the steps, at most 2000."""
+    """Steps of linear warm-up. Derived: a tenth of the steps, at most 2000."""
     constant_steps: int | None = None
     """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0; for
     wsd a tenth of the steps."""
@@ -197,10 +197,14 @@ class CheckpointConfig:
     """Steps between checkpoints; none means only at the end."""
     keep: int | None = None
     """Checkpoints kept, newest first; none keeps all."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps are kept for good, whatever ``keep`` says."""
     resume: str = "auto"
     """auto goes on from the newest good checkpoint in run.dir, never starts anew, a path loads that checkpoint."""
     save_last: bool = True
     """Save the last step."""
+    asynchronous: bool = True
+    """Write beside training, which waits only for a copy to host memory, as large as weights and optimizer."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.rules import RULES, broken_rules
 from megatron_llama.config.values import LIMITS
 from tests.config.helpers import make, problems_of, put
@@ -279,6 +280,11 @@ def test_a_value_that_is_wrong_on_its_own(name: str) -> None:
     for value in right:
         found = problems_of(make(**{name: value}), exists=everything_exists)
         assert not [problem for problem in found if problem.rule == LIMITS[name].rule and problem.field == name], value
+
+
+def test_every_number_has_a_limit() -> None:
+    numbers = {name for name, setting in settings_by_name().items() if setting.kind in (int, float)}
+    assert numbers <= set(LIMITS)
 
 
 def test_all_problems_come_at_once_and_each_only_once() -> None:

@@ -1,0 +1,258 @@
+"""Overrides to a typed config; and every mistake in them, at once, with what was probably meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import (
+    Config,
+    ConfigError,
+    Problem,
+    RopeScaling,
+    compose,
+    format_problems,
+    from_yaml,
+    resolve,
+    to_yaml,
+)
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def refused(*overrides: str, conf: Path = CONF) -> list[Problem]:
+    """The problems that compose raises; it must raise."""
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides, conf)
+    return list(caught.value.problems)
+
+
+def test_nothing_said_is_the_demo() -> None:
+    config = compose([], CONF)
+    assert isinstance(config, Config) and dataclasses.is_dataclass(config.model)
+    assert (config.model.name, config.data.name, config.device.name) == ("llama_2m", "python_stdlib", "auto")
+    assert config.data.prepare == "make demo-data"
+
+
+def test_the_line_in_the_readme() -> None:
+    config = compose(["model=llama7b", "trainer.tp=8"], CONF)
+    assert (config.model.hidden_size, config.trainer.tp, config.model.rope_scaling) == (4096, 8, None)
+    assert type(config.trainer.tp) is int
+
+
+def test_groups_and_values_of_every_kind() -> None:
+    config = compose(
+        [
+            "model=llama3_405b",
+            "data=mock",
+            "optim=linear",
+            "device=cpu",
+            "optim.lr=1e-3",
+            "optim.betas=[0.8,0.99]",
+            "optim.clip=null",
+            "trainer.sp=false",
+            "trainer.pipeline_layers=[1,2]",
+            "data.prefixes=[0.3,/data/one two,0.7,b]",
+            "run.dir='/tmp/a=b'",
+            "dry_run=true",
+            "logging.sample_prompts=['def f(x):','import']",
+        ],
+        CONF,
+    )
+    assert config.model.rope_scaling == RopeScaling()
+    assert (config.data.mock, config.device.name) == (True, "cpu")
+    assert (config.optim.lr, config.optim.betas, config.optim.clip) == (1e-3, [0.8, 0.99], None)
+    assert (config.trainer.sp, config.trainer.pipeline_layers) == (False, [1, 2])
+    assert config.data.prefixes == [0.3, "/data/one two", 0.7, "b"]
+    assert (config.run.dir, config.dry_run) == ("/tmp/a=b", True)
+    assert config.logging.sample_prompts == ["def f(x):", "import"]
+    assert config.optim.schedule["_target_"].endswith(".LinearDecay")
+
+
+def test_the_last_of_two_wins_whatever_the_order_of_groups_and_values() -> None:
+    config = compose(["trainer.tp=2", "model.hidden_size=64", "model=llama7b", "trainer.tp=4", "model=llama13b"], CONF)
+    assert (config.trainer.tp, config.model.name, config.model.hidden_size) == (4, "llama13b", 64)
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_plus_before_a_known_setting_does_no_harm(plus: str) -> None:
+    assert compose([f"{plus}trainer.tp=2", f"{plus}optim.schedule.power=3"], CONF).optim.schedule["power"] == 3
+
+
+def test_rope_scaling_can_be_changed_switched_on_and_switched_off() -> None:
+    assert compose(["model=llama3_405b", "model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(
+        factor=32.0
+    )
+    assert compose(["model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(factor=32.0)
+    assert compose(["model.rope_scaling={factor: 4}"], CONF).model.rope_scaling == RopeScaling(factor=4.0)
+    assert compose(["model=llama3_405b", "model.rope_scaling=null"], CONF).model.rope_scaling is None
+
+
+def test_the_schedule_is_any_class_with_any_arguments() -> None:
+    schedule = compose(
+        ["optim.schedule={_target_: torch.optim.lr_scheduler.StepLR, step_size: 5}"], CONF
+    ).optim.schedule
+    assert schedule == {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 5}
+    nemo = "optim.schedule._target_=nemo.core.optim.lr_scheduler.CosineAnnealing"
+    changed = compose([nemo, "~optim.schedule.constant_steps", "optim.schedule.min_lr=0"], CONF).optim.schedule
+    assert changed == {
+        "_target_": "nemo.core.optim.lr_scheduler.CosineAnnealing",
+        "max_steps": "${trainer.steps}",
+        "warmup_steps": "${optim.warmup_steps}",
+        "min_lr": 0,
+    }
+
+
+def test_a_setting_can_refer_to_another() -> None:
+    config = compose(["trainer.val_every_steps=${trainer.steps}", "run.dir=runs/${model.name}"], CONF)
+    assert (config.trainer.val_every_steps, config.run.dir) == (100, "runs/llama_2m")
+    (problem,) = refused("trainer.pp=${trainer.nothing}")
+    assert problem.field == "trainer.pp" and "trainer.nothing" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "advice"),
+    [
+        ("trainer.tpp=8", "trainer.tpp", "write trainer.tp=8"),
+        ("tp=8", "tp", "write trainer.tp=8"),
+        ("trainer.lr=1e-3", "trainer.lr", "write optim.lr=0.001"),
+        ("trainer.tensor_model_parallel_size=8", "trainer.tensor_model_parallel_size", "write trainer.tp=8"),
+        ("model.num_hidden_layer=8", "model.num_hidden_layer", "write model.num_hidden_layers=8"),
+        ("model.rope_scaling.fac=8", "model.rope_scaling.fac", "write model.rope_scaling.factor=8"),
+        ("+new.key=1", "new.key", "trainer.*"),
+        ("dryrun=true", "dryrun", "write dry_run=true"),
+        ("trainer.xyzzy=1", "trainer.xyzzy", "trainer.pp"),
+        ("model=llama7", "model", "model=llama7b"),
+        ("model=gpt2", "model", "llama_2m"),
+        ("data=stdlib", "data", "python_stdlib"),
+        ("device=neuron", "device", "cuda"),
+        ("trainer=fast", "trainer", "default"),
+        ("~model", "model", "llama_2m"),
+        ("model=null", "model", "llama_2m"),
+        ("trainer.tp=abc", "trainer.tp", "a whole number, such as trainer.tp=1"),
+        ("trainer.tp=2.5", "trainer.tp", "a whole number"),
+        ("trainer.tp=null", "trainer.tp", "a whole number"),
+        ("trainer.tp=true", "trainer.tp", "a whole number"),
+        ("trainer.steps=1e3", "trainer.steps", "write trainer.steps=1000"),
+        ("trainer.sp=maybe", "trainer.sp", "true or false (or null)"),
+        ("optim.lr=fast", "optim.lr", "such as optim.lr=0.0003"),
+        ("optim.betas=0.9", "optim.betas", "write optim.betas=[0.9]"),
+        ("optim.betas=[a,b]", "optim.betas", "a list of numbers, such as optim.betas=[0.9,0.95]"),
+        ("data.prefixes=one", "data.prefixes", "write data.prefixes=[one]"),
+        ("trainer.pipeline_layers=[1,x]", "trainer.pipeline_layers", "whole numbers"),
+        ("trainer.tp={a: 1}", "trainer.tp", "a whole number"),
+        ("run=here", "run", "run.dir=..."),
+        ("run=null", "run", "run.dir=..."),
+        ("model.rope_scaling=3", "model.rope_scaling", "model.rope_scaling.rope_type=..."),
+        ("~trainer.tp", "~trainer.tp", "trainer.tp=null"),
+        ("~optim.schedule.nothing", "~optim.schedule.nothing", "null"),
+        ("trainer.tp=2,4", "trainer.tp", "trainer.tp=2, and start a run for each"),
+        ("trainer.tp=range(1,4)", "trainer.tp", "start a run for each"),
+        ("model=llama7b,llama13b", "model", "model=llama7b, and start a run for each"),
+        ("data.prefixes=a,b", "data.prefixes", "write data.prefixes=[a,b]"),
+        ("data.split=9,1,0", "data.split", "data.split='\"9,1,0\"'"),
+        ("trainer.tp", "override", "write name=value"),
+        ("--tp", "override", "leave the dashes out"),
+        ("run.dir=/a=b", "override", "run.dir='\"/a=b\"'"),
+        ("trainer.tp=[1", "override", "quotes"),
+        ("=3", "override", "write name=value"),
+        ("hydra.run.dir=x", "hydra.run.dir", "run.dir=x"),
+    ],
+)
+def test_one_mistake_is_one_problem(override: str, field: str, advice: str) -> None:
+    (problem,) = refused(override)
+    assert problem.field == field
+    assert advice in problem.instead
+
+
+def test_all_mistakes_come_at_once() -> None:
+    fields = [
+        problem.field
+        for problem in refused(
+            "model=llama7", "trainer.tp=abc", "trainer.ppp=2", "oops", "data.split=1,2,3", "optim.lr=1e-3"
+        )
+    ]
+    assert sorted(fields) == ["data.split", "model", "override", "trainer.ppp", "trainer.tp"]
+
+
+def test_a_section_given_as_a_mapping_sets_its_values() -> None:
+    assert compose(["checkpoint={keep: 3, every_steps: 10}"], CONF).checkpoint.keep == 3
+    (problem,) = refused("checkpoint={keep: 3, evry_steps: 10}")
+    assert "checkpoint.every_steps=10" in problem.instead
+
+
+def test_a_mistake_in_a_file_of_conf_is_told_like_one_on_the_command_line(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "mine.yaml").write_text("hidden_sizes: 64\n", encoding="utf-8")
+    (problem,) = refused("model=mine", conf=conf)
+    assert problem.field == "model.hidden_sizes" and "model.hidden_size" in problem.instead
+    (conf / "model" / "mine.yaml").write_text("hidden_size: wide\n", encoding="utf-8")
+    (problem,) = refused("model=mine", conf=conf)
+    assert problem.field == "model.hidden_size" and "conf/model/mine.yaml" in problem.rule and "wide" in problem.rule
+    assert problem.instead == "write a whole number"
+    (conf / "model" / "mine.yaml").write_text("a: [1\n", encoding="utf-8")
+    (problem,) = refused("model=mine", conf=conf)
+    assert "mine.yaml, line" in problem.rule and "no YAML" in problem.rule
+
+
+def test_a_preset_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "mine.yaml").write_text("defaults: [llama7b]\nname: mine\nhidden_size: 2048\n", encoding="utf-8")
+    config = compose(["model=mine"], conf)
+    assert (config.model.name, config.model.hidden_size, config.model.num_hidden_layers) == ("mine", 2048, 32)
+
+
+def test_a_group_without_a_default_needs_no_plus(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "run").mkdir()
+    (conf / "run" / "scratch.yaml").write_text("dir: /scratch\n", encoding="utf-8")
+    assert compose(["run=scratch"], conf).run.dir == "/scratch"
+    assert compose([], conf).run.dir is None
+
+
+@pytest.mark.parametrize("overrides", [[], ["model=llama3_405b", "data=mock", "optim=wsd", "optim.clip=null"]])
+def test_yaml_and_back(overrides: list[str]) -> None:
+    config = compose(overrides, CONF)
+    assert from_yaml(to_yaml(config)) == config
+    resolved = resolve(config, 1, exists=lambda path: True).config
+    text = to_yaml(resolved)
+    assert "${" not in text, "a resolved config stands alone"
+    assert from_yaml(text) == resolved
+
+
+def test_yaml_of_another_version_is_refused_with_the_setting() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml("trainer:\n  tpp: 3\n")
+    assert caught.value.problems[0].field == "trainer.tpp"
+
+
+def test_the_message_shows_field_value_rule_and_advice() -> None:
+    problems = refused("trainer.tpp=8", "model=llama7")
+    text = format_problems(problems)
+    assert text.startswith("This config can't work, for 2 reasons:")
+    for problem in problems:
+        assert f"{problem.field} = {problem.value}" in text
+        assert problem.rule in text and problem.instead.split(",")[0] in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "for one reason" in format_problems(problems[:1])
+
+
+def test_composing_is_quick() -> None:
+    """A dry run answers in well under 1.5 s of processor time, interpreter and Hydra's import included."""
+    program = (
+        "from pathlib import Path; from megatron_llama.config import *\n"
+        f"print(format_plan(resolve(compose(['data=mock'], Path({str(CONF)!r})), 1)))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], cwd=CONF.parent, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5

@@ -1,0 +1,45 @@
+"""docs/config.md says what the settings say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_llama.config.fields import settings_by_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("config_docs", ROOT / "scripts" / "config_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_not_stale(config_docs: ModuleType) -> None:
+    assert config_docs.main(["--check"]) == 0
+
+
+def test_a_stale_page_is_noticed_and_written_anew(
+    config_docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "docs" / "config.md"
+    monkeypatch.setattr(config_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(config_docs, "DOCS", page)
+    assert config_docs.main(["--check"]) == 1
+    assert config_docs.main([]) == 0 and config_docs.main(["--check"]) == 0
+    page.write_text(page.read_text(encoding="utf-8").replace("Tensor-parallel size", "Size"), encoding="utf-8")
+    assert config_docs.main(["--check"]) == 1
+
+
+def test_every_setting_is_explained(config_docs: ModuleType) -> None:
+    page = config_docs.page()
+    for name in settings_by_name():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert len(row.split("|")[-2].strip()) > 10, f"{name} says what it means"
