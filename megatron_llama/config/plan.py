@@ -12,7 +12,8 @@ class Plan:
     """A config that works, with every derived value filled in. Made by ``resolve``; frozen, needs no device."""
 
     config: Config
-    """The settings; no field that ``resolve`` derives is None any more (device facts and run.dir excepted)."""
+    """The settings; no field that ``resolve`` derives is None any more, but for facts about the device, run.dir, which
+    depends on the time, and the cache_dir of made-up data."""
     world_size: int
     """Devices, one process each."""
     dp: int

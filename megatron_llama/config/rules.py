@@ -39,16 +39,17 @@ def nearest_legal(name: str, wanted: int, legal: Iterable[int]) -> str:
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
     """Every tensor-parallel size that this model, and this number of devices at this pp, allow."""
-    model, pp = config.model, config.trainer.pp
-    devices = world_size // pp if world_size % pp == 0 else world_size
+    model, trainer = config.model, config.trainer
+    # Without devices to count, a CPU's or a dry run's world is what tp, pp and dp ask for: it follows tp.
+    follows = world_size == trainer.tp * trainer.pp * (trainer.dp or 1)
     return [
         tp
-        for tp in range(1, devices + 1)
-        if devices % tp == 0
+        for tp in range(1, model.num_attention_heads + 1)
+        if (follows or world_size % (tp * trainer.pp) == 0)
         and model.num_attention_heads % tp == 0
         and (kv_heads(model) % tp == 0 or tp % kv_heads(model) == 0)
         and model.intermediate_size % tp == 0
-        and not (config.trainer.sp and config.data.seq_length % tp)
+        and not (trainer.sp and config.data.seq_length % tp)
     ]
 
 

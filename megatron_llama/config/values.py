@@ -133,7 +133,8 @@ LIMITS: Mapping[str, Limit] = {
         "model.num_key_value_heads model.head_dim model.max_position_embeddings data.seq_length trainer.tp trainer.pp "
         "trainer.vpp trainer.dp trainer.shard_group trainer.micro_batch_size trainer.global_batch_size "
         "trainer.val_every_steps trainer.val_steps logging.every_steps logging.sample_tokens checkpoint.every_steps "
-        "checkpoint.keep checkpoint.keep_every model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings",
+        "checkpoint.keep checkpoint.keep_every model.rope_scaling.factor "
+        "model.rope_scaling.original_max_position_embeddings",
         1,
     ),
     **_at_least(

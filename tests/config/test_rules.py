@@ -319,3 +319,11 @@ def test_a_hopeless_value_does_not_set_off_the_rules_that_read_it() -> None:
     broken = broken_rules(make(**{"trainer.tp": 3}), 8)
     assert {problem.field for problem in broken} == {"trainer.tp"} and len(broken) > 1
     assert broken_rules(make(**{"trainer.tp": 3}), 8, hopeless={"trainer.tp"}) == []
+
+
+def test_advice_counts_the_devices_only_where_they_are_fixed() -> None:
+    """On a CPU ``trainer.tp=3`` means three ranks, and 2 or 4 are as good; on 6 accelerators only 2 is."""
+    on_cpu = broken_rules(make(**{"trainer.tp": 3}), 3)
+    assert {problem.instead for problem in on_cpu} == {"write trainer.tp=2 or 4"}
+    on_six = broken_rules(make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
+    assert {problem.instead for problem in on_six} == {"write trainer.tp=2"}
