@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--workers", type=int, default=len(_cores()), help="processes (default: one a core)")
     output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
     output.add_argument("--checkpoint-seconds", type=float, default=5.0, help="work that a kill may cost (default 5)")
+    output.add_argument("--block-mib", type=float, default=4.0, help="text that a worker takes at a time (default 4)")
     known = result.add_argument_group("known from Megatron and NeMo, without effect here")
     known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="the only one there is")
     for flag in ("--log-interval", "--partitions", "--make-vocab-size-divisible-by", "--vocab-size"):
@@ -111,6 +112,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--workers must be at least 1, not {args.workers}")
     if args.max_line_mib <= 0:
         raise UserError("--max-line-mib must be above 0")
+    if not 2**-10 <= args.block_mib <= 256:
+        raise UserError("--block-mib must be between 1/1024 and 256")
     if args.checkpoint_seconds < 0:
         raise UserError("--checkpoint-seconds must not be negative")
     if args.split_sentences:
@@ -155,6 +158,7 @@ def prepare(args: argparse.Namespace) -> tuple["Options", "Encoder"]:
         skip_bad_lines=args.on_bad_line == "skip",
         overwrite=args.overwrite,
         checkpoint_seconds=args.checkpoint_seconds,
+        block_bytes=int(args.block_mib * 2**20),
     )
     return options, encoder
 

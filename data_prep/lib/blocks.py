@@ -81,7 +81,7 @@ class Slots:
 
 
 def cut_blocks(
-    sources: Sequence[Source], begin: Position, slots: Slots, max_line: int, block_bytes: int = BLOCK_BYTES
+    sources: Sequence[Source], begin: Position, slots: Slots, max_line: int, block_bytes: int
 ) -> Iterator[Block]:
     """All blocks from `begin` on, in order. Waits for a free slot before each unpacked block.
 

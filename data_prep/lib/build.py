@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from data_prep.lib.encoders import Encoder, EncoderMismatch
@@ -50,30 +51,31 @@ def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dic
         UserError, MachineError, Stopped: as their names say; the final names stay untouched.
     """
     wanted = identity(options, encoder)
-    finished = _finished(options, wanted)
+    folder = options.folder / f".{'+'.join(options.names)}.partial"
+    begun_by = _publish_rest(folder, options, say)
+    finished = None if options.overwrite and begun_by != wanted else _finished(options, wanted)
     if finished is not None:
         say(f"{options.output_prefix}: complete already, nothing to do")
         return finished
-    workspace = Workspace(options.folder / f".{'+'.join(options.names)}.partial", options.names)
+    workspace = Workspace(folder, options.names)
     ledger = _open(workspace, wanted, options, say)
-    if ledger is not None:
-        run = Run(options, encoder, workspace, ledger)
-        try:
-            run.encode()
-        except EncoderMismatch:
+    run = Run(options, encoder, workspace, ledger)
+    try:
+        run.encode()
+    except EncoderMismatch:
+        workspace.remove()
+        raise
+    except UserError:
+        # Bad input is rarely far from the start. What took long is kept for a run with --on-bad-line skip.
+        if run.seconds_worth < WORTH_KEEPING_SECONDS:
             workspace.remove()
-            raise
-        except UserError:
-            # Bad input is rarely far from the start. What took long is kept for a run with --on-bad-line skip.
-            if run.seconds_worth < WORTH_KEEPING_SECONDS:
-                workspace.remove()
-            else:
-                workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
-                say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
-            raise
-        manifests = [_manifest(options, encoder, wanted, run.ledger, key) for key in range(len(options.job.keys))]
-        write_outputs(workspace, token_dtype(encoder.vocab_size), manifests, {"ledger": run.ledger})
-        say(run.summary())
+        else:
+            workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
+            say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
+        raise
+    manifests = [_manifest(options, encoder, wanted, run.ledger, key) for key in range(len(options.job.keys))]
+    write_outputs(workspace, token_dtype(encoder.vocab_size), manifests, {"ledger": run.ledger})
+    say(run.summary())
     workspace.remove()
     manifest = read_finished(options.folder, options.names)
     assert manifest is not None
@@ -81,9 +83,7 @@ def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dic
 
 
 def _finished(options: Options, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest where this very output is complete; None where there is none, or it is to be replaced."""
-    if options.overwrite:
-        return None
+    """The manifest where this very output is complete; None where there is none."""
     manifest = read_finished(options.folder, options.names)
     if manifest is None:
         return None
@@ -98,13 +98,27 @@ def _finished(options: Options, wanted: dict[str, Any]) -> dict[str, Any] | None
     return manifest
 
 
-def _open(workspace: Workspace, wanted: dict[str, Any], options: Options, say: Callable[[str], None]) -> Ledger | None:
-    """Resumes what was begun, or starts from nothing. None: all was done but the last renames, now it is."""
-    begun, checkpoints = workspace.read_journal()
-    if begun is not None and checkpoints and checkpoints[-1].get("publish") and begun == wanted:
-        publish(workspace.folder, options.folder, options.names)
-        say(f"{options.output_prefix}: was complete but for its final names")
+def _publish_rest(folder: Path, options: Options, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Finishes a run that was killed between its last checkpoint and its end; returns that run's options."""
+    if not folder.is_dir():
         return None
+    workspace = Workspace(folder, options.names)
+    begun, checkpoints = workspace.read_journal()
+    if checkpoints and checkpoints[-1].get("publish"):
+        publish(workspace.folder, options.folder, options.names)
+        workspace.remove()
+        say(f"{options.output_prefix}: an earlier run had all but the final names")
+        return begun
+    if begun is None:
+        workspace.remove()  # a run was killed while it made, or removed, the folder
+    else:
+        workspace.unlock()
+    return None
+
+
+def _open(workspace: Workspace, wanted: dict[str, Any], options: Options, say: Callable[[str], None]) -> Ledger:
+    """Resumes what was begun, or starts from nothing."""
+    begun, checkpoints = workspace.read_journal()
     different = differences(begun, wanted) if begun is not None else []
     if different and not options.overwrite:
         same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**wanted, "input_state": ""}

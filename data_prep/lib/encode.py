@@ -43,6 +43,8 @@ class BadRecord:
     detail: str
     size: int
     """bytes; for a line that is too long, at least that many"""
+    complete: bool
+    """whether `raw` is all of it"""
     raw: bytes
     """at most its first KEEP_BAD_BYTES bytes"""
 
@@ -94,7 +96,9 @@ class BlockEncoder:
                 texts = self._texts(line, source.is_text)
                 if isinstance(texts, BadLine):
                     raw = line[:KEEP_BAD_BYTES]
-                    result.bad.append(BadRecord(place, number, texts.reason, texts.detail, len(line), raw))
+                    complete = len(raw) == len(line) <= self.job.max_line
+                    bad = BadRecord(place, number, texts.reason, texts.detail, len(line), complete, raw)
+                    result.bad.append(bad)
                 else:
                     documents.append(texts)
         for key in range(len(self.job.keys)):

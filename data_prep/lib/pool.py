@@ -131,8 +131,10 @@ class Pool:
         done[result.number] = (block, result)
 
     def _dead(self) -> MachineError:
-        multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=2.0)
+        gone = multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=5.0)
         for process in self.processes:
+            if process.sentinel in gone:
+                process.join(timeout=5.0)  # a process closes its files some time before its status can be read
             if process.exitcode is not None:
                 how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"status {process.exitcode}"
                 hint = " (the kernel's way when memory runs out)" if process.exitcode == -signal.SIGKILL else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.blocks import Block, Position, Slots, cut_blocks
+from data_prep.lib.blocks import BLOCK_BYTES, Block, Position, Slots, cut_blocks
 from data_prep.lib.encode import BlockEncoder, Job, Result
 from data_prep.lib.encoders import Encoder
 from data_prep.lib.errors import Stopped, UserError
@@ -34,6 +34,7 @@ class Options:
     skip_bad_lines: bool
     overwrite: bool = False
     checkpoint_seconds: float = 5.0
+    block_bytes: int = BLOCK_BYTES
 
     @property
     def names(self) -> list[str]:
@@ -71,9 +72,10 @@ class Run:
     def encode(self) -> None:
         """Everything from the ledger's position to the input's end."""
         options, job = self.options, self.options.job
-        slots = Slots(slots_for(options.workers) if any(source.compression for source in job.sources) else 1)
+        compressed = any(source.compression for source in job.sources)
+        slots = Slots(slots_for(options.workers) if compressed else 1, options.block_bytes)
         with self._signals(), Pool(options.workers, BlockEncoder(job, self.encoder, slots)) as pool:
-            blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line)
+            blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line, options.block_bytes)
             progress = Progress(self.disk_before[-1], self._disk_done(self.ledger.position))
             try:
                 for block, result in pool.run(blocks, self._check_stop):
@@ -115,7 +117,7 @@ class Run:
             except UnicodeDecodeError:
                 raw = {"raw_base64": base64.b64encode(record.raw).decode("ascii")}
             entry = {"file": source.path, "line": line, "reason": record.reason, "detail": record.detail}
-            entry |= {"bytes": record.size, "complete": len(record.raw) == record.size, **raw}
+            entry |= {"bytes": record.size, "complete": record.complete, **raw}
             self.workspace.append(QUARANTINE, json.dumps(entry).encode() + b"\n")
         self.ledger.add(block, result)
         for name, tokens, lengths in zip(self.options.names, result.tokens, result.lengths, strict=True):

@@ -153,11 +153,15 @@ class Workspace:
             file.close()
         self._files.clear()
 
+    def unlock(self) -> None:
+        """Gives up the lock."""
+        self._lock.close()
+
     def remove(self) -> None:
         """Removes the folder and gives up the lock."""
         self.close()
         shutil.rmtree(self.folder)
-        self._lock.close()
+        self.unlock()
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:

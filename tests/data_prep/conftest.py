@@ -1,0 +1,143 @@
+"""What the data preparation's tests share: a small tokenizer, a reference that is as plain as can be, a runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece model of 600 pieces, trained by train_tokenizer.py itself."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    text = folder / "text.jsonl"
+    with open(text, "w", encoding="utf-8") as file:
+        for path in sorted((ROOT / "data_prep").rglob("*.py")):
+            file.write(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n")
+    done = run_script(
+        "train_tokenizer.py", "--input", text, "--vocab-size", 600, "--model-prefix", folder / "tok", "--threads", 1
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "tok.model"
+
+
+@pytest.fixture
+def preprocess(tokenizer: Path) -> Run:
+    """Runs preprocess.py with the small tokenizer, --append-eod and one worker unless told otherwise."""
+
+    def run(*args: object, workers: int = 1, **more: object) -> subprocess.CompletedProcess[str]:
+        given = [] if "--tokenizer-model" in args else ["--tokenizer-model", tokenizer]
+        return run_script("preprocess.py", *given, "--append-eod", "--workers", workers, *args, **more)
+
+    return run
+
+
+def run_script(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
+    """Runs one of data_prep's scripts as a user does."""
+    return subprocess.run(command(name, *args), cwd=ROOT, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
+
+
+def command(name: str, *args: object) -> list[str]:
+    """The command line of one of data_prep's scripts."""
+    return [sys.executable, str(ROOT / "data_prep" / name), *map(str, args)]
+
+
+def write_jsonl(path: Path, texts: Iterable[str]) -> Path:
+    """RedPajama-shaped records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        for number, text in enumerate(texts):
+            file.write(json.dumps({"text": text, "meta": {"n": number}}, ensure_ascii=number % 2 == 0) + "\n")
+    return path
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    """Documents of mixed length and script, with empty ones and things that look like control tokens among them."""
+    rng = random.Random(seed)
+    words = [
+        "def",
+        "the",
+        "</s>",
+        "<s>",
+        "naïve",
+        "日本語",
+        "🙂",
+        "0123",
+        "  ",
+        "\n",
+        "\t",
+        "return",
+        "x=1",
+        "\u2028",
+        "é",
+    ]
+    texts = []
+    for number in range(count):
+        length = 0 if number % 17 == 3 else rng.choice([1, 5, 40, 400])
+        texts.append(" ".join(rng.choice(words) + str(rng.randrange(99)) for _ in range(length)))
+    return texts
+
+
+def reference(model: Path, texts: Iterable[str], eod: bool = True) -> tuple[bytes, bytes]:
+    """(.bin, .idx) written as plainly as the format's description reads, by sentencepiece itself."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    kind, code, size = ("<u2", 8, 2) if processor.vocab_size() < 65500 else ("<i4", 4, 4)
+    tokens = b""
+    lengths: list[int] = []
+    documents = [0]
+    parts = []
+    for text in texts:
+        ids = processor.encode(text)
+        if ids:
+            ids = ids + [processor.eos_id()] * eod
+            parts.append(np.array(ids, dtype=kind).tobytes())
+            lengths.append(len(ids))
+        documents.append(len(lengths))
+    tokens = b"".join(parts)
+    pointers = [0]
+    for length in lengths:
+        pointers.append(pointers[-1] + length * size)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(documents))
+    index += struct.pack(f"<{len(lengths)}i", *lengths)
+    index += struct.pack(f"<{len(lengths)}q", *pointers[:-1])
+    index += struct.pack(f"<{len(documents)}q", *documents)
+    return tokens, index
+
+
+def outputs(prefix: Path, key: str = "text") -> tuple[bytes, bytes]:
+    """(.bin, .idx) as they are on disk."""
+    base = f"{prefix}_{key}_document"
+    return Path(base + ".bin").read_bytes(), Path(base + ".idx").read_bytes()
+
+
+def manifest(prefix: Path, key: str = "text") -> dict:
+    """The manifest on disk."""
+    return dict(json.loads(Path(f"{prefix}_{key}_document.json").read_text()))
+
+
+def listing(folder: Path) -> list[str]:
+    """All names in a folder, hidden ones too; empty where there is none."""
+    return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str, status: int = 2) -> None:
+    """One clear message with these words, the right status, no traceback."""
+    assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, (word, done.stderr)

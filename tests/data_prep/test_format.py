@@ -1,0 +1,129 @@
+"""The bytes on disk: against a plain reference writer, and through megatron-core's own reader and writer."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.lib.indexed import token_dtype, write_index
+from tests.data_prep.conftest import Run, manifest, outputs, reference, some_texts, write_jsonl
+
+
+def test_output_is_the_reference_byte_by_byte(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    texts = some_texts(300)
+    done = preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x")
+    assert done.returncode == 0, done.stderr
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
+
+
+def test_index_held_down_byte_by_byte(tmp_path: Path) -> None:
+    """Three documents of 3, 0 and 2 tokens, written out by hand."""
+    (tmp_path / "lengths").write_bytes(struct.pack("<3i", 3, 0, 2))
+    with open(tmp_path / "x.idx", "wb") as file:
+        assert write_index(file, tmp_path / "lengths", token_dtype(32000)) == (2, 5)
+    expected = bytes.fromhex(
+        "4d4d49444944580000"  # MMIDIDX and two zeros
+        "0100000000000000"  # version 1
+        "08"  # uint16
+        "0200000000000000"  # sequences
+        "0400000000000000"  # document indices
+        "0300000002000000"  # lengths
+        "00000000000000000600000000000000"  # byte pointers
+        "0000000000000000010000000000000001000000000000000200000000000000"  # document indices; the empty one repeats
+    )
+    assert (tmp_path / "x.idx").read_bytes() == expected
+
+
+def test_megatron_core_writes_the_same_and_reads_ours(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+    texts = some_texts(200, seed=1)
+    preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x")
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=DType.optimal_dtype(processor.vocab_size()))
+    expected = []
+    for text in texts:
+        ids = processor.encode(text)
+        if ids:
+            ids.append(processor.eos_id())
+            expected.append(ids)
+        builder.add_document(np.array(ids), [len(ids)] if ids else [])
+    builder.finalize(str(tmp_path / "m.idx"))
+    assert outputs(tmp_path / "x") == ((tmp_path / "m.bin").read_bytes(), (tmp_path / "m.idx").read_bytes())
+    dataset = IndexedDataset(str(tmp_path / "x_text_document"))
+    assert [dataset[number].tolist() for number in range(len(dataset))] == expected
+    assert len(dataset.document_indices) == len(texts) + 1
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(65499, "<u2"), (65500, "<i4"), (128256, "<i4")])
+def test_token_type_follows_the_vocabulary(vocabulary: int, dtype: str) -> None:
+    assert token_dtype(vocabulary) == np.dtype(dtype)
+
+
+def test_chunks_of_the_index_join_without_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers and document indices go on across the chunks in which a large index is written."""
+    import io
+
+    from data_prep.lib import indexed
+
+    lengths = np.random.default_rng(0).integers(0, 5, 1000).astype("<i4")
+    lengths.tofile(tmp_path / "lengths")
+    files = []
+    for chunk in (7, 1 << 20):
+        monkeypatch.setattr(indexed, "CHUNK", chunk)
+        file = io.BytesIO()
+        write_index(file, tmp_path / "lengths", np.dtype("<i4"))
+        files.append(file.getvalue())
+    assert files[0] == files[1]
+    sequences = int(np.count_nonzero(lengths))
+    pointers = np.frombuffer(files[0], dtype="<i8", count=sequences, offset=34 + 4 * sequences)
+    assert pointers[-1] == 4 * (lengths.sum() - lengths[lengths > 0][-1])
+
+
+def test_no_eod_unless_asked(tmp_path: Path, tokenizer: Path) -> None:
+    from tests.data_prep.conftest import run_script
+
+    texts = some_texts(50)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    done = run_script(
+        "preprocess.py", "--input", source, "--tokenizer-model", tokenizer, "--output-prefix", tmp_path / "x"
+    )
+    assert done.returncode == 0, done.stderr
+    assert outputs(tmp_path / "x") == reference(tokenizer, texts, eod=False)
+
+
+def test_several_keys_make_several_datasets(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    import json
+
+    texts, titles = some_texts(60), [f"title {n}" if n % 3 else "" for n in range(60)]
+    with open(tmp_path / "a.jsonl", "w") as file:
+        for text, title in zip(texts, titles, strict=True):
+            file.write(json.dumps({"title": title, "text": text}) + "\n")
+    done = preprocess(
+        "--input", tmp_path / "a.jsonl", "--json-keys", "text", "title", "--output-prefix", tmp_path / "x", workers=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert outputs(tmp_path / "x") == reference(tokenizer, texts)
+    assert outputs(tmp_path / "x", "title") == reference(tokenizer, titles)
+    assert manifest(tmp_path / "x", "title")["documents_empty"] == 20
+
+
+def test_manifest_counts_and_hashes(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    import hashlib
+
+    texts = some_texts(100)
+    preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x")
+    found = manifest(tmp_path / "x")
+    binary, index = outputs(tmp_path / "x")
+    empty = sum(not text for text in texts)
+    assert (found["documents_read"], found["documents_written"]) == (100, 100 - empty)
+    assert (found["documents_empty"], found["documents_skipped"], found["skipped"]) == (empty, 0, {})
+    assert found["tokens"] * 2 == len(binary)
+    assert found["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    assert found["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}

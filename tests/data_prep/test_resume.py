@@ -1,0 +1,277 @@
+"""Killed at any moment, started again: the result is that of an uninterrupted run, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data_prep.conftest import (
+    ROOT,
+    Run,
+    assert_refused,
+    command,
+    listing,
+    manifest,
+    outputs,
+    reference,
+    some_texts,
+    write_jsonl,
+)
+
+# Runs preprocess.py in a process that kills itself with -9 just before, or after, the n-th call of one function.
+KILLER = """
+import os, signal, sys
+sys.path[0] = {root!r}
+from data_prep.lib import build, publish, run, workspace
+import data_prep.lib.indexed
+owner, name, count, after = {owner}, {name!r}, {count}, {after}
+original = getattr(owner, name)
+calls = 0
+def killer(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == count and not after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = original(*args, **kwargs)
+    if calls == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(owner, name, killer)
+from data_prep.preprocess import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+# (where, function, which call): every phase of a run
+PHASES = {
+    "before the first block": ("run.Run", "_take", 1),
+    "after some blocks": ("run.Run", "_take", 4),
+    "between a block's tokens and lengths": ("workspace.Workspace", "append", 10),
+    "in a checkpoint": ("workspace.Workspace", "checkpoint", 3),
+    "while the journal begins": ("workspace.Workspace", "_write_journal", 1),
+    "while the index is written": ("publish", "write_index", 1),
+    "before the index's hash": ("publish", "sha256_file", 1),
+    "before anything has its final name": ("publish", "publish", 1),
+    "after the first rename": ("publish.os", "replace", 2),
+    "after the second rename": ("publish.os", "replace", 3),
+    "after the third rename": ("publish.os", "replace", 4),
+    "before the work folder goes": ("workspace.Workspace", "remove", 1),
+}
+
+
+def arguments(tmp_path: Path, tokenizer: Path) -> list[str]:
+    more = ["--append-eod", "--workers", "2", "--block-mib", "0.01", "--checkpoint-seconds", "0"]
+    return [
+        *("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")),
+        *("--output-prefix", str(tmp_path / "out/x"), "--tokenizer-model", str(tokenizer)),
+        *("--on-bad-line", "skip", *more),
+    ]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[str]:
+    """Two inputs, one of them compressed, with a bad line in each; returns the good texts in order."""
+    import gzip
+
+    texts = some_texts(120), some_texts(120, seed=1)
+    for (name, opener), part in zip({"a.jsonl": open, "b.jsonl.gz": gzip.open}.items(), texts, strict=True):
+        lines = [json.dumps({"text": text}) for text in part]
+        lines.insert(50, '{"text": null}')
+        with opener(tmp_path / name, "wt") as file:
+            file.write("\n".join(lines))
+    return texts[0] + texts[1]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("after", [False, True])
+def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: Path, phase: str, after: bool) -> None:
+    owner, name, count = PHASES[phase]
+    script = KILLER.format(root=str(ROOT), owner=owner, name=name, count=count, after=after)
+    args = arguments(tmp_path, tokenizer)
+    killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    # with a manifest, all is complete; nothing half-written has a final name
+    if (tmp_path / "out/x_text_document.json").exists():
+        assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    check_complete(tmp_path, documents, tokenizer)
+
+
+def check_complete(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
+    name = "x_text_document"
+    assert listing(tmp_path / "out") == [f"{name}{end}" for end in (".bin", ".idx", ".json", ".quarantine.jsonl")]
+    found = manifest(tmp_path / "out/x")
+    assert (found["documents_read"], found["documents_skipped"]) == (len(documents) + 2, 2)
+    quarantined = [json.loads(line) for line in (tmp_path / f"out/{name}.quarantine.jsonl").read_bytes().splitlines()]
+    assert [(Path(entry["file"]).name, entry["line"]) for entry in quarantined] == [("a.jsonl", 51), ("b.jsonl.gz", 51)]
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
+    """The second run must not do the first one's work again."""
+    script = KILLER.format(root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
+    args = arguments(tmp_path, tokenizer)
+    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    words = done.stdout.split("going on after ")[1].split()
+    assert int(words[0]) > 20, done.stdout
+    check_complete(tmp_path, documents, tokenizer)
+
+
+def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> None:
+    texts = some_texts(2500, seed=7)
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    args = [
+        *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out/x", "--tokenizer-model", tokenizer),
+        *("--append-eod", "--workers", 2, "--block-mib", 0.02, "--checkpoint-seconds", 0),
+    ]
+    kills = 0
+    for wait in [0.25 + 0.03 * number for number in range(12)]:
+        process = subprocess.Popen(command("preprocess.py", *args), cwd=ROOT, stdout=subprocess.PIPE)
+        try:
+            if process.wait(timeout=wait) == 0:
+                break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert kills > 0
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_75_and_it_goes_on(
+    tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals
+) -> None:
+    args = [*arguments(tmp_path, tokenizer)[:-2], "--checkpoint-seconds", "1000"]
+    script = KILLER.replace("SIGKILL", which.name).format(
+        root=str(ROOT), owner="run.Run", name="_take", count=9, after=True
+    )
+    script = script.replace("sys.exit(main(sys.argv[1:]))", "from data_prep.lib.errors import run_main\n"
+                            "run_main(lambda: main(sys.argv[1:]))")  # fmt: skip
+    stopped = subprocess.run(
+        [sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert_refused(stopped, which.name, "the same command goes on", status=75)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "going on after" in done.stdout
+    check_complete(tmp_path, documents, tokenizer)
+
+
+def test_workers_end_with_their_parent(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", some_texts(6000, seed=3))
+    args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer]
+    process = subprocess.Popen(
+        command("preprocess.py", *args, "--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1), cwd=ROOT
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.parent.parent.exists():
+        pytest.skip("needs /proc")
+    deadline = time.monotonic() + 30
+    workers: list[str] = []
+    while len(workers) < 3 and time.monotonic() < deadline and process.poll() is None:
+        workers = children.read_text().split()
+    assert len(workers) == 3
+    process.kill()
+    process.wait()
+    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(worker) for worker in workers)
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs (one that has ended and waits for its parent does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, tokenizer: Path) -> None:
+    texts = some_texts(6000, seed=3)
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    args = [
+        *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer),
+        *("--append-eod", "--workers", 2, "--encoder", "sentencepiece", "--block-mib", 0.1),
+    ]
+    process = subprocess.Popen(
+        command("preprocess.py", *args), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers: list[str] = []
+    while len(workers) < 2 and process.poll() is None:
+        workers = children.read_text().split()
+    os.kill(int(workers[1]), signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=60)
+    assert_refused(subprocess.CompletedProcess([], process.returncode, stdout, stderr), "signal 9", "goes on", status=1)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert outputs(tmp_path / "x") == reference(tokenizer, texts)
+
+
+def test_finished_is_not_redone_and_other_options_are_refused(tmp_path: Path, preprocess: Run) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(50))
+    args = ("--input", source, "--output-prefix", tmp_path / "x")
+    preprocess(*args)
+    before = os.stat(tmp_path / "x_text_document.bin").st_mtime_ns
+    again = preprocess(*args, workers=2)
+    assert again.returncode == 0 and "complete already" in again.stdout
+    assert os.stat(tmp_path / "x_text_document.bin").st_mtime_ns == before
+    assert_refused(
+        preprocess(*args, "--max-line-mib", 5), "max_line_bytes was 67108864 and is now 5242880", "--overwrite"
+    )
+    write_jsonl(source, some_texts(51))
+    assert_refused(preprocess(*args), "input_state", "--overwrite")
+    done = preprocess(*args, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert manifest(tmp_path / "x")["documents_read"] == 51
+
+
+def test_files_of_another_program_are_not_overwritten(tmp_path: Path, preprocess: Run) -> None:
+    (tmp_path / "x_text_document.bin").write_bytes(b"precious")
+    args = ("--input", write_jsonl(tmp_path / "a.jsonl", ["a"]), "--output-prefix", tmp_path / "x")
+    assert_refused(preprocess(*args), "x_text_document.bin", "--overwrite")
+    assert (tmp_path / "x_text_document.bin").read_bytes() == b"precious"
+
+
+def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
+    script = KILLER.format(root=str(ROOT), owner="run.Run", name="_take", count=9, after=False)
+    args = arguments(tmp_path, tokenizer)
+    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    args.remove("--append-eod")
+    other = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert_refused(other, "append_eod was true and is now false", ".partial")
+
+
+def test_a_damaged_work_folder_is_noticed(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
+    """After a power cut the data may not be what the journal says: then it starts over, rather than go on wrongly."""
+    script = KILLER.format(root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
+    args = arguments(tmp_path, tokenizer)
+    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    binary = tmp_path / "out/.x_text_document.partial/x_text_document.bin"
+    data = bytearray(binary.read_bytes())
+    data[100] ^= 1
+    binary.write_bytes(data)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "starting over" in done.stdout
+    check_complete(tmp_path, documents, tokenizer)
+
+
+def test_two_runs_on_one_output_at_a_time_are_refused(tmp_path: Path, preprocess: Run) -> None:
+    import fcntl
+
+    work = tmp_path / ".x_text_document.partial"
+    work.mkdir()
+    with open(work / "lock", "wb") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        source = write_jsonl(tmp_path / "a.jsonl", ["a"])
+        assert_refused(preprocess("--input", source, "--output-prefix", tmp_path / "x"), "another run")
