@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from megatron_llama.config import ConfigError, Plan, Problem
 from megatron_llama.optim.norm import clip_gradients, gradient_norm
-from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel import ParallelModel, Shard
 
 
 @dataclass
@@ -34,8 +35,7 @@ class Optimizer:
         """Clip by ``norm``, update the weights, forget the gradients, move the schedule on."""
         if self.clip is not None:
             clip_gradients(self.model.shards, norm, self.clip)
-        views = [view for group in self.inner.param_groups for view in group["params"]]
-        for view, shard in zip(views, self._shards_in_order(), strict=True):
+        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             view.grad = shard.grad
         self.inner.step()
         self.inner.zero_grad(set_to_none=True)
@@ -47,7 +47,40 @@ class Optimizer:
         """The learning rate of the coming step."""
         return float(self.scheduler.get_last_lr()[0])
 
-    def _shards_in_order(self) -> list[Any]:
+    @property
+    def updates(self) -> int:
+        """Updates made so far, as the optimizer counts them for its bias correction; 0 where it does not count."""
+        states = (self.inner.state[view] for view in self._views())
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    def moments(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        """(kind, shard, tensor like ``shard.local``) of all that the optimizer remembers, made as zeros before its
+        first step."""
+        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+            state = self.inner.state[view]
+            for kind in _MOMENTS[type(self.inner)]:
+                if state.get(kind) is None:
+                    state[kind] = torch.zeros_like(view, requires_grad=False)
+                yield kind, shard, state[kind]
+
+    def restore(self, updates: int, steps: int) -> None:
+        """Count updates from ``updates`` on, and move a new schedule to step ``steps`` by the calls that led there
+        before."""
+        for _ in self.moments():
+            pass  # torch's Adam makes its count together with the moments, or not at all
+        if isinstance(self.inner, torch.optim.Adam):
+            for view in self._views():
+                self.inner.state[view]["step"] = torch.tensor(float(updates), device=view.device)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(steps):
+                self.scheduler.step()
+
+    def _views(self) -> list[torch.Tensor]:
+        """The local tensors that ``inner`` updates, in the order of its parameter groups."""
+        return [view for group in self.inner.param_groups for view in group["params"]]
+
+    def _shards_in_order(self) -> list[Shard]:
         """The shards in the order of the parameter groups: with weight decay, without."""
         return [s for s in self.model.shards if decays(s.name)] + [s for s in self.model.shards if not decays(s.name)]
 
@@ -98,4 +131,10 @@ _INNER: dict[str, Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]]
     "adamw": _adam(torch.optim.AdamW),
     "adam": _adam(torch.optim.Adam),
     "sgd": _sgd,
+}
+# What each keeps for every weight, beside a count of its updates.
+_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_llama.checkpoint import Checkpointer
 from megatron_llama.config import Plan
 from megatron_llama.data import Batches, Data
 from megatron_llama.devices import Device
@@ -20,14 +21,23 @@ from megatron_llama.topology import Topology
 from megatron_llama.train.metrics import MetricsLogger, Peak
 from megatron_llama.train.samples import continue_prompts
 from megatron_llama.train.sanity import check_copies, check_every_gradient, check_finite
+from megatron_llama.train.stop import STOPPED, StopSignals
 
 
-def train(plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data) -> None:
-    """Train for the plan's steps, logging each; then continue the sample prompts."""
+def train(
+    plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data
+) -> None:
+    """Train from where the run stands to the plan's last step, logging each; then continue the sample prompts.
+
+    Leaves by SystemExit(75) when a signal asked any rank to stop, once all ranks have saved.
+    """
     trainer, logging = plan.config.trainer, plan.config.logging
+    checkpointer = Checkpointer(plan, topology, model, optimizer)
+    first = checkpointer.resume() + 1
     check_copies(model.shards)
-    with _logger(plan, topology, measured_peak(plan, device, model.device)) as logger:
-        for step in range(1, trainer.steps + 1):
+    peak = measured_peak(plan, device, model.device)
+    with StopSignals() as signals, _logger(plan, topology, peak, first - 1) as logger:
+        for step in range(first, trainer.steps + 1):
             start = time.perf_counter()
             metrics = training_step(step, plan, model, optimizer, data.train)
             device.synchronize()
@@ -39,13 +49,18 @@ def train(plan: Plan, topology: Topology, device: Device, model: ParallelModel, 
                 metrics["val_loss"] = validate(plan, model, data.validation)
             if logger is not None:
                 logger.log_step(metrics)
+            if checkpointer.after_step(step, signals.asked):
+                raise SystemExit(STOPPED)
+        checkpointer.finish(max(first - 1, trainer.steps))
         check_copies(model.shards)
         samples = continue_prompts(plan, model)
         if logger is not None:
             logger.finish(samples)
 
 
-def training_step(step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches) -> dict[str, float]:
+def training_step(
+    step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches
+) -> dict[str, float]:
     """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
 
     Raises TrainingFault, before the weights are touched, when loss or gradient norm is not finite.
@@ -90,11 +105,11 @@ def measured_peak(plan: Plan, device: Device, torch_device: torch.device) -> Pea
 
 
 @contextmanager
-def _logger(plan: Plan, topology: Topology, peak: Peak) -> Iterator[MetricsLogger | None]:
+def _logger(plan: Plan, topology: Topology, peak: Peak, start_step: int) -> Iterator[MetricsLogger | None]:
     """The metrics writer on the one rank that writes, None on the others."""
     if not topology.is_logger:
         yield None
         return
     assert plan.config.run.dir is not None
-    with MetricsLogger(plan, Path(plan.config.run.dir), peak) as logger:
+    with MetricsLogger(plan, Path(plan.config.run.dir), peak, start_step) as logger:
         yield logger

@@ -1,0 +1,210 @@
+"""What the training loop knows of checkpoints: where to go on from, after each step, and at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.checkpoint import state as contents
+from megatron_llama.checkpoint.files import Damaged
+from megatron_llama.checkpoint.folder import clean, folder_name, saved_steps, set_aside
+from megatron_llama.checkpoint.manifest import Manifest, State, read_manifest
+from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.saving import Saver
+from megatron_llama.checkpoint.storage import load_into
+from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.optim import Optimizer
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.topology import Topology
+
+
+class Checkpointer:
+    """Saves and restores a run. All ranks must call each method, at the same steps."""
+
+    def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer) -> None:
+        assert plan.config.run.dir is not None, "a run has a folder"
+        self.plan, self.topology, self.model, self.optimizer = plan, topology, model, optimizer
+        self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
+        self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
+        self._saved: int | None = None
+
+    def resume(self) -> int:
+        """Load the newest good checkpoint, or the weights that the run is to start from; returns the steps already
+        taken.
+
+        Raises ConfigError on all ranks for a checkpoint that does not fit the config, and where there are checkpoints
+        but none is good: a run must not start anew by mistake.
+        """
+        candidates = self._on_rank_0(self._candidates)
+        reports = []
+        for folder in candidates:
+            report = self._try(folder)
+            if report is None:
+                found = read_manifest(folder).state
+                self.optimizer.restore(found.updates, found.step)
+                self._saved = found.step if folder.parent == self.checkpoints else None
+                self._tell(f"going on from {folder}, step {found.step}")
+                return found.step
+            reports.append(report)
+            self._tell(f"{folder} is damaged and not used: {report}")
+        if reports:
+            instead = (
+                "write checkpoint.resume=never to start anew (the checkpoints are kept), or the path of a good one"
+            )
+            rule = f"no checkpoint can be used: {'; '.join(reports)}"
+            raise ConfigError([Problem("checkpoint.resume", self.plan.config.checkpoint.resume, rule, instead)])
+        return 0
+
+    def after_step(self, step: int, stop: bool = False) -> bool:
+        """Save if it is time to. True when ``stop`` is true on any rank: then the step has been saved by all of them.
+
+        Raises SaveFailed on all ranks when a checkpoint could not be written.
+        """
+        stop = self.saver.advance(stop)
+        every = self.plan.config.checkpoint.every_steps
+        if stop or (every and step % every == 0):
+            self._save(step)
+        if stop:
+            self.saver.wait()
+        return stop
+
+    def finish(self, step: int) -> None:
+        """Save the last step and wait until all is on disk."""
+        if self.plan.config.checkpoint.save_last:
+            self._save(step)
+        self.saver.wait()
+
+    def _save(self, step: int) -> None:
+        if step == self._saved:
+            return
+        updates = self.optimizer.updates
+        tensors = contents.weights(self.model.shards, owned=True)
+        if step > 0:
+            tensors |= contents.moments(self.optimizer, owned=True)
+        tensors |= contents.random_state(self.topology.rank, self.model.device)
+        self.saver.start(tensors, self._state(step, updates))
+        self._saved = step
+
+    def _state(self, step: int, updates: int) -> State:
+        config = self.plan.config
+        return State(
+            step=step,
+            consumed_samples=step * config.trainer.global_batch_size,
+            optimizer=config.optim.name,
+            updates=updates,
+            world_size=self.plan.world_size,
+            settings=asdict(config),
+        )
+
+    def _candidates(self) -> list[Path]:
+        """The checkpoints to try, best first. Rank 0 only: it also clears away what a killed run left behind."""
+        resume = self.plan.config.checkpoint.resume
+        clean(self.checkpoints)
+        if resume == "never":
+            aside = set_aside(self.checkpoints)
+            if aside is not None:
+                self._tell(f"starting anew; the checkpoints of the earlier run are now in {aside}")
+            return []
+        try:
+            own = [self.checkpoints / folder_name(step) for step in saved_steps(self.checkpoints)]
+        except Damaged as error:
+            raise ConfigError(
+                [Problem("run.dir", str(error), "its checkpoints can't be read", "make it readable")]
+            ) from None
+        if resume == "auto":
+            return own
+        # A path is where a run begins. Started again by the same command, it goes on from what it has saved itself;
+        # a path among its own checkpoints is a wish to go back to that one.
+        chosen = Path(os.path.abspath(resume))
+        inside = chosen.parent == Path(os.path.abspath(self.checkpoints))
+        return [chosen] if inside or not own else own
+
+    def _try(self, folder: Path) -> str | None:
+        """Load a checkpoint on all ranks; returns what is wrong with it, the same text on all ranks, or None."""
+        sizes = self._agreed(lambda: read_manifest(folder).check_sizes() if self.topology.rank == 0 else None)
+        if sizes is not None:
+            return sizes
+        return self._agreed(lambda: self._load(read_manifest(folder)))
+
+    def _load(self, manifest: Manifest) -> None:
+        """Fill weights, moments and counts; raises Damaged, or ConfigError for a checkpoint of another kind of run."""
+        found, tensors = manifest.state, manifest.stored.tensors
+        check_fits(self.plan, manifest)
+        wanted = contents.weights(self.model.shards)
+        if found.step > 0:
+            wanted |= contents.moments(self.optimizer)
+        missing = sorted(name for name in wanted if name not in tensors)
+        if missing:
+            raise Damaged(f"{missing[0]} is not in it")
+        own = contents.random_name(self.topology.rank)
+        device = self.model.device
+        if found.world_size == self.plan.world_size and own in tensors:
+            saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
+            wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
+        load_into(wanted, manifest.stored)
+        if own in wanted and saved.shape == contents.random_state(0, device)[contents.random_name(0)].shape:
+            contents.set_random_state(saved, device)
+
+    def _agreed(self, work: Callable[[], object]) -> str | None:
+        """Do ``work`` on this rank; the first rank's complaint, on all ranks. Raises ConfigError on all where one
+        does."""
+        mine: tuple[str, object] | None = None
+        try:
+            work()
+        except Damaged as error:
+            mine = ("damaged", str(error))
+        except ConfigError as error:
+            mine = ("config", error.problems)
+        everyones: list[tuple[str, object] | None] = [None] * self.plan.world_size
+        dist.all_gather_object(everyones, mine)
+        complaints = [complaint for complaint in everyones if complaint is not None]
+        for kind, said in complaints:
+            if kind == "config":
+                raise ConfigError(said)  # type: ignore[arg-type]
+        return str(complaints[0][1]) if complaints else None
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives on rank 0, on all ranks; its ConfigError too."""
+        answer: list[Any] = [None, ()]
+        if self.topology.rank == 0:
+            try:
+                answer[0] = work()
+            except ConfigError as error:
+                answer[1] = error.problems
+        dist.broadcast_object_list(answer)
+        if answer[1]:
+            raise ConfigError(answer[1])
+        return answer[0]
+
+    def _tell(self, text: str) -> None:
+        """Say it once, where a progress line on stdout is not disturbed."""
+        if self.topology.rank == 0:
+            sys.stderr.write(f"checkpoint: {text}\n")
+
+
+def check_fits(plan: Plan, manifest: Manifest) -> None:
+    """Raises ConfigError where going on from the checkpoint would not be the run that was asked for."""
+    ours, theirs = asdict(plan.config), manifest.state.settings
+    problems = []
+    names = [f"model.{name}" for name in ours["model"] if name not in ("name", "initializer_range")]
+    names += ["optim.name"]
+    if manifest.state.step > 0:  # the position in the data is a number of samples of this many tokens, in this order
+        names += ["trainer.global_batch_size", "trainer.seed", "data.seq_length"]
+    for name in names:
+        section, key = name.split(".")
+        saved = theirs.get(section, {}).get(key)
+        if saved != ours[section][key]:
+            rule = f"the checkpoint {manifest.stored.folder} was trained with {saved}"
+            instead = (
+                f"write {name}={saved}, or start another run from its weights (scripts/export_hf.py, then init_from)"
+            )
+            problems.append(Problem(name, ours[section][key], rule, instead))
+    if problems:
+        raise ConfigError(problems)

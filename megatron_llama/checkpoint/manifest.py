@@ -1,0 +1,176 @@
+"""``checkpoint.json``: what a checkpoint is and where its values lie. JSON with a checksum of itself; never a
+pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.checkpoint.files import (
+    DTYPES,
+    Chunk,
+    Damaged,
+    Shape,
+    Stored,
+    StoredTensor,
+    block_rows,
+    plain_name,
+    read_json,
+    whole_numbers,
+)
+from megatron_llama.checkpoint.storage import BLOCK_BYTES, HASH, HASH_DIGITS
+
+NAME = "checkpoint.json"
+FORMAT, VERSION = "megatron_llama checkpoint", 1
+
+
+@dataclass
+class State:
+    """What a run is besides its tensors."""
+
+    step: int
+    """Steps taken."""
+    consumed_samples: int
+    """The position in the data."""
+    optimizer: str
+    """The optimizer's name."""
+    updates: int
+    """Steps of the optimizer: fewer than ``step`` where steps were skipped."""
+    world_size: int
+    """Ranks that saved it."""
+    settings: dict[str, Any]
+    """The config of the run that saved it; the model's shape is under ``model``."""
+    hf_folder: str | None = None
+    """The Hugging Face folder that the run started from, for its tokenizer."""
+    dtype: str = "float32"
+    """The dtype of that folder's weights; exports have it too unless told otherwise."""
+
+
+@dataclass
+class Manifest:
+    """A checkpoint's description."""
+
+    state: State
+    stored: Stored
+    files: dict[str, int]
+    """Bytes of each file."""
+
+    def check_sizes(self) -> None:
+        """Every file must be there at its full size; raises Damaged."""
+        for name, size in self.files.items():
+            path = self.stored.folder / name
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise Damaged(f"{path}: {error.strerror}") from error
+            if found != size:
+                raise Damaged(f"{path}: has {found} bytes of {size}")
+
+
+def merge(folder: Path, state: State) -> str:
+    """The manifest's text, made of the descriptions that all ranks have left in ``folder``.
+
+    Raises Damaged when they do not hold every value of every tensor exactly once.
+    """
+    files: dict[str, int] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for rank in range(state.world_size):
+        part = read_json(folder / f"rank_{rank:05d}.json")
+        files[part["file"]] = part["bytes"]
+        for name, described in part["tensors"].items():
+            whole = tensors.setdefault(name, {**described, "chunks": []})
+            if (whole["dtype"], whole["shape"]) != (described["dtype"], described["shape"]):
+                raise Damaged(f"{folder}: ranks disagree about the shape of {name}")
+            whole["chunks"] += described["chunks"]
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "state": asdict(state),
+        "hash": HASH,
+        "block_bytes": BLOCK_BYTES,
+        "files": files,
+        "tensors": tensors,
+    }
+    parsed(folder, body)  # what a reader would refuse must not be published
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; raises Damaged for one that is not whole and sound."""
+    path = folder / NAME
+    body = read_json(path)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise Damaged(f"{path}: is no manifest of a checkpoint")
+    if body.get("version") != VERSION:
+        raise Damaged(f"{path}: has version {body.get('version')}, and this program reads version {VERSION}")
+    checksum = body.pop("checksum", None)
+    if checksum != _checksum(body):
+        raise Damaged(f"{path}: its checksum is wrong, so it is not what was written")
+    return parsed(folder, body)
+
+
+def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
+    """A manifest from its JSON, every value checked; raises Damaged."""
+    try:
+        state = State(**body["state"])
+        files = {plain_name(name): whole_numbers([size])[0] for name, size in body["files"].items()}
+        block_bytes = whole_numbers([body["block_bytes"]])[0]
+        tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
+        if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
+            raise ValueError(f"hash {body['hash']!r}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{folder / NAME}: lacks something or has it in another form ({error!r})") from error
+    except Damaged as error:
+        raise Damaged(f"{folder / NAME}: {error}") from error
+    return Manifest(state, Stored(folder, tensors, block_bytes), files)
+
+
+def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> StoredTensor:
+    shape, dtype = whole_numbers(entry["shape"]), DTYPES[entry["dtype"]]
+    chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
+    held = sum(math.prod(chunk.size) for chunk in chunks)
+    if held != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
+        raise Damaged(f"holds {held} of the {math.prod(shape)} values of {name}")
+    return StoredTensor(dtype, shape, chunks)
+
+
+def _chunk(
+    name: str, entry: Mapping[str, Any], itemsize: int, shape: Shape, files: Mapping[str, int], block_bytes: int
+) -> Chunk:
+    offset, size = whole_numbers(entry["offset"]), whole_numbers(entry["size"])
+    start, file = whole_numbers([entry["start"]])[0], plain_name(entry["file"])
+    hashes = tuple(entry["hashes"])
+    inside = len(offset) == len(size) == len(shape) and all(
+        o + n <= m for o, n, m in zip(offset, size, shape, strict=True)
+    )
+    if not inside or start + math.prod(size) * itemsize > files[file]:
+        raise Damaged(f"a part of {name} lies outside of it or of its file")
+    blocks = -(-size[0] // block_rows(size, itemsize, block_bytes))
+    if len(hashes) != blocks or not all(isinstance(text, str) and len(text) == HASH_DIGITS for text in hashes):
+        raise Damaged(f"a part of {name} has {len(hashes)} hashes for {blocks} blocks")
+    return Chunk(file, start, offset, size, hashes)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.new(HASH, text.encode(), usedforsecurity=False).hexdigest()
+
+
+def dtype_of(stored: Stored) -> str:
+    """torch's name of the dtype that most of the values have."""
+    counts: dict[str, int] = {}
+    for tensor in stored.tensors.values():
+        name = str(tensor.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + math.prod(tensor.shape)
+    return max(counts, key=lambda name: counts[name])
+
+
+def absolute(folder: str | os.PathLike[str] | None) -> str | None:
+    """A path that means the same from another working directory."""
+    return None if folder is None else os.path.abspath(folder)

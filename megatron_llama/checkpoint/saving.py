@@ -1,0 +1,144 @@
+"""Saving beside training: the loop waits for a copy to host memory, and no longer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.checkpoint.files import Damaged
+from megatron_llama.checkpoint.folder import discard, folder_name, partial_folder, publish
+from megatron_llama.checkpoint.manifest import State
+from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.storage import save_part
+from megatron_llama.config.settings import CheckpointConfig
+
+_POLL_SECONDS = 0.01
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Saver:
+    """Writes this rank's part of checkpoints in a thread. Ranks learn of each other's progress when all call
+    ``advance``.
+
+    First every rank writes its own file; when all have, rank 0 publishes them together. No collective runs in a thread.
+    """
+
+    def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
+        self.checkpoints, self.rank, self.device, self.settings = checkpoints, rank, device, settings
+        self.blocked_seconds = 0.0
+        """How long the last ``start`` kept training waiting."""
+        self._staging: dict[str, Rectangles] = {}
+        self._state: State | None = None
+        self._publishing = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, tensors: dict[str, Rectangles], state: State) -> None:
+        """Copy ``tensors`` and begin to write them. All ranks must call it."""
+        self.wait()
+        begin = time.perf_counter()
+        self._copy(tensors)
+        self._state, self._publishing = state, False
+        self._run(lambda: self._write(state.step))
+        if not self.settings.asynchronous:
+            self.wait()
+        self.blocked_seconds = time.perf_counter() - begin
+
+    def advance(self, stop: bool = False) -> bool:
+        """Notice what is done and begin what follows; True if ``stop`` is true on any rank. All ranks must call it.
+
+        Raises SaveFailed on all ranks when one could not write.
+        """
+        busy = self._thread is not None and self._thread.is_alive()
+        flags = torch.tensor([stop, busy, self._error is not None], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        any_stop, any_busy, any_error = flags.tolist()
+        if self._state is not None and not any_busy:
+            if any_error:
+                self._fail(self._state.step)
+            self._next(self._state)
+        return bool(any_stop)
+
+    def wait(self) -> None:
+        """Return when nothing is left to write. All ranks must call it."""
+        while self._state is not None:
+            self.advance()
+            if self._thread is not None:
+                self._thread.join(_POLL_SECONDS)
+            elif self._state is not None:
+                time.sleep(_POLL_SECONDS)
+
+    def _next(self, state: State) -> None:
+        """All ranks have finished what they were doing: publish, or be done."""
+        self._thread = None
+        if self._publishing:
+            self._state = None
+            return
+        self._publishing = True
+        if self.rank == 0:
+            keep, keep_every = self.settings.keep, self.settings.keep_every
+            self._run(lambda: publish(self.checkpoints, state, keep, keep_every))
+
+    def _fail(self, step: int) -> None:
+        """Take back what was written, and say on all ranks what happened on which."""
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, None if self._error is None else _described(self._error))
+        if self.rank == 0:
+            discard(self.checkpoints, step)
+        dist.barrier()
+        self._state = self._thread = None
+        cause = next(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+        raise SaveFailed(
+            f"{self.checkpoints / folder_name(step)} could not be written ({cause}); the ones before it are untouched"
+        ) from self._error
+
+    def _write(self, step: int) -> None:
+        folder = partial_folder(self.checkpoints, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_part(self._staging, folder, self.rank)
+
+    def _copy(self, tensors: dict[str, Rectangles]) -> None:
+        """Copy to host memory that is kept from save to save: fresh memory would cost page faults each time."""
+        shapes = {name: [part.shape for _, part in tensor.parts] for name, tensor in tensors.items()}
+        if {name: [part.shape for _, part in tensor.parts] for name, tensor in self._staging.items()} != shapes:
+            self._staging = {name: _host_like(tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            for (_, source), (_, copy) in zip(tensor.parts, self._staging[name].parts, strict=True):
+                copy.copy_(source, non_blocking=True)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # whatever it is, the ranks must hear of it
+                self._error = error
+
+        self._error = None
+        self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
+        self._thread.start()
+
+
+def _host_like(tensor: Rectangles) -> Rectangles:
+    """Host memory for a copy; pinned where it is filled from a device, which is several times as fast."""
+    pinned = tensor.parts[0][1].device.type != "cpu"
+    parts = [
+        (offset, torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pinned))
+        for offset, part in tensor.parts
+    ]
+    return Rectangles(tuple(tensor.shape), parts)
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror}, {error.filename}" if error.filename else str(error.strerror)
+    return str(error) if isinstance(error, Damaged) else f"{type(error).__name__}: {error}"

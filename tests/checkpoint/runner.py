@@ -1,0 +1,117 @@
+"""Save in one layout, load in another, and compare whole tensors under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_llama.checkpoint import Checkpointer
+from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.data import build_data
+from megatron_llama.devices import get_device
+from megatron_llama.optim import Optimizer, build_optimizer
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.ranks import run_ranks
+
+CONF = Path(__file__).parents[2] / "conf"
+CPU = torch.device("cpu")
+SMALL = (
+    "data=mock",
+    "device=cpu",
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "data.seq_length=16",
+    "trainer.global_batch_size=8",
+    "trainer.steps=20",
+    "optim.lr=0.003",
+)
+Tensors = dict[str, torch.Tensor]
+Tamper = Callable[[Checkpointer], None]
+
+
+@dataclass
+class Run:
+    """What a run gave: losses by step, and whole tensors at its end; moments are named like
+    exp_avg/model.norm.weight."""
+
+    started_at: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
+    updates: int = 0
+    lr: float = 0.0
+
+
+def make_plan(world_size: int, run_dir: Path, *overrides: str) -> Plan:
+    """The small model in a layout."""
+    return resolve(compose([*SMALL, f"run.dir={run_dir}", *overrides], CONF), world_size)
+
+
+def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper: Tamper | None = None) -> Run:
+    """Resume, train up to step ``until``, and save, on forked ranks. ``tamper`` gets the checkpointer on each rank
+    first."""
+    plan = make_plan(world_size, run_dir, *overrides)
+    answers = run_ranks(_rank, world_size, plan, until, tamper, timeout=60)
+    first = answers[0][0]
+    assert all(answer[0].losses == first.losses for answer in answers)
+    first.tensors = assembled([answer[1] for answer in answers])
+    return first
+
+
+def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run, list]:
+    device = get_device("cpu")
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        optimizer = build_optimizer(plan, model)
+        data = build_data(plan, topology, CPU)
+        checkpointer = Checkpointer(plan, topology, model, optimizer)
+        if tamper is not None:
+            tamper(checkpointer)
+        result = Run(started_at=checkpointer.resume())
+        size = plan.config.trainer.global_batch_size
+        for step in range(result.started_at + 1, until + 1):
+            result.losses[step] = model.forward_backward(data.train.at((step - 1) * size)).item()
+            optimizer.step(optimizer.gradient_norm())
+            checkpointer.after_step(step)
+        checkpointer.finish(max(until, result.started_at))
+        result.updates, result.lr = optimizer.updates, optimizer.lr
+        return result, rectangles(model, optimizer)
+
+
+def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
+    """(name, global shape, offset, values) of all that this rank holds."""
+    held = [("", shard, shard.local) for shard in model.shards]
+    held += [(kind + "/", shard, moment) for kind, shard, moment in optimizer.moments()]
+    return [
+        (prefix + piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
+        for prefix, shard, tensor in held
+        for piece in shard.pieces
+    ]
+
+
+def assembled(ranks: list[list]) -> Tensors:
+    """Whole tensors from the ranks' rectangles; every value must be there, and copies must be equal to the last bit."""
+    tensors: Tensors = {}
+    for name, shape, offset, values in (rectangle for rank in ranks for rectangle in rank):
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan))
+        where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        known = ~whole[where].isnan()
+        assert torch.equal(whole[where][known], values[known]), f"copies of {name} at {offset} differ"
+        whole[where] = values
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return tensors
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    """The same names, and the same bits under each."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), f"{name} differs"

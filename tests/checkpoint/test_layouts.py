@@ -1,0 +1,111 @@
+"""Save in layout A, load in layout B: weights and optimizer moments are equal to the last bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.storage import rows_of
+from tests.checkpoint.runner import Run, assert_same, run
+from tests.ranks import RankFailed
+
+# name: ranks, overrides. All can hold each of the models below.
+LAYOUTS = {
+    "one": (1, []),
+    "tp2": (2, ["trainer.tp=2"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "pp2, uneven": (2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"]),
+    "vpp": (2, ["trainer.pp=2", "trainer.vpp=2"]),
+    "dp2, zero 0": (2, ["trainer.zero=0"]),
+    "dp2, zero 1": (2, ["trainer.zero=1"]),
+    "dp2, zero 2": (2, ["trainer.zero=2"]),
+    "dp2, zero 3": (2, ["trainer.zero=3"]),
+    "tp2·pp2": (4, ["trainer.tp=2", "trainer.pp=2"]),
+    "tp4, kv heads < tp": (4, ["trainer.tp=4"]),
+    "dp4, hybrid": (4, ["trainer.zero=3", "trainer.shard_group=2"]),
+    "tp2·dp2, zero 3": (4, ["trainer.tp=2", "trainer.zero=3"]),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MODELS = {"odd vocabulary": ["model.vocab_size=61"], "tied": ["model.tie_word_embeddings=true"]}
+NAMES = list(LAYOUTS)
+# What stands in the file does not depend on the layout, so it is enough that each layout writes and each one reads.
+PAIRS = [("odd vocabulary", saved, NAMES[(index + 5) % len(NAMES)]) for index, saved in enumerate(NAMES)]
+PAIRS += [("tied", saved, NAMES[(index + 4) % len(NAMES)]) for index, saved in enumerate(NAMES) if index % 3 == 1]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """Two steps of training in a layout, saved; made once each."""
+
+    @cache
+    def make(model: str, layout: str) -> tuple[Path, Run]:
+        folder = tmp_path_factory.mktemp("run")
+        ranks, overrides = LAYOUTS[layout]
+        return folder, run(ranks, folder, *overrides, *MODELS[model], until=2)
+
+    return make
+
+
+@pytest.mark.parametrize(("model", "layout", "other"), PAIRS, ids=lambda value: value.replace(" ", "_"))
+def test_any_layout_loads_into_any(saved, tmp_path: Path, model: str, layout: str, other: str) -> None:
+    folder, before = saved(model, layout)
+    ranks, overrides = LAYOUTS[other]
+    checkpoint = f"checkpoint.resume={folder}/checkpoints/step_00000002"
+    after = run(ranks, tmp_path, *overrides, *MODELS[model], checkpoint, "checkpoint.save_last=false")
+    assert after.started_at == 2 and after.updates == 2
+    assert after.lr == before.lr
+    assert_same(after.tensors, before.tensors)
+
+
+def test_the_file_holds_hugging_faces_tensors(saved) -> None:
+    folder, before = saved("odd vocabulary", "tp2·pp2")
+    stored = read_manifest(folder / "checkpoints" / "step_00000002").stored
+    assert stored.tensors["lm_head.weight"].shape == (61, 32)  # without the rows that pad it
+    for name, tensor in before.tensors.items():
+        kind, _, bare = name.rpartition("/")
+        assert torch.equal(rows_of(stored, f"optimizer.{kind}.{bare}" if kind else name, 0, len(tensor)), tensor)
+
+
+def test_each_value_is_written_once(saved) -> None:
+    for layout in ("dp2, zero 0", "tp4, kv heads < tp", "dp4, hybrid"):
+        folder, before = saved("odd vocabulary", layout)
+        manifest = read_manifest(folder / "checkpoints" / "step_00000002")
+        values = sum(tensor.numel() for tensor in before.tensors.values())
+        random = sum(t.shape[0] for name, t in manifest.stored.tensors.items() if name.startswith("random."))
+        heads = sum(int.from_bytes((manifest.stored.folder / f).read_bytes()[:8], "little") + 8 for f in manifest.files)
+        assert sum(manifest.files.values()) - heads - random == 4 * values
+
+
+def _forget_moments(checkpointer: Checkpointer) -> None:
+    list(checkpointer.optimizer.moments())[0][2].add_(1)
+    inner = checkpointer.optimizer.restore
+
+    def restore(updates: int, steps: int) -> None:
+        inner(updates, steps)
+        list(checkpointer.optimizer.moments())[0][2].zero_()
+
+    checkpointer.optimizer.restore = restore  # type: ignore[method-assign]
+
+
+def test_a_lost_moment_would_be_seen(saved, tmp_path: Path) -> None:
+    folder, before = saved("odd vocabulary", "one")
+    checkpoint = f"checkpoint.resume={folder}/checkpoints/step_00000002"
+    after = run(1, tmp_path, *MODELS["odd vocabulary"], checkpoint, tamper=_forget_moments)
+    with pytest.raises(AssertionError, match="exp_avg/"):
+        assert_same(after.tensors, before.tensors)
+
+
+def _own_everything(checkpointer: Checkpointer) -> None:
+    for shard in checkpointer.model.shards:
+        shard.counts = True
+
+
+def test_a_value_written_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="holds 4096 of the 2048 values"):
+        run(2, tmp_path, "trainer.zero=0", until=1, tamper=_own_everything)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
