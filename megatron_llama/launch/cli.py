@@ -177,7 +177,7 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
 
     folder = Path(str(plan.config.run.dir))
     with run_dir.claimed(folder):
-        run_dir.record(plan, folder)
+        sys.stdout.write(run_dir.record(plan, folder) + "\n")
         environment = {name: value for name, value in device.environment(plan).items() if name not in os.environ}
         if device.forkable:
             os.environ.update(environment)
@@ -207,7 +207,7 @@ def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]
         if place.rank == 0:
             folder = Path(str(plan.config.run.dir))
             stack.enter_context(run_dir.claimed(folder))
-            run_dir.record(plan, folder)
+            sys.stdout.write(run_dir.record(plan, folder) + "\n")
         try:
             work(plan)
         except KeyboardInterrupt:

@@ -73,10 +73,12 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
 
 
-def record(plan: Plan, folder: Path) -> None:
-    """Writes what this run is: ``config.yaml`` with every value and ``plan.txt``."""
+def record(plan: Plan, folder: Path) -> str:
+    """Writes what this run is: ``config.yaml`` with every value and ``plan.txt``, whose text is returned."""
+    text = format_plan(plan).rstrip() + "\n"
     write_atomically(folder / "config.yaml", to_yaml(plan.config))
-    write_atomically(folder / "plan.txt", format_plan(plan).rstrip() + "\n")
+    write_atomically(folder / "plan.txt", text)
+    return text
 
 
 def write_atomically(path: Path, text: str) -> None:

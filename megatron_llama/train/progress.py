@@ -126,7 +126,7 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
     seconds = sum(record["step_time_s"] for record in records)
     lines = [
         f"[bold]loss {first['reduced_train_loss']:.3f} → {last['reduced_train_loss']:.3f}[/]"
-        f" in {last['step']:,} steps, {last['consumed_tokens']:,} tokens, {duration(seconds)}",
+        f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
         f"{median:,.0f} tokens/s (median step)"
         + f", peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
     ]

@@ -1,0 +1,75 @@
+# make demo   trains a small Llama on this machine, from nothing, and shows what it learned
+# make test   runs the whole test suite
+#
+# Both make .venv first, where it is not there yet. `make help` lists the rest.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+# What may be installed is in pyproject.toml; this is only where to look for an interpreter, the most used one first.
+PYTHON ?= $(shell bash scripts/find_python.sh)
+
+STDLIB := datasets/python_stdlib
+DEMO_RUN := runs/demo
+DEMO_ARGS := model=llama_2m trainer.tp=2 run.dir=$(DEMO_RUN)
+
+TITLE = @printf '\n\033[1m%s\033[0m\n'
+
+.PHONY: help
+help:  ## this list
+	@echo "Targets:"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' \
+		| while IFS='|' read -r name text; do printf '  %-12s%s\n' "$$name" "$$text"; done
+
+.PHONY: venv
+venv: $(INSTALLED)  ## the virtual environment .venv, with everything in it
+
+# The stamp is older than pyproject.toml when dependencies changed; otherwise nothing is installed twice.
+$(INSTALLED): pyproject.toml
+	@test -n "$(PYTHON)" || { bash scripts/find_python.sh --explain; exit 2; }
+	$(TITLE) "Installing into $(VENV) with $(PYTHON)"
+	@test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+.PHONY: demo-data
+demo-data: $(STDLIB)/python_stdlib_text_document.idx  ## the demo's text, tokenizer and indexed dataset
+
+$(STDLIB)/python_stdlib.jsonl: | $(INSTALLED)
+	$(TITLE) "1. Text: the sources and documentation of this machine's Python"
+	@mkdir -p $(STDLIB)
+	@$(PY) data_prep/python_stdlib.py --output $@
+
+$(STDLIB)/tokenizer.model: $(STDLIB)/python_stdlib.jsonl
+	$(TITLE) "2. Tokenizer: sentencepiece, 4096 pieces"
+	@$(PY) data_prep/train_tokenizer.py --input $< --vocab-size 4096 --model-prefix $(STDLIB)/tokenizer
+
+$(STDLIB)/python_stdlib_text_document.idx: $(STDLIB)/python_stdlib.jsonl $(STDLIB)/tokenizer.model
+	$(TITLE) "3. Dataset: tokens in Megatron's .bin and .idx"
+	@$(PY) data_prep/preprocess.py --input $< --tokenizer-model $(STDLIB)/tokenizer.model --append-eod \
+		--output-prefix $(STDLIB)/python_stdlib
+	@touch $@
+
+.PHONY: demo
+demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in a few minutes
+	$(TITLE) "4. Training: two ranks share each matrix (trainer.tp=2)"
+	@$(PY) train.py $(DEMO_ARGS)
+
+.PHONY: test
+test: $(INSTALLED)  ## the whole test suite
+	@$(PY) -m pytest
+
+.PHONY: lint
+lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md is fresh
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) scripts/config_docs.py --check
+
+.PHONY: clean-demo
+clean-demo:  ## forgets the demo's run and data
+	rm -rf $(DEMO_RUN) $(STDLIB)
