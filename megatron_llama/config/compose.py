@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
+from megatron_llama.config.huggingface import FROM_HF, fill_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, nearest, shown
 from megatron_llama.config.settings import Config
 
@@ -55,34 +56,41 @@ KNOWN_ELSEWHERE = {
 def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
     """The config that ``overrides`` ask for; raises ConfigError with everything that is wrong with them."""
     problems: list[Problem] = []
-    parsed = list(_parsed(overrides, problems))
-    groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()}
-    choices: dict[str, str] = {}
-    values: list[Override] = []
-    for override in parsed:
-        if override.key_or_group in groups and not isinstance(_value(override), dict):
-            _choose(override, conf_dir, choices, problems)
-        else:
-            values.append(override)
+    choices, values = _sorted_out(_parsed(overrides, problems), conf_dir, problems)
     try:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([*problems, _problem_in_files(error)]) from error
-    touched: set[str] = set()
     for override in values:
-        name = override.key_or_group
         if override.is_delete():
-            _delete(config, name, problems)
+            _delete(config, override.key_or_group, problems)
         else:
-            _set(config, name, _value(override), problems)
-            touched.add(name)
-    if "data.prefixes" in touched and "data.prepare" not in touched:
+            _set(config, override.key_or_group, _value(override), problems)
+    by_hand = {override.key_or_group for override in values}
+    if "data.prefixes" in by_hand and "data.prepare" not in by_hand:
         # The group's command makes the group's files, not the ones named by hand.
         config.data.prepare = None
+    if config.model.name == FROM_HF:
+        fill_from_hf(config.init_from, by_hand, lambda name, value: _set(config, name, value, problems), problems)
     typed = _typed(config, problems)
-    if problems:
-        raise ConfigError(problems)
+    if problems or typed is None:
+        raise ConfigError(problems, typed)
     return typed
+
+
+def _sorted_out(
+    overrides: Iterable[Override], conf_dir: Path, problems: list[Problem]
+) -> tuple[dict[str, str], list[Override]]:
+    """The overrides that pick a file of a group, as {group: file}, and those that set a value."""
+    groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()}
+    choices: dict[str, str] = {}
+    values = []
+    for override in overrides:
+        if override.key_or_group in groups and not isinstance(_value(override), dict):
+            _choose(override, conf_dir, choices, problems)
+        else:
+            values.append(override)
+    return choices, values
 
 
 def to_yaml(config: Config) -> str:
@@ -97,7 +105,7 @@ def from_yaml(text: str) -> Config:
     for name, value in (yaml.safe_load(text) or {}).items():
         _set(config, name, value, problems)
     typed = _typed(config, problems)
-    if problems:
+    if problems or typed is None:
         raise ConfigError(problems)
     return typed
 
@@ -245,8 +253,10 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
     )
 
 
-def _typed(config: DictConfig, problems: list[Problem]) -> Config:
-    """The dataclasses, interpolations followed except in the schedule, whose values ``resolve`` has yet to derive."""
+def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
+    """The dataclasses, or None with a problem. Interpolations are followed but for the schedule's: ``resolve`` has yet to
+    derive what they name."""
+    ``resolve`` has yet to derive."""
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
     with open_dict(config):
         config.optim.schedule = {}
@@ -256,7 +266,7 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config:
         name = str(getattr(error, "full_key", "") or "config")
         rule = str(error).splitlines()[0]
         problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
-        return Config()
+        return None
     typed.optim.schedule = schedule
     return typed
 

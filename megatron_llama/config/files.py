@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_llama.config.counting import head_dim, kv_heads
+from megatron_llama.config.huggingface import other_than_llama
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
 from megatron_llama.config.values import weights_and_paths
@@ -76,7 +77,10 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         rule = "there is no config.json in it, so it is no Hugging Face model folder"
         yield Problem("init_from", folder, rule, "write the folder that holds config.json and the .safetensors files")
         return
-    different = _different_shape(config.model, _read_json(path))
+    content = _read_json(path)
+    for clause in other_than_llama(content):
+        yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
+    different = _different_shape(config.model, content)
     if different:
         found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
         rule = f"has another shape than model={config.model.name}: {found}"

@@ -6,7 +6,10 @@ import difflib
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_llama.config.settings import Config
 
 MESSAGE_WIDTH = 100
 
@@ -29,10 +32,14 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A config that can't work; ``problems`` has every reason, and the message shows them all."""
+    """A config that can't work; ``problems`` has every reason, and the message shows them all.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    ``config`` is what was left of it without the mistakes, where that is a config; ``resolve`` can say more about it.
+    """
+
+    def __init__(self, problems: Iterable[Problem], config: Config | None = None) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
+        self.config = config
         assert self.problems, "a ConfigError says at least one thing"
         super().__init__(format_problems(self.problems))
 

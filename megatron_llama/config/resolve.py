@@ -33,19 +33,21 @@ def resolve(
     world_size: int,
     machine: Machine | None = None,
     exists: Callable[[str], bool] = os.path.exists,
+    known: Sequence[Problem] = (),
 ) -> Plan:
     """What ``config`` means on ``world_size`` devices, or a ConfigError with everything that is wrong with it.
 
     ``config`` is left as it is. ``exists`` is the only look at the world outside: whether the files that the config
     names are there; pass ``lambda path: True`` to plan for another machine. ``machine`` is the memory that the ranks
-    must fit into; None leaves that question to ``device.memory_gib``.
+    must fit into; None leaves that question to ``device.memory_gib``. ``known`` are problems found before, by
+    ``compose``: they are in the ConfigError too, and no rule speaks of their settings a second time.
     """
-    problems = bad_values(config)
-    hopeless = {problem.field for problem in problems}
+    bad = bad_values(config)
+    problems = [*known, *bad]
     # Rules about how values go together are asked of a copy in which impossible values are replaced by their defaults:
     # each mistake is reported once, and the others are still found.
-    sound = repaired(config, problems)
-    problems += broken_rules(sound, world_size, hopeless)
+    sound = repaired(config, bad)
+    problems += broken_rules(sound, world_size, {problem.field for problem in problems})
     notes: list[str] = []
     plan = None if problems else _plan(derived(sound, world_size, notes), world_size)
     # A dry run asks what a run would be. What only this machine lacks, and a command or a bigger machine mends, is

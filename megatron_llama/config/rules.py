@@ -26,7 +26,12 @@ def reads(*names: str) -> Callable[[Rule], Rule]:
 def broken_rules(config: Config, world_size: int, hopeless: Iterable[str] = ()) -> list[Problem]:
     """Every rule that ``config`` breaks, leaving out rules about ``hopeless`` settings, which are reported already."""
     known_bad = set(hopeless)
-    return [problem for rule, names in RULES if not names & known_bad for problem in rule(config, world_size)]
+    return [problem for rule, names in RULES if not _touches(names, known_bad) for problem in rule(config, world_size)]
+
+
+def _touches(names: Iterable[str], bad: set[str]) -> bool:
+    """Whether a setting among ``names``, or its whole section, is among the ``bad``."""
+    return any(name in bad or name.partition(".")[0] in bad for name in names)
 
 
 def nearest_legal(name: str, wanted: int, legal: Iterable[int]) -> str:

@@ -174,3 +174,26 @@ def test_a_config_error_is_a_value_error_with_all_of_it_in_the_message() -> None
     assert isinstance(caught.value, ConfigError)
     assert all(problem.rule.split()[0] in str(caught.value) for problem in caught.value.problems)
     assert {"trainer.tp", "trainer.vpp", "data.prefixes"} == {problem.field for problem in caught.value.problems}
+
+
+def test_mistakes_in_writing_and_in_meaning_come_together() -> None:
+    """What compose could make of the config goes to resolve, which leaves out the settings that are reported already."""
+    with pytest.raises(ConfigError) as written:
+        compose(["data=mock", "model.num_hiden_layers=9", "trainer.tp=abc", "trainer.vpp=2", "optim.min_lr=1"], CONF)
+    assert [problem.field for problem in written.value.problems] == ["model.num_hiden_layers", "trainer.tp"]
+    assert written.value.config is not None
+    with pytest.raises(ConfigError) as caught:
+        resolve(written.value.config, 3, known=written.value.problems)
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == ["model.num_hiden_layers", "trainer.tp", "trainer.vpp", "optim.min_lr"]
+
+
+def test_a_model_that_does_not_exist_breaks_no_rule() -> None:
+    with pytest.raises(ConfigError) as written:
+        compose(["data=mock", "model=llama7", "trainer.tp=8"], CONF)
+    assert written.value.config is not None
+    with pytest.raises(ConfigError) as caught:
+        resolve(written.value.config, 8, known=written.value.problems)
+    assert [problem.field for problem in caught.value.problems] == ["model"], (
+        "8 does not divide the default model's heads"
+    )

@@ -1,0 +1,141 @@
+"""A model's shape from Hugging Face's config.json, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any
+
+from megatron_llama.config.problems import Problem
+from megatron_llama.config.settings import ModelConfig, RopeScaling
+
+FROM_HF = "from_hf"
+# What config.json may leave out, and what transformers' LlamaConfig takes then.
+_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = ("num_key_value_heads", "head_dim")
+# Settings of config.json that would make it another model than the Llama here: the only value that may stand there.
+_ONLY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+def read_hf_config(folder: str) -> dict[str, Any]:
+    """The folder's config.json; raises ValueError, with the reason, where that is no object that can be read."""
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def other_than_llama(content: dict[str, Any]) -> list[str]:
+    """What in a config.json asks for something that this Llama does not have, as clauses."""
+    found = [
+        f"{name} is {content[name]!r}, and only {only!r} is supported"
+        for name, only in _ONLY.items()
+        if name in content and content[name] != only and content[name] is not None
+    ]
+    kind = _rope(content).get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        found.append(f"rope_type is {kind!r}, and only 'default' and 'llama3' are supported")
+    return found
+
+
+def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's values from a config.json; both the spelling of transformers 5 (rope_parameters) and the older
+    one."""
+    shape = {name: content[name] for name in _NEEDED if content.get(name) is not None}
+    shape |= {name: content.get(name) for name in _OPTIONAL}
+    for name, default in _DEFAULTS.items():
+        shape[name] = default if content.get(name) is None else content[name]
+    rope = _rope(content)
+    shape["rope_theta"] = rope.get("rope_theta", 10000.0)
+    names = [field.name for field in fields(RopeScaling)]
+    scaled = rope.get("rope_type", "default") != "default"
+    shape["rope_scaling"] = {name: rope[name] for name in names if name in rope} if scaled else None
+    return shape
+
+
+def fill_from_hf(
+    folder: str | None, by_hand: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
+) -> None:
+    """Assign every ``model.`` setting that was not set by hand from the folder's config.json."""
+    if folder is None:
+        rule, instead = "takes the shape from the folder in init_from, which is not given", "write init_from=FOLDER"
+        problems.append(Problem("model", FROM_HF, rule, instead))
+        return
+    try:
+        content = read_hf_config(folder)
+    except ValueError as error:
+        instead = "write the folder that holds config.json and the .safetensors files"
+        problems.append(Problem("init_from", folder, str(error), instead))
+        return
+    shape = shape_from_hf(content)
+    for name in _NEEDED:
+        if name not in shape:
+            problems.append(Problem("init_from", folder, f"its config.json has no {name}", f"write model.{name}=..."))
+    shape["name"] = os.path.basename(os.path.abspath(folder))
+    for name, value in shape.items():
+        if f"model.{name}" not in by_hand:
+            assign(f"model.{name}", value)
+
+
+def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict[str, Any]:
+    """config.json of a model that was trained here, readable by transformers 4 and 5 and by everything that reads
+    Llamas."""
+    scaling = None if model.rope_scaling is None else asdict(model.rope_scaling)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "initializer_range": model.initializer_range,
+        "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "use_cache": True,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})},
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **token_ids,
+    }
+
+
+def _rope(content: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings in the spelling of transformers 5, wherever they stand."""
+    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    if "rope_type" not in rope and "type" in rope:
+        rope["rope_type"] = rope["type"]
+    if content.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", content["rope_theta"])
+    return rope
