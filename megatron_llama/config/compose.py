@@ -254,9 +254,7 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
 
 
 def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
-    """The dataclasses, or None with a problem. Interpolations are followed but for the schedule's: ``resolve`` has yet to
-    derive what they name."""
-    ``resolve`` has yet to derive."""
+    """The dataclasses, or None with a problem. The schedule's interpolations stay: ``resolve`` derives what they name."""
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
     with open_dict(config):
         config.optim.schedule = {}
