@@ -254,7 +254,7 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
 
 
 def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
-    """The dataclasses, or None with a problem. The schedule's interpolations stay: ``resolve`` derives what they name."""
+    """The dataclasses, or None with a problem. The schedule's interpolations stay: ``resolve`` derives their values."""
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
     with open_dict(config):
         config.optim.schedule = {}

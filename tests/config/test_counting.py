@@ -32,7 +32,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 
 
 def test_every_preset_is_counted_and_named_after_its_file() -> None:
-    presets = {path.stem for path in (CONF / "model").glob("*.yaml")}
+    presets = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"from_hf"}  # whose shape is in the folder
     assert presets == {*PUBLISHED, *OURS}
     assert all(compose([f"model={name}"], CONF).model.name == name for name in presets)
 

@@ -177,7 +177,7 @@ def test_a_config_error_is_a_value_error_with_all_of_it_in_the_message() -> None
 
 
 def test_mistakes_in_writing_and_in_meaning_come_together() -> None:
-    """What compose could make of the config goes to resolve, which leaves out the settings that are reported already."""
+    """What compose could make of the config goes to resolve, which says nothing twice about a setting."""
     with pytest.raises(ConfigError) as written:
         compose(["data=mock", "model.num_hiden_layers=9", "trainer.tp=abc", "trainer.vpp=2", "optim.min_lr=1"], CONF)
     assert [problem.field for problem in written.value.problems] == ["model.num_hiden_layers", "trainer.tp"]
