@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SENTENCEPIECE_TYPES = ("sentencepiecetokenizer", "llama2tokenizer", "llama2", "gptsentencepiecetokenizer")
 HUGGINGFACE_TYPES = ("huggingfacetokenizer", "huggingface")
-TIKTOKEN_TYPES = ("tiktokentokenizer", "tiktoken", "llama3")
+TIKTOKEN_TYPES = ("tiktokenizer", "tiktoken", "llama3")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     output = result.add_argument_group("output and run")
     output.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH_KEY_document.bin ...")
-    output.add_argument("--workers", type=int, default=len(_cores()), help="processes (default: one a core)")
+    output.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
     output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
     output.add_argument("--checkpoint-seconds", type=float, default=5.0, help="work that a kill may cost (default 5)")
     output.add_argument("--block-mib", type=float, default=4.0, help="text that a worker takes at a time (default 4)")
@@ -74,8 +74,9 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _cores() -> Sequence[int]:
-    return list(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tokenizer_of(args: argparse.Namespace) -> tuple[str, str]:

@@ -76,9 +76,18 @@ def train(sentences: Iterator[str], vocab_size: int, threads: int) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
+    input_errors: list[UserError] = []
+
+    def guarded() -> Iterator[str]:
+        # what is raised while sentencepiece asks for the next sentence loses its message on the way through C++
+        try:
+            yield from sentences
+        except UserError as error:
+            input_errors.append(error)
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences,
+            sentence_iterator=guarded(),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -99,8 +108,12 @@ def train(sentences: Iterator[str], vocab_size: int, threads: int) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
+        if input_errors:
+            raise input_errors[0] from None
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
         raise UserError(f"sentencepiece can't make {vocab_size} pieces of this text: {reason}") from None
+    if input_errors:
+        raise input_errors[0]
     return model.getvalue()
 
 

@@ -66,7 +66,7 @@ class Encoder:
 
     @property
     def is_fast(self) -> bool:
-        return self.encode is not self.reference
+        return self.name in FAST
 
 
 def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence[str] = ()) -> Encoder:

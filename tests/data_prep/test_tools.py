@@ -1,0 +1,139 @@
+"""inspect.py, train_tokenizer.py and python_stdlib.py."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from tests.data_prep.conftest import Run, assert_refused, run_script, some_texts, write_jsonl
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, preprocess: Run) -> Path:
+    """A small dataset; returns its prefix."""
+    done = preprocess("--input", write_jsonl(tmp_path / "a.jsonl", some_texts(80)), "--output-prefix", tmp_path / "x")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "x_text_document"
+
+
+def test_inspect_shows_counts_histogram_and_a_document(dataset: Path) -> None:
+    texts = some_texts(80)
+    done = run_script("inspect.py", dataset, "--document", 4, "--characters", 100_000)
+    assert done.returncode == 0, done.stderr
+    empty = sum(not text for text in texts)
+    assert f"80 documents ({empty} empty)" in done.stdout
+    assert f"read 80 = {80 - empty} written + {empty} empty + 0 skipped" in done.stdout
+    assert texts[4].strip() in done.stdout
+    bars = [line.split("  ")[-1] for line in done.stdout.splitlines() if " to " in line and line.endswith("#")]
+    assert max(map(len, bars)) == 40
+    assert run_script("inspect.py", f"{dataset}.idx", "--no-hashes").returncode == 0
+    assert_refused(run_script("inspect.py", dataset, "--document", 80), "no document 80")
+    assert_refused(run_script("inspect.py", dataset.with_name("none")), "there is no")
+
+
+def patched(path: Path, where: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[where : where + len(data)] = data
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a token beyond the vocabulary": (".bin", 10, b"\xff\xff", "vocabulary"),
+    "another token": (".bin", 20, b"\x21\x01", "sha256"),
+    "no EOD at the end": (".bin", -2, b"\x05\x00", "EOD"),
+    "a length": (".idx", 34, b"\x09\x09", "does not begin where"),
+    "a pointer": (".idx", -1, b"", "document indices"),
+    "the magic": (".idx", 0, b"X", "no Megatron index"),
+    "the version": (".idx", 9, b"\x02", "version 2"),
+    "the count": (".idx", 18, b"\x01", "header speaks of"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_inspect_finds_damage(dataset: Path, name: str) -> None:
+    suffix, where, data, word = DAMAGE[name]
+    path = Path(f"{dataset}{suffix}")
+    size = path.stat().st_size
+    if name == "a pointer":
+        patched(path, size - 8, b"\x01\x00\x00")  # the last document index
+    else:
+        patched(path, where % size, data)
+    assert_refused(run_script("inspect.py", dataset), word)
+
+
+def test_inspect_finds_truncation_and_the_wrong_tokenizer(dataset: Path, tmp_path: Path) -> None:
+    text = write_jsonl(tmp_path / "t.jsonl", some_texts(300))
+    run_script("train_tokenizer.py", "--input", text, "--vocab-size", 320, "--model-prefix", tmp_path / "other")
+    done = run_script("inspect.py", dataset, "--tokenizer-model", tmp_path / "other.model")
+    assert_refused(done, "not the tokenizer that made")
+    binary = Path(f"{dataset}.bin")
+    binary.write_bytes(binary.read_bytes()[:-100])
+    assert_refused(run_script("inspect.py", dataset), "the index speaks of")
+
+
+def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:
+    texts = ["def f(x):\n        return 12345 + x  # naïve 日本\n"] * 20 + some_texts(200)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    models = []
+    for number, source in enumerate((path, path, packed)):
+        done = run_script(
+            *("train_tokenizer.py", "--input", source, "--vocab-size", 340, "--model-prefix", tmp_path / f"t{number}"),
+            *("--threads", number + 1),
+        )
+        assert done.returncode == 0, done.stderr
+        models.append((tmp_path / f"t{number}.model").read_bytes())
+    assert models[0] == models[1] == models[2]
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t0.model"))
+    assert processor.vocab_size() == 340
+    assert (processor.unk_id(), processor.bos_id(), processor.eos_id(), processor.pad_id()) == (0, 1, 2, -1)
+    assert not any(piece.isdigit() and len(piece) > 1 for piece in map(processor.id_to_piece, range(340)))
+    for text in ["  two  spaces  ", "tab\tand\nline\r\n", "unseen: ⚛ ǅ ﬁ Å", *some_texts(50, seed=9)]:
+        assert processor.decode(processor.encode(text)) == text
+        assert 0 not in processor.encode(text)
+
+
+def test_tokenizer_mistakes_are_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["too little text"])
+    base = ("train_tokenizer.py", "--input", path, "--model-prefix", tmp_path / "t", "--vocab-size")
+    assert_refused(run_script(*base, 200), "--vocab-size must be above 259")
+    assert_refused(run_script(*base, 9000), "9000 pieces")
+    assert_refused(run_script(*base, 300, "--sample-mib", 0), "--sample-mib")
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes() * 50)[:-12])
+    done = run_script("train_tokenizer.py", "--input", packed, "--vocab-size", 300, "--model-prefix", tmp_path / "t")
+    assert_refused(done, "cut off")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz"]
+
+
+def test_standard_library_text(tmp_path: Path) -> None:
+    out = tmp_path / "python_stdlib.jsonl"
+    done = run_script("python_stdlib.py", "--output", out)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert len(records) > 300 and out.stat().st_size > 4e6
+    assert all(record["text"].strip() and record["meta"]["source"] == "python_stdlib" for record in records)
+    assert any("dataclass" in record["text"] for record in records)
+    before = out.stat().st_mtime_ns
+    assert run_script("python_stdlib.py", "--output", out).returncode == 0
+    assert out.stat().st_mtime_ns == before  # the same again: what was made from it stays valid
+    run_script("python_stdlib.py", "--output", tmp_path / "small.jsonl", "--max-mib", 1)
+    assert out.read_bytes().startswith((tmp_path / "small.jsonl").read_bytes())
+    assert (tmp_path / "small.jsonl").stat().st_size <= 2**20
+    assert_refused(run_script("python_stdlib.py", "--output", tmp_path / "none.jsonl", "--max-mib", 0), "--max-mib")
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_long_modules_are_cut_between_definitions_without_loss() -> None:
+    from data_prep.python_stdlib import split_source
+
+    text = "import os\n\n" + "".join(f"@decorator\ndef f{n}(x):\n    return {n}\n\n\n" for n in range(200))
+    pieces = split_source(text, 500)
+    assert "".join(pieces) == text and len(pieces) > 5
+    assert all(piece.startswith(("import", "@decorator")) for piece in pieces)
+    assert all(len(piece) < 600 for piece in pieces)
