@@ -67,7 +67,7 @@ def sample_sentences(documents: Iterator[str], available: int, wanted: int) -> I
                     yield sentence
 
 
-def train(sentences: Iterator[str], vocab_size: int, threads: int) -> bytes:
+def train(sentences: Iterator[str], vocab_size: int) -> bytes:
     """Trains and returns the model's bytes.
 
     Raises:
@@ -104,7 +104,7 @@ def train(sentences: Iterator[str], vocab_size: int, threads: int) -> bytes:
             eos_id=2,
             pad_id=-1,
             unk_surface=" \u2047 ",
-            num_threads=threads,
+            num_threads=1,  # BPE training hardly uses more, and the number is noted in the model and so in its hash
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
@@ -138,7 +138,6 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=32000, help="number of pieces (default 32000)")
     parser.add_argument("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
     parser.add_argument("--sample-mib", type=float, default=64.0, help="learn from about this much text (default 64)")
-    parser.add_argument("--threads", type=int, default=min(16, os.cpu_count() or 1), help="default: all cores")
     args = parser.parse_args()
     if args.vocab_size <= BYTE_AND_CONTROL_PIECES:
         raise UserError(f"--vocab-size must be above {BYTE_AND_CONTROL_PIECES}: the bytes and <unk> <s> </s> are in it")
@@ -148,7 +147,7 @@ def main() -> int:
     sources = find_sources(args.input)
     documents = texts(sources, args.json_keys)
     sentences = sample_sentences(documents, total_bytes(sources), int(args.sample_mib * 2**20))
-    size = write_model(train(sentences, args.vocab_size, args.threads), args.model_prefix)
+    size = write_model(train(sentences, args.vocab_size), args.model_prefix)
     print(f"{args.model_prefix}.model: {size:,} pieces, {time.monotonic() - start:.1f} s")
     return 0
 

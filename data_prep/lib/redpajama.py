@@ -142,7 +142,7 @@ def signals_path(documents: str) -> str:
 
 
 def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str, int]:
-    """Copies the documents that fulfil all rules to a .zst file, line by line as they are; returns the count of kept and dropped.
+    """Copies the documents that fulfil all rules to a .zst file, line by line as they are; returns the counts.
 
     The two files belong together line by line; where a signal's id names its line, that is checked too.
 

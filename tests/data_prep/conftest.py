@@ -29,9 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(text, "w", encoding="utf-8") as file:
         for path in sorted((ROOT / "data_prep").rglob("*.py")):
             file.write(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n")
-    done = run_script(
-        "train_tokenizer.py", "--input", text, "--vocab-size", 600, "--model-prefix", folder / "tok", "--threads", 1
-    )
+    done = run_script("train_tokenizer.py", "--input", text, "--vocab-size", 600, "--model-prefix", folder / "tok")
     assert done.returncode == 0, done.stderr
     return folder / "tok.model"
 

@@ -84,7 +84,6 @@ def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:
     for number, source in enumerate((path, path, packed)):
         done = run_script(
             *("train_tokenizer.py", "--input", source, "--vocab-size", 340, "--model-prefix", tmp_path / f"t{number}"),
-            *("--threads", number + 1),
         )
         assert done.returncode == 0, done.stderr
         models.append((tmp_path / f"t{number}.model").read_bytes())
