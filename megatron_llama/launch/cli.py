@@ -183,13 +183,14 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
             os.environ.update(environment)
             if work is run_one_rank:
                 import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
-        output_dir = None
-        if plan.world_size > 1:
-            output_dir = folder / "ranks"
-            output_dir.mkdir(exist_ok=True)
-        return start_ranks(
-            partial(work, plan), plan.world_size, fork=device.forkable, environment=environment, output_dir=output_dir
-        )
+        with run_dir.outputs(folder) as output_dir:
+            return start_ranks(
+                partial(work, plan),
+                plan.world_size,
+                fork=device.forkable,
+                environment=environment,
+                output_dir=output_dir,
+            )
 
 
 def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]) -> int:

@@ -73,6 +73,19 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outputs(folder: Path) -> Iterator[Path]:
+    """A folder for what ranks above 0 print; what stays empty is removed at the end."""
+    place = folder / "ranks"
+    place.mkdir(exist_ok=True)
+    yield place
+    for path in place.iterdir():
+        if path.stat().st_size == 0:
+            path.unlink()
+    if not any(place.iterdir()):
+        place.rmdir()
+
+
 def record(plan: Plan, folder: Path) -> str:
     """Writes what this run is: ``config.yaml`` with every value and ``plan.txt``, whose text is returned."""
     text = format_plan(plan).rstrip() + "\n"

@@ -1,0 +1,132 @@
+"""The real ``train.py``, as a user starts it: by hand, by torchrun, stopped, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.train.metrics import read_metrics
+from tests.launch.test_cli import ROOT, environment
+from tests.launch.test_faults import gone
+
+TRAIN = str(ROOT / "train.py")
+SMALL = [
+    "data=mock",
+    "device=cpu",
+    "data.seq_length=32",
+    "model.num_hidden_layers=2",
+    "model.hidden_size=64",
+    "model.intermediate_size=96",
+    "trainer.tp=2",
+    "logging.tensorboard=false",
+]
+BY_HAND = [sys.executable, TRAIN]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", TRAIN]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def start(command: list[str], *overrides: str) -> subprocess.Popen[str]:
+    """Starts a run in the background."""
+    return subprocess.Popen(
+        [*command, *SMALL, *overrides],
+        env=environment(GLOO_SOCKET_IFNAME="lo"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` has started."""
+    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps in metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    return [record["step"] for record in read_metrics(path)] if path.exists() else []
+
+
+def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 90.0) -> None:
+    """Returns when the run has logged ``step``."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if run.poll() is not None:
+            raise AssertionError(f"the run has ended with {run.returncode}: {run.communicate()}")
+        if step in steps(folder):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within {limit} s, only {steps(folder)}")
+
+
+def losses(folder: Path) -> list[float]:
+    """The training losses of a run."""
+    return [record["reduced_train_loss"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path):
+    for name, command in (("hand", BY_HAND), ("torchrun", TORCHRUN)):
+        run = start(command, "trainer.steps=3", f"run.dir={tmp_path}/{name}")
+        out, errors = run.communicate(timeout=200)
+        assert run.returncode == 0, errors
+        assert "rank grid" in out and "step 3/3" in out
+        assert {"config.yaml", "plan.txt", "metrics.jsonl", "loss.png"} <= {p.name for p in (tmp_path / name).iterdir()}
+    assert losses(tmp_path / "hand") == losses(tmp_path / "torchrun")
+    assert len(losses(tmp_path / "hand")) == 3
+
+
+def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_path):
+    run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
+    wait_for_step(run, tmp_path / "run", 3)
+    run.send_signal(signal.SIGTERM)
+    out, errors = run.communicate(timeout=60)
+    assert run.returncode == 75, errors
+    assert "Traceback" not in errors
+    done = steps(tmp_path / "run")[-1]
+    again = start(BY_HAND, f"trainer.steps={done + 2}", f"run.dir={tmp_path}/run", "optim.warmup_steps=10")
+    out, errors = again.communicate(timeout=100)
+    assert again.returncode in (0, 2), errors  # 2: other steps mean another schedule, where that is refused
+    if again.returncode == 0:
+        assert steps(tmp_path / "run") == list(range(1, done + 3))
+
+
+def test_ctrl_c(tmp_path):
+    run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
+    wait_for_step(run, tmp_path / "run", 2)
+    ranks = children(run.pid)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=20)
+    assert run.returncode == 130
+    assert errors.splitlines()[-1] == "Stopped by SIGINT." and "Traceback" not in errors
+    assert all(gone(pid) for pid in ranks)
+
+
+@pytest.mark.parametrize("command", [BY_HAND, TORCHRUN], ids=["hand", "torchrun"])
+def test_ranks_die_with_a_starter_that_is_killed(tmp_path, command):
+    run = start(command, "trainer.steps=100000", f"run.dir={tmp_path}/run")
+    wait_for_step(run, tmp_path / "run", 2)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert all(gone(pid) for pid in ranks)
+
+
+def test_a_killed_rank_is_named_last(tmp_path):
+    run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
+    wait_for_step(run, tmp_path / "run", 2)
+    victim = max(children(run.pid))
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, errors = run.communicate(timeout=30)
+    assert run.returncode == 1 and time.monotonic() - begin < 10
+    assert errors.rstrip().splitlines()[-1].endswith("by SIGKILL")
+    assert "Traceback" not in errors, "the other rank's complaint is a consequence"
