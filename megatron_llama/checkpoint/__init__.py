@@ -9,7 +9,4 @@ storage.py reads and writes them under torch.distributed.checkpoint; manifest.py
 folder.py makes checkpoints appear and disappear whole; saving.py does it beside training.
 """
 
-from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.saving import SaveFailed
-
-__all__ = ["Checkpointer", "SaveFailed"]
+# Imports nothing: export needs neither the model nor megatron-core, and should start at once.

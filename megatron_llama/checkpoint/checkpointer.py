@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.files import Damaged
 from megatron_llama.checkpoint.folder import clean, folder_name, saved_steps, set_aside
-from megatron_llama.checkpoint.manifest import Manifest, State, read_manifest
+from megatron_llama.checkpoint.huggingface import open_hf_folder
+from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.storage import load_into
@@ -32,8 +33,11 @@ class Checkpointer:
         assert plan.config.run.dir is not None, "a run has a folder"
         self.plan, self.topology, self.model, self.optimizer = plan, topology, model, optimizer
         self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
+        self.bytes_read = 0
+        """Bytes that this rank asked of the files it was last loaded from."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
+        self._origin: tuple[str | None, str] = (None, "float32")
 
     def resume(self) -> int:
         """Load the newest good checkpoint, or the weights that the run is to start from; returns the steps already
@@ -49,6 +53,7 @@ class Checkpointer:
             if report is None:
                 found = read_manifest(folder).state
                 self.optimizer.restore(found.updates, found.step)
+                self._origin = found.hf_folder, found.dtype
                 self._saved = found.step if folder.parent == self.checkpoints else None
                 self._tell(f"going on from {folder}, step {found.step}")
                 return found.step
@@ -60,6 +65,8 @@ class Checkpointer:
             )
             rule = f"no checkpoint can be used: {'; '.join(reports)}"
             raise ConfigError([Problem("checkpoint.resume", self.plan.config.checkpoint.resume, rule, instead)])
+        if self.plan.config.init_from is not None:
+            self._start_from(Path(self.plan.config.init_from))
         return 0
 
     def after_step(self, step: int, stop: bool = False) -> bool:
@@ -81,6 +88,18 @@ class Checkpointer:
             self._save(step)
         self.saver.wait()
 
+    def _start_from(self, folder: Path) -> None:
+        """Load the weights of a Hugging Face folder; raises ConfigError on all ranks where they can't be used."""
+        report = self._agreed(lambda: self._load_weights(folder))
+        if report is not None:
+            raise ConfigError([Problem("init_from", str(folder), report, "get the folder again, or name another")])
+        self._tell(f"starting from {folder}")
+
+    def _load_weights(self, folder: Path) -> None:
+        stored = open_hf_folder(folder, self.plan.model)
+        self.bytes_read = load_into(contents.weights(self.model.shards), stored)
+        self._origin = os.path.abspath(folder), dtype_of(stored)
+
     def _save(self, step: int) -> None:
         if step == self._saved:
             return
@@ -101,6 +120,8 @@ class Checkpointer:
             updates=updates,
             world_size=self.plan.world_size,
             settings=asdict(config),
+            hf_folder=self._origin[0],
+            dtype=self._origin[1],
         )
 
     def _candidates(self) -> list[Path]:
@@ -148,7 +169,7 @@ class Checkpointer:
         if found.world_size == self.plan.world_size and own in tensors:
             saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
             wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
-        load_into(wanted, manifest.stored)
+        self.bytes_read = load_into(wanted, manifest.stored)
         if own in wanted and saved.shape == contents.random_state(0, device)[contents.random_name(0)].shape:
             contents.set_random_state(saved, device)
 

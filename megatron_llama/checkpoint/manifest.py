@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -169,8 +168,3 @@ def dtype_of(stored: Stored) -> str:
         name = str(tensor.dtype).removeprefix("torch.")
         counts[name] = counts.get(name, 0) + math.prod(tensor.shape)
     return max(counts, key=lambda name: counts[name])
-
-
-def absolute(folder: str | os.PathLike[str] | None) -> str | None:
-    """A path that means the same from another working directory."""
-    return None if folder is None else os.path.abspath(folder)

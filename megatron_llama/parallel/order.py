@@ -103,8 +103,13 @@ def compile_blocks(chunk: Llama, device: Device) -> None:
 
 @torch.no_grad()
 def initialise(shards: list[Shard], plan: Plan) -> None:
-    """Fill the weights with values that depend on seed, name and position alone."""
+    """Fill the weights with values that depend on seed, name and position alone; rows that pad the vocabulary with zeros.
+
+    With ``init_from`` the folder's weights take their place before the first step, so none are made.
+    """
     for shard in shards:
         shard.local.zero_()
+        if plan.config.init_from is not None:
+            continue
         for piece in shard.pieces:
             shard.local[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_llama.checkpoint import Checkpointer
+from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import Plan
 from megatron_llama.data import Batches, Data
 from megatron_llama.devices import Device

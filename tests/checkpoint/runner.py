@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama.checkpoint import Checkpointer
+from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import Plan, compose, resolve
 from megatron_llama.data import build_data
 from megatron_llama.devices import get_device

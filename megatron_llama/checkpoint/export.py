@@ -1,0 +1,219 @@
+"""From a checkpoint to a Hugging Face folder: no GPU, no ranks, and never more than a block of rows in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.checkpoint.files import (
+    Damaged,
+    Stored,
+    plain_name,
+    safetensors_header,
+    sync_folder,
+    write_synced,
+)
+from megatron_llama.checkpoint.folder import POINTER
+from megatron_llama.checkpoint.huggingface import INDEX, SINGLE
+from megatron_llama.checkpoint.manifest import NAME, Manifest, read_manifest
+from megatron_llama.checkpoint.storage import rows_of
+from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
+from megatron_llama.config.huggingface import hf_config, read_hf_config
+from megatron_llama.model.names import Shape, hf_shapes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_SHARD_BYTES = 5 * 10**9
+_BLOCK_BYTES = 64 << 20
+# What belongs to a tokenizer or to generation. Only these are taken over from a folder: all are data, none is code.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass
+class Exported:
+    """What an export made."""
+
+    folder: Path
+    dtype: str
+    files: list[str]
+    bytes: int
+    """Of the weights."""
+    tokenizer: bool
+    """Whether a tokenizer is in the folder."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest of a run's folder; raises ConfigError."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / NAME).is_file():
+            return folder
+        if (folder / POINTER).is_file():
+            try:
+                return folder / plain_name((folder / POINTER).read_text(encoding="utf-8").strip())
+            except (OSError, UnicodeDecodeError, Damaged) as error:
+                raise ConfigError(
+                    [Problem("CHECKPOINT", str(path), f"its {POINTER} is unusable: {error}", "")]
+                ) from error
+    rule = f"there is no {NAME} in it, so it is no checkpoint"
+    raise ConfigError(
+        [Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_..., or the run's folder")]
+    )
+
+
+def export(checkpoint: Path, out: Path, dtype: str = "auto", max_shard_bytes: int = MAX_SHARD_BYTES) -> Exported:
+    """Write ``out``, which must not be there yet; it appears when it is complete.
+
+    ``auto`` is the dtype of the folder that the run started from, else float32. Raises ConfigError for what can't be
+    done, Damaged where the checkpoint's values are not what was written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError([Problem("OUT", str(out), "is there already", "write a folder that is not there yet")])
+    manifest = read_manifest(checkpoint)
+    manifest.check_sizes()
+    model = model_of(manifest)
+    name = manifest.state.dtype if dtype == "auto" else dtype
+    name = name if name in DTYPES else "float32"
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        files, size = _write_weights(manifest.stored, model, DTYPES[name], max_shard_bytes, aside)
+        token_ids, tokenizer = _write_companions(manifest, aside)
+        _write_json(aside / "config.json", hf_config(model, name, token_ids))
+        sync_folder(aside)
+        if out.exists():
+            out.rmdir()
+        os.rename(aside, out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Exported(out, name, files, size, tokenizer)
+
+
+def model_of(manifest: Manifest) -> ModelConfig:
+    """The shape of the model in a checkpoint; raises Damaged where its description is of another kind."""
+    try:
+        values = dict(manifest.state.settings["model"])
+        scaling = values.pop("rope_scaling", None)
+        model = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        shapes = hf_shapes(model)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{manifest.stored.folder / NAME}: its model is not described as ours are ({error})") from error
+    for name, shape in shapes.items():
+        if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
+            raise Damaged(f"{manifest.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
+    return model
+
+
+def shards(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list[dict[str, Shape]]:
+    """The tensors in their order, cut into files of at most ``max_bytes``; a larger tensor has a file of its own."""
+    files: list[dict[str, Shape]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        more = math.prod(shape) * dtype.itemsize
+        if files[-1] and size + more > max_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = shape
+        size += more
+    return files
+
+
+def _write_weights(
+    stored: Stored, model: ModelConfig, dtype: torch.dtype, max_bytes: int, folder: Path
+) -> tuple[list[str], int]:
+    """The safetensors files and, for several, their index; returns their names and the bytes of all values."""
+    parts = shards(hf_shapes(model), dtype, max_bytes)
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    names = [SINGLE] if len(parts) == 1 else names
+    for name, part in zip(names, parts, strict=True):
+        _write_shard(stored, part, dtype, folder / name)
+    size = sum(math.prod(shape) * dtype.itemsize for part in parts for shape in part.values())
+    if len(parts) > 1:
+        places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    return names, size
+
+
+def _write_shard(stored: Stored, part: dict[str, Shape], dtype: torch.dtype, path: Path) -> None:
+    head, _ = safetensors_header({name: (dtype, shape) for name, shape in part.items()}, {"format": "pt"})
+    with path.open("xb") as file:
+        file.write(head)
+        for name, shape in part.items():
+            alone = Stored(stored.folder, {name: stored.tensors[name]}, stored.block_bytes)
+            rows = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * 4))
+            for first in range(0, shape[0], rows):
+                block = rows_of(alone, name, first, min(first + rows, shape[0])).to(dtype)
+                file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:
+    """Tokenizer and generation config, where the run knew of any; returns the special tokens' ids and if there is
+    one."""
+    source = manifest.state.hf_folder
+    token_ids: dict[str, int] = {}
+    if source is not None:
+        for name in _COMPANIONS:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+        try:
+            content = read_hf_config(source)
+        except ValueError:
+            content = {}
+        token_ids = {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
+    tokenizer = manifest.state.settings.get("data", {}).get("tokenizer")
+    if not (folder / "tokenizer_config.json").exists() and tokenizer is not None:
+        token_ids |= _write_sentencepiece(Path(tokenizer), folder)
+    if not (folder / "generation_config.json").exists():
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
+    return token_ids, (folder / "tokenizer_config.json").exists()
+
+
+def _write_sentencepiece(path: Path, folder: Path) -> dict[str, int]:
+    """The run's sentencepiece model as a Llama tokenizer; nothing where it is gone or is none.
+
+    transformers 5 reads it with its own encoder, which differs from sentencepiece in two places: text that begins
+    with spaces gets one "▁" less, and the text "</s>" becomes the control id.
+    """
+    import sentencepiece
+
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError, TypeError):
+        return {}
+    shutil.copyfile(path, folder / "tokenizer.model")
+    ids = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
+    ids = {kind: number for kind, number in ids.items() if number >= 0}
+    content: dict[str, Any] = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": False,  # the data that it was trained on has none
+        "add_eos_token": False,
+        "legacy": False,
+        "clean_up_tokenization_spaces": False,
+        **{f"{kind}_token": pieces.id_to_piece(number) for kind, number in ids.items()},
+    }
+    _write_json(folder / "tokenizer_config.json", content)
+    return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_synced(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,50 @@
+"""Turn a checkpoint into a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
+
+Needs no GPU and no ranks, and holds a few dozen megabytes in memory however large the model is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> int:
+    """Exit status: 0 written, 1 the checkpoint is damaged, 2 a mistake in what was asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
+    parser.add_argument("out", type=Path, help="the folder to write; must not be there yet")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto: that of the folder in init_from; float32, bit for bit, for a run that began from nothing",
+    )
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes (default 5)")
+    arguments = parser.parse_args()
+    # Imported here: --help needs no torch.
+    from megatron_llama.checkpoint.export import export, find_checkpoint
+    from megatron_llama.checkpoint.files import Damaged
+    from megatron_llama.config import ConfigError
+
+    try:
+        checkpoint = find_checkpoint(arguments.checkpoint)
+        made = export(checkpoint, arguments.out, arguments.dtype, int(arguments.max_shard_gb * 1e9))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except (Damaged, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(
+        f"{checkpoint} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "
+        f"file{'s' * (len(made.files) > 1)}, {'with' if made.tokenizer else 'without'} a tokenizer\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

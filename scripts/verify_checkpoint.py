@@ -1,0 +1,42 @@
+"""Check every byte of a checkpoint against its hashes: python scripts/verify_checkpoint.py CHECKPOINT"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> int:
+    """Exit status: 0 all is as it was written, 1 something is not, 2 no checkpoint was named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
+    arguments = parser.parse_args()
+    # Imported here: --help needs no torch.
+    from megatron_llama.checkpoint.export import find_checkpoint
+    from megatron_llama.checkpoint.files import Damaged
+    from megatron_llama.checkpoint.manifest import read_manifest
+    from megatron_llama.checkpoint.storage import verify_file
+    from megatron_llama.config import ConfigError
+
+    try:
+        checkpoint = find_checkpoint(arguments.checkpoint)
+        manifest = read_manifest(checkpoint)
+        manifest.check_sizes()
+        for file in manifest.files:
+            verify_file(manifest.stored, file)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except Damaged as error:
+        sys.stderr.write(f"damaged: {error}\n")
+        return 1
+    size = sum(manifest.files.values())
+    sys.stdout.write(f"{checkpoint}: step {manifest.state.step}, {size / 1e6:,.1f} MB, every hash is right\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

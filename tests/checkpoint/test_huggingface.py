@@ -1,0 +1,267 @@
+"""From Hugging Face's folders and back: transformers' logits are ours, and export(import(x)) is x."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.export import export, find_checkpoint
+from megatron_llama.config import ConfigError, Plan, compose, resolve
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.checkpoint.runner import CONF, CPU, run
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+transformers = pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of these tests")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+LLAMA_2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+LLAMA_3: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@dataclass
+class Case:
+    """A folder that transformers saves."""
+
+    shape: dict[str, Any]
+    tied: bool = False
+    dtype: torch.dtype = torch.float32
+    shard_size: str = "5GB"
+    vocab_size: int = 64
+    old_spelling: bool = False
+    """rope_theta and rope_scaling as transformers 4 wrote them, instead of rope_parameters."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama 2, fp32, one file": Case(LLAMA_2),
+    "llama 2, bf16, sharded": Case(LLAMA_2, dtype=torch.bfloat16, shard_size="40KB"),
+    "llama 2, old spelling": Case(LLAMA_2, old_spelling=True),
+    "llama 3, bf16, one file": Case(LLAMA_3, dtype=torch.bfloat16),
+    "llama 3, fp32, sharded, tied": Case(LLAMA_3, tied=True, shard_size="40KB"),
+    "llama 3, old spelling, odd vocabulary": Case(LLAMA_3, old_spelling=True, vocab_size=61, dtype=torch.bfloat16),
+    "wide heads, tied": Case(LLAMA_3, tied=True, extra={"head_dim": 16}),
+}
+
+
+def save_with_transformers(case: Case, folder: Path) -> torch.Tensor:
+    """Save a random Llama; returns its logits [b, s, v] in fp32."""
+    (logits,) = run_ranks(_save, 1, case, folder)
+    return logits
+
+
+def _save(rank: int, case: Case, folder: Path) -> torch.Tensor:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=case.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=case.tied,
+        initializer_range=0.2,
+        **{**case.shape, **case.extra},
+    )
+    model = transformers.LlamaForCausalLM(config).to(case.dtype)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=case.shard_size)
+    if case.old_spelling:
+        path = folder / "config.json"
+        content = json.loads(path.read_text())
+        rope = content.pop("rope_parameters", None)
+        if rope is not None:
+            content["rope_theta"] = rope.pop("rope_theta")
+            content["rope_scaling"] = rope if rope.get("rope_type") == "llama3" else None
+        path.write_text(json.dumps(content))
+    # Loaded again, not model.float(): the conversion to bf16 has rounded the rotary frequencies too.
+    return _load_with_transformers(rank, folder)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS % model.config.vocab_size).logits
+
+
+def import_plan(world_size: int, folder: Path, run_dir: Path, *overrides: str) -> Plan:
+    """A run of no steps that starts from ``folder``."""
+    common = ("model=from_hf", f"init_from={folder}", f"run.dir={run_dir}", "data=mock", "data.seq_length=16")
+    return resolve(compose([*common, "device=cpu", "trainer.steps=0", *overrides], CONF), world_size)
+
+
+def our_logits(plan: Plan) -> torch.Tensor:
+    """Import, save step 0, and give the logits [b, s, v]."""
+    parts = [part for part in run_ranks(_import, plan.world_size, plan) if part is not None]
+    return torch.cat(parts[: plan.config.trainer.tp], dim=-1)[..., : plan.model.vocab_size].transpose(0, 1)
+
+
+def _import(rank: int, plan: Plan) -> torch.Tensor | None:
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
+        assert checkpointer.resume() == 0
+        checkpointer.finish(0)
+        logits = model.logits(TOKENS % plan.model.vocab_size)
+        return None if logits is None else logits.detach()
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files, read by safetensors itself."""
+    return {n: t for f in folder.glob("*.safetensors") for n, t in safetensors_torch.load_file(f).items()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "_") for name in CASES])
+def test_transformers_folder_gives_its_logits_and_comes_back(case: Case, tmp_path: Path) -> None:
+    theirs = save_with_transformers(case, tmp_path / "hf")
+    assert (len(list((tmp_path / "hf").glob("*.safetensors"))) > 1) == (case.shard_size == "40KB")
+    plan = import_plan(4, tmp_path / "hf", tmp_path / "run", "trainer.tp=2", "trainer.pp=2")
+    ours = our_logits(plan)
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), (ours - theirs).abs().max()
+    assert theirs.abs().max() > 0.5  # or equal logits would say little
+    made = export(find_checkpoint(tmp_path / "run"), tmp_path / "back", max_shard_bytes=40_000)
+    before, after = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back")
+    assert before.keys() == after.keys() and len(made.files) > 1
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype == case.dtype
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    (again,) = run_ranks(_load_with_transformers, 1, tmp_path / "back")
+    assert torch.equal(again, theirs)
+
+
+def _load_with_transformers(rank: int, folder: Path) -> torch.Tensor:
+    return _logits(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def _trained_logits(rank: int, plan: Plan) -> torch.Tensor | None:
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
+        assert checkpointer.resume() == 3
+        return model.logits(TOKENS % plan.model.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_loads_what_was_trained_here(tmp_path: Path, dtype: str) -> None:
+    llama_3 = [
+        "model.vocab_size=61",
+        "model.rope_theta=500000",
+        "model.rope_scaling={rope_type: llama3, original_max_position_embeddings: 16}",
+    ]
+    run(2, tmp_path / "run", "trainer.tp=2", *llama_3, until=3)
+    export(find_checkpoint(tmp_path / "run"), tmp_path / "hf", dtype=dtype)
+    (theirs,) = run_ranks(_load_with_transformers, 1, tmp_path / "hf")
+    common = ("data=mock", "device=cpu", "data.seq_length=16", "model=from_hf", f"init_from={tmp_path / 'hf'}")
+    plan = resolve(compose([*common, f"run.dir={tmp_path / 'run'}", "optim.lr=0.003"], CONF), 1)
+    (ours,) = run_ranks(_trained_logits, 1, plan)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2  # bf16 keeps 8 bits of each weight
+    assert torch.allclose(ours.transpose(0, 1)[..., :61], theirs, rtol=1e-4, atol=tolerance)
+
+
+def test_each_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
+    save_with_transformers(CASES["llama 2, fp32, one file"], tmp_path / "hf")
+    for layout, ranks in ((["trainer.tp=4"], 4), (["trainer.tp=2", "trainer.pp=2"], 4)):
+        plan = import_plan(ranks, tmp_path / "hf", tmp_path / f"run{len(layout)}", *layout)
+        for asked, share in run_ranks(_bytes_read, ranks, plan):
+            assert asked == share
+
+
+def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
+        checkpointer.resume()
+        held = sum(shard.local[piece.local_slices].numel() for shard in model.shards for piece in shard.pieces)
+        return checkpointer.bytes_read, 4 * held
+
+
+def _refused(folder: Path, run_dir: Path, *overrides: str) -> str:
+    """What is said about a folder that can't be used."""
+    try:
+        plan = import_plan(1, folder, run_dir, *overrides)
+    except ConfigError as error:
+        return str(error)
+    return run_ranks(_refusal, 1, plan)[0]
+
+
+def _refusal(rank: int, plan: Plan) -> str:
+    with pytest.raises(ConfigError) as raised:
+        _import(rank, plan)
+    return " ".join(str(raised.value).split())
+
+
+def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    save_with_transformers(CASES["llama 2, fp32, one file"], hf)
+    config = json.loads((hf / "config.json").read_text())
+    tensors = tensors_in(hf)
+    for key, value in (("model_type", "mistral"), ("attention_bias", True), ("hidden_act", "gelu")):
+        (hf / "config.json").write_text(json.dumps({**config, key: value}))
+        assert key in _refused(hf, tmp_path / "run")
+    (hf / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}))
+    assert "yarn" in _refused(hf, tmp_path / "run")
+    (hf / "config.json").write_text(json.dumps(config))
+    bias = {**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
+    safetensors_torch.save_file(bias, hf / "model.safetensors")
+    assert "q_proj.bias" in _refused(hf, tmp_path / "run")
+    safetensors_torch.save_file({n: t for n, t in tensors.items() if n != "lm_head.weight"}, hf / "model.safetensors")
+    assert "lm_head.weight" in _refused(hf, tmp_path / "run")
+    assert _refused(hf, tmp_path / "run", "trainer.tp=1", "model.vocab_size=32") != ""
+    (hf / "model.safetensors").unlink()
+    torch.save(tensors, hf / "pytorch_model.bin")
+    assert "pickle" in _refused(hf, tmp_path / "run")
+
+
+def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="init_from"):
+        compose(["model=from_hf", "data=mock"], CONF)
+    save_with_transformers(CASES["llama 3, bf16, one file"], tmp_path / "hf")
+    config = compose(["model=from_hf", f"init_from={tmp_path / 'hf'}", "data=mock", "data.seq_length=16"], CONF)
+    assert config.model.name == "hf" and config.model.num_key_value_heads == 2 and config.model.rope_theta == 500000.0
+    assert config.model.rope_scaling is not None and config.model.rope_scaling.original_max_position_embeddings == 16
+    with pytest.raises(ConfigError, match="another shape than model=llama_2m"):
+        resolve(compose(["model=llama_2m", f"init_from={tmp_path / 'hf'}", "data=mock"], CONF), 1)
+
+
+def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"def f{i}(x): return x + {i}  # adds {i} to what it is given" for i in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "tok"), vocab_size=320, model_type="bpe", byte_fallback=True,
+        minloglevel=2, character_coverage=0.99995, add_dummy_prefix=True, remove_extra_whitespaces=False,
+        normalization_rule_name="identity", num_threads=1,
+    )  # fmt: skip
+    run(1, tmp_path / "run", f"data.tokenizer={tmp_path / 'tok.model'}", "model.vocab_size=320", until=1)
+    assert export(find_checkpoint(tmp_path / "run"), tmp_path / "hf").tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tok.model"))
+    for sample in ("def f7(x): return x + 7", "two  spaces, \ttab, ünï 漢字 🙂\n\nlines", "adds what"):
+        assert theirs(sample)["input_ids"] == ours.encode(sample)
+    assert theirs.eos_token_id == ours.eos_id()
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ours.eos_id()
