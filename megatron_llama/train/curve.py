@@ -86,8 +86,8 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(steps, smooth, color=TRAIN, linewidth=2.2, label="training loss", solid_capstyle="round")
     validated = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
     if validated:
-        style = {"color": VALIDATION, "marker": "o", "markersize": 5, "linewidth": 1.2, "markeredgecolor": "white"}
-        axes.plot(*zip(*validated, strict=True), label="validation loss", **style)
+        style: dict[str, Any] = {"marker": "o", "markersize": 5, "linewidth": 1.2, "markeredgecolor": "white"}
+        axes.plot(*zip(*validated, strict=True), color=VALIDATION, label="validation loss", **style)
     if smooth:
         last = validated[-1][1] if validated else smooth[-1]
         name = "validation" if validated else "training"

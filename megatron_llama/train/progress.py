@@ -60,8 +60,9 @@ class Progress:
             return
         if metrics.get("val_loss") is not None:
             self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
-        words = _live_words(metrics, left) if shown else None
-        self._bar.update(self._task, completed=step, **({"words": words} if words else {}))
+        self._bar.update(self._task, completed=step)
+        if shown:
+            self._bar.update(self._task, words=_live_words(metrics, left))
 
     def summary(
         self,
