@@ -1,0 +1,36 @@
+"""Benchmarks, each against its peers on this machine in the same run.
+
+    python scripts/bench.py data --input all.jsonl --tokenizer-model tokenizer.model
+
+Each sub-command lives in scripts/bench_<name>.py, with `describe(parser)` and `run(args) -> int`.
+"""
+
+import os
+import sys
+
+if __package__ in (None, ""):  # run as a script
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import importlib
+from pathlib import Path
+
+from data_prep.lib.errors import run_main
+
+
+def main() -> int:
+    """The command line: finds the sub-commands by their files' names."""
+    parser = argparse.ArgumentParser(prog="bench.py", description=(__doc__ or "").partition("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+        module = importlib.import_module(f"scripts.{path.stem}")
+        name = path.stem.removeprefix("bench_")
+        command = commands.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
+        module.describe(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args()
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    run_main(main)
