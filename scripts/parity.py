@@ -1,0 +1,43 @@
+"""Run every layout of tests/layouts against the one-process oracle and print the differences as a Markdown table.
+
+    python scripts/parity.py > table.md        (about two minutes on two cores)
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("losses", "norms", "first_grads", "last_grads", "weights")
+
+
+def main() -> int:
+    """Print the table; status 1 if a difference is above the tolerance."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    sys.path.insert(0, str(ROOT))
+    from tests.layouts.runner import oracle, run_layout
+    from tests.layouts.test_layouts import LAYOUTS, TOLERANCE, worst
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, "
+        f"megatron-core {version('megatron-core')}, commit {commit}, `python scripts/parity.py`\n"
+    )
+    print("| layout | ranks | losses | gradient norms | gradients, step 1 | gradients, step 3 | weights after 3 steps |")
+    print("|---|---|---|---|---|---|---|")
+    failed = False
+    for name, ranks, layout, model in LAYOUTS:
+        differences = worst(run_layout(ranks, *layout, *model), oracle(*model))
+        failed |= any(differences[kind] > TOLERANCE for kind in KINDS)
+        cells = " | ".join("0" if differences[kind] == 0 else f"{differences[kind]:.1e}" for kind in KINDS)
+        print(f"| {name} | {ranks} | {cells} |", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

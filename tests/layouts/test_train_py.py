@@ -1,0 +1,89 @@
+"""The layout table again, from ``train.py`` itself: its launcher, its ranks, its metrics.jsonl, over 20 steps."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megatron_llama.train  # noqa: F401  imported once, before the forks
+from tests.layouts.runner import SMALL
+
+TRAIN_PY = Path(__file__).parents[2] / "train.py"
+TOLERANCE = 1e-4  # relative, over 20 steps
+LAYOUTS = {
+    "tp2": ["trainer.tp=2", "trainer.sp=false"],
+    "tp2+sp": ["trainer.tp=2"],
+    "tp4+sp, kv heads < tp": ["trainer.tp=4"],
+    "pp2": ["trainer.pp=2"],
+    "pp2, uneven": ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"],
+    "pp2·vpp2": ["trainer.pp=2", "trainer.vpp=2"],
+    "pp2·vpp2·dp2, zero 3": ["trainer.pp=2", "trainer.vpp=2", "trainer.dp=2", "trainer.zero=3"],
+    "dp2, zero 0": ["trainer.dp=2", "trainer.zero=0"],
+    "dp2, zero 1": ["trainer.dp=2", "trainer.zero=1"],
+    "dp2, zero 2": ["trainer.dp=2", "trainer.zero=2"],
+    "dp2, zero 3": ["trainer.dp=2", "trainer.zero=3"],
+    "dp4, hybrid": ["trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2"],
+    "tp2·pp2": ["trainer.tp=2", "trainer.pp=2"],
+    "tp2·pp2·dp2+sp": ["trainer.tp=2", "trainer.pp=2", "trainer.dp=2"],
+    "selective recompute": ["trainer.recompute=selective"],
+    "full recompute": ["trainer.recompute=full"],
+    "micro batches of 4": ["trainer.micro_batch_size=4"],
+}
+
+
+def run_train_py(folder: Path, *overrides: str, timeout: float = 120) -> tuple[int, str]:
+    """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
+    output = folder.with_suffix(".txt")
+    worker = multiprocessing.get_context("fork").Process(target=_train_py, args=(output, [*overrides, f"run.dir={folder}"]))
+    worker.start()
+    worker.join(timeout)
+    if worker.is_alive():
+        worker.kill()
+        worker.join()
+        raise AssertionError(f"no end within {timeout} s:\n{output.read_text()}")
+    assert worker.exitcode is not None
+    return worker.exitcode, output.read_text()
+
+
+def _train_py(output: Path, arguments: list[str]) -> None:
+    with output.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.argv = [str(TRAIN_PY), *arguments]
+    runpy.run_path(str(TRAIN_PY), run_name="__main__")
+
+
+def losses(folder: Path, *overrides: str) -> list[float]:
+    """The losses that a run of ``train.py`` logs."""
+    status, output = run_train_py(folder, *SMALL, *overrides, "logging.tensorboard=false", "checkpoint.save_last=false")
+    assert status == 0, output
+    return [json.loads(line)["reduced_train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@cache
+def one_process(folder: Path) -> list[float]:
+    """The losses of one process."""
+    return losses(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
+    found = losses(tmp_path / "run", *layout)
+    assert len(found) == len(expected) == 20
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+    assert expected[-1] < expected[0]  # it learns, so there is something to compare
+
+
+def test_different_seeds_differ(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
+    found = losses(tmp_path / "run", "trainer.seed=7")
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) > TOLERANCE
