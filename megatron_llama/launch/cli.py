@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 EXIT_USER = 2
 # A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
-CONSEQUENCE_DELAY_SECONDS = 5.0
+CONSEQUENCE_DELAY_SECONDS = 8.0
 
 USAGE = """\
 python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
@@ -222,7 +223,11 @@ def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]
             if rank.says_peer_lost(error):
                 time.sleep(CONSEQUENCE_DELAY_SECONDS)
             _tell_starter(error)
-            raise
+            traceback.print_exc()
+            sys.stderr.flush()
+            # At once: ending in good order may wait for ranks that wait for this one, and the starter must be first to
+            # hear of the rank that failed of itself.
+            os._exit(rank.EXIT_FAILED)
     return 0
 
 
