@@ -138,6 +138,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
         return {name: _stored(path, entry, 8 + length, size) for name, entry in head.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{path}: its header lacks something ({error})") from error
+    except Damaged as error:
+        raise Damaged(f"{path}: {error}") from error
 
 
 def _stored(path: Path, entry: dict[str, Any], data: int, file_size: int) -> StoredTensor:
@@ -145,11 +147,11 @@ def _stored(path: Path, entry: dict[str, Any], data: int, file_size: int) -> Sto
     shape, (start, stop) = whole_numbers(entry["shape"]), whole_numbers(entry["data_offsets"])
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise Damaged(f"{path}: holds values of type {entry['dtype']}, which no Llama has")
+        raise Damaged(f"holds values of type {entry['dtype']}, which no Llama has")
     if stop - start != math.prod(shape) * dtype.itemsize:
-        raise Damaged(f"{path}: {start}..{stop} is not the size of {list(shape)} values of {entry['dtype']}")
+        raise Damaged(f"{start}..{stop} is not the size of {list(shape)} values of {entry['dtype']}")
     if data + stop > file_size:
-        raise Damaged(f"{path}: ends after {file_size} bytes, and its header promises {data + stop}")
+        raise Damaged(f"ends after {file_size} bytes, and its header promises {data + stop}")
     return StoredTensor(dtype, shape, [Chunk(path.name, data + start, (0,) * len(shape), shape)])
 
 

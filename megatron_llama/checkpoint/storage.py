@@ -11,12 +11,14 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -66,7 +68,8 @@ def save_part(state: dict[str, Rectangles], folder: Path, rank: int) -> None:
     Takes part in no collective, so that it can run beside training: that no two ranks hold the same rectangle is
     known from the layout, and ``manifest.merge`` checks it. Raises OSError.
     """
-    dcp.save(dict(state), storage_writer=_Writer(folder, rank), planner=_PartPlanner(), no_dist=True)
+    with _own_errors():
+        dcp.save(dict(state), storage_writer=_Writer(folder, rank), planner=_PartPlanner(), no_dist=True)
 
 
 def load_into(state: dict[str, Rectangles], stored: Stored) -> int:
@@ -76,7 +79,7 @@ def load_into(state: dict[str, Rectangles], stored: Stored) -> int:
     """
     reader = _Reader(stored)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with torch.no_grad():
+    with torch.no_grad(), _own_errors():
         dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=True)
     return reader.bytes_asked
 
@@ -98,6 +101,15 @@ def rows_of(stored: Stored, name: str, first: int, last: int) -> torch.Tensor:
     wanted = Rectangles(tensor.shape, [((first, *(0,) * (len(tensor.shape) - 1)), rows)])
     load_into({name: wanted}, stored)
     return rows
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Takes an error out of the wrapping that torch puts around it."""
+    try:
+        yield
+    except CheckpointException as wrapped:
+        raise next(iter(wrapped.failures.values()))[0] from None
 
 
 class _PartPlanner(DefaultSavePlanner):

@@ -47,6 +47,8 @@ class Run:
     tensors: Tensors = field(default_factory=dict)
     updates: int = 0
     lr: float = 0.0
+    random: list[float] = field(default_factory=list)
+    """A number that each rank drew at the end."""
 
 
 def make_plan(world_size: int, run_dir: Path, *overrides: str) -> Plan:
@@ -61,6 +63,7 @@ def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper:
     answers = run_ranks(_rank, world_size, plan, until, tamper, timeout=60)
     first = answers[0][0]
     assert all(answer[0].losses == first.losses for answer in answers)
+    first.random = [answer[0].random[0] for answer in answers]
     first.tensors = assembled([answer[1] for answer in answers])
     return first
 
@@ -83,6 +86,7 @@ def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run
             checkpointer.after_step(step)
         checkpointer.finish(max(until, result.started_at))
         result.updates, result.lr = optimizer.updates, optimizer.lr
+        result.random = [torch.rand(()).item()]
         return result, rectangles(model, optimizer)
 
 

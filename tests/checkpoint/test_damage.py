@@ -1,0 +1,258 @@
+"""Damaged and hostile folders: a clear message, the last good checkpoint in use, nothing run and nothing written
+elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.export import find_checkpoint
+from megatron_llama.checkpoint.files import Damaged, read_safetensors_header
+from megatron_llama.checkpoint.folder import saved_steps
+from megatron_llama.checkpoint.huggingface import open_hf_folder
+from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
+from megatron_llama.checkpoint.storage import verify_file
+from megatron_llama.config import ConfigError, ModelConfig
+from tests.checkpoint.runner import Run, assert_same, run
+from tests.ranks import RankFailed
+
+SHARD = "rank_00001.safetensors"
+LAYOUT = ["trainer.tp=2"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A run with checkpoints of steps 1 and 2, and what it was at step 1."""
+    folder = tmp_path_factory.mktemp("trained")
+    first = run(2, folder, *LAYOUT, until=1)
+    run(2, folder, *LAYOUT, until=2)
+    return folder, first
+
+
+@pytest.fixture
+def copy(trained: tuple[Path, Run], tmp_path: Path) -> Path:
+    """A copy of that run to damage."""
+    return Path(shutil.copytree(trained[0], tmp_path / "run", dirs_exist_ok=True))
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 5)
+
+
+def _flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
+def _replace_by_folder(folder: Path) -> None:
+    size = (folder / SHARD).stat().st_size
+    (folder / SHARD).unlink()
+    (folder / SHARD).mkdir()
+    body = json.loads((folder / NAME).read_text())
+    body.pop("checksum")
+    assert body["files"][SHARD] == size
+    body["files"][SHARD] = (folder / SHARD).stat().st_size
+    for tensor in body["tensors"].values():
+        for chunk in tensor["chunks"]:
+            chunk["start"] = min(chunk["start"], 64) if chunk["file"] == SHARD else chunk["start"]
+    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (_truncate, rf"{SHARD}: has \d+ bytes of \d+"),
+    "flipped": (lambda folder: _flip(folder / SHARD, -100), f"{SHARD}: the values of .* are not what was written"),
+    "missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: No such file"),
+    "manifest": (lambda folder: _flip(folder / NAME, 600), f"{NAME}: "),
+    "no_manifest": (lambda folder: (folder / NAME).unlink(), f"{NAME}: No such file"),
+    "empty_manifest": (lambda folder: (folder / NAME).write_bytes(b""), f"{NAME}: is no JSON"),
+    "unreadable": (lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")), f"{NAME}: Not a directory"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_one_before_a_damaged_one_is_used(
+    copy: Path, trained: tuple[Path, Run], name: str, capfd: pytest.CaptureFixture
+) -> None:
+    damage, said = DAMAGES[name]
+    damage(copy / "checkpoints" / "step_00000002")
+    after = run(2, copy, *LAYOUT, "checkpoint.save_last=false")
+    assert after.started_at == 1
+    assert_same(after.tensors, trained[1].tensors)
+    assert pytest.importorskip("re").search(said, capfd.readouterr().err)
+    # Reaching step 2 again puts a good one in its place.
+    again = run(2, copy, *LAYOUT, until=2)
+    assert again.started_at == 1
+    assert run(2, copy, *LAYOUT, "checkpoint.save_last=false").started_at == 2
+
+
+def test_a_damage_that_only_another_layout_reads_is_seen_too(copy: Path) -> None:
+    _flip(copy / "checkpoints" / "step_00000002" / SHARD, -6000)  # before the random state, which only two ranks read
+    assert run(1, copy, "checkpoint.save_last=false").started_at == 1
+    assert run(2, copy, "trainer.pp=2", "checkpoint.save_last=false").started_at == 1
+
+
+def test_without_a_good_one_a_run_does_not_start_anew(copy: Path) -> None:
+    for step in (1, 2):
+        _truncate(copy / "checkpoints" / f"step_{step:08d}")
+    with pytest.raises(RankFailed, match="ConfigError(.|\n)*no checkpoint can be used(.|\n)*checkpoint.resume=never"):
+        run(2, copy, *LAYOUT)
+    assert saved_steps(copy / "checkpoints") == [2, 1]
+    assert run(2, copy, *LAYOUT, "checkpoint.resume=never", "checkpoint.save_last=false").started_at == 0
+
+
+def test_verify_reads_every_byte(copy: Path) -> None:
+    folder = copy / "checkpoints" / "step_00000002"
+    manifest = read_manifest(folder)
+    for file in manifest.files:
+        verify_file(manifest.stored, file)
+    _flip(folder / SHARD, -1)
+    with pytest.raises(Damaged, match=SHARD):
+        verify_file(manifest.stored, SHARD)
+
+
+def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
+    start = checkpointer.saver.start
+
+    def limited(tensors, state) -> None:
+        if state.step == 2 and checkpointer.topology.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        start(tensors, state)
+
+    checkpointer.saver.start = limited  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(tmp_path: Path, asynchronous: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        settings = ["checkpoint.every_steps=1", f"checkpoint.asynchronous={asynchronous}"]
+        run(2, tmp_path, *LAYOUT, *settings, until=3, tamper=_full_disk_at_step_2)
+    said = str(failed.value)
+    # Every rank leaves, and says whose disk it was.
+    assert said.count("SaveFailed") >= 2 and "rank 1: File too large" in said and "step_00000002" in said
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
+    assert run(2, tmp_path, *LAYOUT, "checkpoint.save_last=false").started_at == 1
+
+
+class Bomb:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (self.trace,))
+
+
+def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
+    folder, trace = copy / "checkpoints" / "step_00000002", tmp_path / "trace"
+    bomb = pickle.dumps(Bomb(trace))
+    pickle.loads(bomb)
+    assert trace.exists(), "the bomb works"
+    trace.unlink()
+    (folder / ".metadata").write_bytes(bomb)  # where torch's own reader would look
+    (folder / "__0_0.distcp").write_bytes(bomb)
+    assert run(2, copy, *LAYOUT, "checkpoint.save_last=false").started_at == 2
+    (folder / NAME).write_bytes(bomb)
+    (folder / SHARD).write_bytes(bomb)
+    assert run(2, copy, *LAYOUT, "checkpoint.save_last=false").started_at == 1
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "pytorch_model.bin").write_bytes(bomb)
+    with pytest.raises(ConfigError, match="pickle"):
+        open_hf_folder(hf, ModelConfig())
+    (hf / "model.safetensors").write_bytes(bomb)
+    with pytest.raises(Damaged):
+        open_hf_folder(hf, ModelConfig())
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", 7])
+def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: object) -> None:
+    folder = copy / "checkpoints" / "step_00000002"
+    text = (folder / NAME).read_text().replace(json.dumps(SHARD), json.dumps(name) if name != 7 else '"7/"')
+    body = json.loads(text)
+    body.pop("checksum")
+    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+    with pytest.raises(Damaged, match="no plain file name"):
+        read_manifest(folder)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(Damaged, match="no plain file name"):
+        open_hf_folder(hf, ModelConfig())
+    (copy / "checkpoints" / "latest").write_text(str(name))
+    with pytest.raises(ConfigError):
+        find_checkpoint(copy / "checkpoints" if name != 7 else tmp_path)
+
+
+def test_a_planted_link_is_not_followed(copy: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("precious")
+    checkpoints = copy / "checkpoints"
+    for name in (".step_00000003.partial", ".step_00000001.removed", "step_00000003"):
+        (checkpoints / name).symlink_to(outside)
+    run(2, copy, *LAYOUT, "checkpoint.keep=1", until=3)
+    assert saved_steps(checkpoints) == [3] and not (checkpoints / "step_00000003").is_symlink()
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+
+
+def _entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24], **changes}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        _entry(data_offsets=[0, 2400]),
+        _entry(data_offsets=[-24, 0]),
+        _entry(data_offsets=[24, 48]),
+        _entry(shape=[2, -3]),
+        _entry(shape=[2, 3.5]),
+        _entry(shape="23"),
+        _entry(dtype="F8_E8M0"),
+        _entry(dtype=["F32"]),
+        {"dtype": "F32"},
+        [],
+    ],
+    ids=str,
+)
+def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
+    def write(content: object) -> None:
+        head = json.dumps({"x": content}).encode()
+        (tmp_path / "f.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(24))
+
+    write(_entry())
+    assert read_safetensors_header(tmp_path / "f.safetensors")["x"].shape == (2, 3)
+    write(entry)
+    with pytest.raises(Damaged, match="f.safetensors"):
+        read_safetensors_header(tmp_path / "f.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", (1 << 62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
+)
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f.safetensors").write_bytes(content)
+    with pytest.raises(Damaged, match="f.safetensors"):
+        read_safetensors_header(tmp_path / "f.safetensors")
+
+
+def test_nothing_reads_with_torch_load(copy: Path) -> None:
+    def forbid(_: Checkpointer) -> None:
+        def forbidden(*_: object, **__: object) -> None:
+            raise AssertionError("unpickled")
+
+        torch.load = pickle.load = forbidden
+
+    assert run(2, copy, *LAYOUT, until=3, tamper=forbid).started_at == 2

@@ -1,0 +1,117 @@
+"""A run that goes on from a checkpoint is the run that was never stopped; and which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.folder import saved_steps
+from tests.checkpoint.runner import assert_same, run
+from tests.ranks import RankFailed
+
+ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
+
+
+def _seed(checkpointer: Checkpointer) -> None:
+    torch.manual_seed(77 + checkpointer.topology.rank)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, []), (4, ["trainer.tp=2", "trainer.pp=2"]), (2, ["trainer.zero=3"]), (1, ["optim.name=sgd"])],
+    ids=["one", "tp2pp2", "dp2zero3", "sgd"],
+)
+def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path / "whole", *ADAM, *layout, until=6, tamper=_seed)
+    first = run(ranks, tmp_path / "halves", *ADAM, *layout, until=3, tamper=_seed)
+    second = run(ranks, tmp_path / "halves", *ADAM, *layout, until=6)
+    assert second.started_at == 3 and list(second.losses) == [4, 5, 6]
+    assert first.losses | second.losses == whole.losses  # floats, all bits
+    assert_same(second.tensors, whole.tensors)
+    assert (second.lr, second.updates, second.random) == (whole.lr, whole.updates, whole.random)
+
+
+def _without_schedule(checkpointer: Checkpointer) -> None:
+    restore = checkpointer.optimizer.restore
+    checkpointer.optimizer.restore = lambda updates, steps: restore(updates, 0)  # type: ignore[method-assign]
+
+
+def _without_count(checkpointer: Checkpointer) -> None:
+    restore = checkpointer.optimizer.restore
+    checkpointer.optimizer.restore = lambda updates, steps: restore(0, steps)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("tamper", [_without_schedule, _without_count], ids=["schedule", "count"])
+def test_a_state_that_is_forgotten_would_be_seen(tamper, tmp_path: Path) -> None:
+    whole = run(1, tmp_path / "whole", *ADAM, until=6)
+    run(1, tmp_path / "halves", *ADAM, until=3)
+    second = run(1, tmp_path / "halves", *ADAM, until=6, tamper=tamper)
+    assert second.losses[4] == whole.losses[4]  # the weights are right
+    assert second.losses[6] != whole.losses[6]
+
+
+def test_another_layout_goes_on_within_the_layout_tolerance(tmp_path: Path) -> None:
+    whole = run(1, tmp_path / "whole", *ADAM, until=6)
+    run(1, tmp_path / "halves", *ADAM, until=3)
+    second = run(4, tmp_path / "halves", *ADAM, "trainer.tp=2", "trainer.pp=2", until=6)
+    assert second.started_at == 3
+    for step, loss in second.losses.items():
+        assert loss == pytest.approx(whole.losses[step], rel=1e-5)
+
+
+def test_which_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    run(1, tmp_path / "run", "checkpoint.every_steps=2", until=5)
+    assert saved_steps(checkpoints) == [5, 4, 2]
+    assert (checkpoints / "latest").read_text() == "step_00000005\n"
+    assert run(1, tmp_path / "run", until=5).started_at == 5  # the newest
+    back = f"checkpoint.resume={checkpoints}/step_00000002"
+    assert run(1, tmp_path / "run", back, "checkpoint.save_last=false").started_at == 2  # one of its own
+    assert run(1, tmp_path / "other", back, until=3).started_at == 2  # another run's
+    assert run(1, tmp_path / "other", back, until=3).started_at == 3  # started again, it goes on with its own
+    assert run(1, tmp_path / "run", "checkpoint.resume=never", until=1).started_at == 0
+    assert saved_steps(checkpoints) == [1]
+    assert saved_steps(tmp_path / "run" / "checkpoints.1") == [5, 4, 2]  # nothing is lost
+
+
+def test_keep(tmp_path: Path) -> None:
+    every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=3"]
+    run(2, tmp_path, *every, "trainer.zero=1", until=7)
+    assert saved_steps(tmp_path / "checkpoints") == [7, 6, 3]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")) == []
+
+
+def test_no_steps_saves_what_a_run_starts_from(tmp_path: Path) -> None:
+    start = run(2, tmp_path, "trainer.tp=2", "trainer.steps=0")
+    assert saved_steps(tmp_path / "checkpoints") == [0]
+    again = run(1, tmp_path, "trainer.steps=0")
+    assert_same(again.tensors, start.tensors)
+    assert saved_steps(tmp_path / "checkpoints") == [0]
+
+
+def test_blocking_saves_are_the_same(tmp_path: Path) -> None:
+    one = run(1, tmp_path / "async", "checkpoint.every_steps=1", until=2)
+    other = run(1, tmp_path / "sync", "checkpoint.every_steps=1", "checkpoint.asynchronous=false", until=2)
+    assert_same(one.tensors, other.tensors)
+    step = Path("checkpoints/step_00000001/rank_00000.safetensors")
+    assert (tmp_path / "async" / step).read_bytes() == (tmp_path / "sync" / step).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.hidden_size=64", "model.hidden_size"),
+        ("optim.name=sgd", "optim.name"),
+        ("trainer.global_batch_size=4", "trainer.global_batch_size"),
+        ("trainer.seed=1", "trainer.seed"),
+        ("data.seq_length=8", "data.seq_length"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, override: str, named: str) -> None:
+    run(1, tmp_path, until=1)
+    with pytest.raises(RankFailed, match=f"ConfigError(.|\n)*{named}"):
+        run(1, tmp_path, override, until=2)
+    assert saved_steps(tmp_path / "checkpoints") == [1]
