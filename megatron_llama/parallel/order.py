@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_llama.config import Plan
+from megatron_llama.config import ConfigError, Plan, Problem
 from megatron_llama.devices import Device
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
@@ -97,6 +97,8 @@ def build_model(plan: Plan, topology: Topology, device: Device, torch_device: to
 
 def compile_blocks(chunk: Llama, device: Device) -> None:
     """torch.compile each block's forward; the hooks of ``fully_shard`` stay outside."""
+    if reason := device.compiler_missing():
+        raise ConfigError([Problem("trainer.compile", True, reason, "or write trainer.compile=false")])
     for block in chunk.layers.values():
         block.forward = torch.compile(block.forward, backend=device.compile_backend())  # type: ignore[method-assign]
 
