@@ -67,7 +67,7 @@ class Cpu(Device):
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) or shutil.which("clang++"):
             return None
-        return f"torch.compile on the CPU needs a C++ compiler and {compiler} is not there; install g++ or set CXX"
+        return f"torch.compile on the CPU needs a C++ compiler, and {compiler} is not there"
 
 
 _PRODUCT = 1024  # rows and columns of the matrices whose product measures the peak

@@ -98,7 +98,7 @@ def build_model(plan: Plan, topology: Topology, device: Device, torch_device: to
 def compile_blocks(chunk: Llama, device: Device) -> None:
     """torch.compile each block's forward; the hooks of ``fully_shard`` stay outside."""
     if reason := device.compiler_missing():
-        raise ConfigError([Problem("trainer.compile", True, reason, "or write trainer.compile=false")])
+        raise ConfigError([Problem("trainer.compile", True, reason, "install it, or write trainer.compile=false")])
     for block in chunk.layers.values():
         block.forward = torch.compile(block.forward, backend=device.compile_backend())  # type: ignore[method-assign]
 

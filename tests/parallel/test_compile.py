@@ -25,5 +25,5 @@ def test_compiled_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(RankFailed, match="needs a C.. compiler and no-such-compiler is not there; install g.."):
+    with pytest.raises(RankFailed, match="needs a C.. compiler, and no-such-compiler is not there"):
         run_layout(2, *ONE_BLOCK, "trainer.compile=true", steps=1)
