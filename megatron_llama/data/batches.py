@@ -1,7 +1,8 @@
 """From samples to the micro batches of a rank.
 
-Step n trains on samples n·G .. n·G+G-1 (G the global batch), in every layout: micro batch m of data-parallel rank d holds the
-samples that follow offset (m·dp + d)·(micro batch). So consumed samples are all that a run must remember of its data.
+Step n trains on samples n·G .. n·G+G-1 (G the global batch), in every layout: micro batch m of data-parallel rank d
+holds the samples that follow offset (m·dp + d)·(micro batch). So consumed samples are all that a run must remember of
+its data.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     if plan.config.data.mock:
         length, vocabulary = plan.config.data.seq_length, plan.model.vocab_size
         train = MockDataset(train_samples, length, vocabulary, trainer.seed)
-        validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1) if validation_samples else None
+        validation = None
+        if validation_samples:
+            validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1)
     else:
         train, validation = build_datasets(plan, train_samples, validation_samples)
     return Data(

@@ -1,4 +1,4 @@
-"""Is a dataset whole, and does it fit the model and the tokenizer? Reads headers, sizes and a sample of the ids; no torch."""
+"""Is a dataset whole, and does it fit model and tokenizer? Reads headers, sizes and a sample of the ids; no torch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def token_count(prefix: str) -> int:
     return Path(prefix + ".bin").stat().st_size // np.dtype(_DTYPES[code]).itemsize
 
 
+def sequence_count(prefix: str) -> int:
+    """Sequences in a dataset; one per document, but for empty ones."""
+    return _read_header(Path(prefix + ".idx"))[2]
+
+
 def check_dataset(config: Config) -> list[Problem]:
     """Everything that keeps the config's datasets from being trained on."""
     problems = []
@@ -49,7 +54,8 @@ def check_dataset(config: Config) -> list[Problem]:
 
 
 def _vocabulary_advice(config: Config, largest: int) -> str:
-    return f"write model.vocab_size={max(largest + 1, tokenizer_size(config) or 0)}, or prepare the data with another tokenizer"
+    size = max(largest + 1, tokenizer_size(config) or 0)
+    return f"write model.vocab_size={size}, or prepare the data with another tokenizer"
 
 
 def tokenizer_size(config: Config) -> int | None:
@@ -69,7 +75,8 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
         return []
     pieces = tokenizer_size(config)
     if pieces is None:
-        return [Problem("data.tokenizer", tokenizer, "is no sentencepiece model", "name the .model file of the dataset")]
+        advice = "name the .model file of the dataset"
+        return [Problem("data.tokenizer", tokenizer, "is no sentencepiece model", advice)]
     if pieces > config.model.vocab_size:
         rule = f"has {pieces} pieces, and the model's vocabulary only {config.model.vocab_size}"
         return [Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")]
@@ -79,7 +86,8 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
     try:
         made_with = json.loads(manifest.read_text()).get("tokenizer_sha256")
     except (OSError, ValueError, AttributeError) as error:
-        return [Problem("data.prefixes", prefix, f"its manifest {manifest} can't be read: {error}", "make the dataset again")]
+        rule = f"its manifest {manifest} can't be read: {error}"
+        return [Problem("data.prefixes", prefix, rule, "make the dataset again")]
     if made_with and made_with != hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest():
         rule = f"is not the tokenizer that made {prefix}: their sha256 differ"
         advice = "name the tokenizer that made the dataset, or prepare the data with this one"
@@ -94,7 +102,9 @@ def _check_files(prefix: str) -> int:
     expected = _HEADER + 12 * sequences + 8 * documents
     if index.stat().st_size != expected:
         raise ValueError(f"{index} has {index.stat().st_size} bytes where its header promises {expected}")
-    lengths = np.memmap(index, dtype=np.int32, mode="r", offset=_HEADER, shape=(sequences,)) if sequences else np.zeros(0)
+    lengths = np.zeros(0, dtype=np.int32)
+    if sequences:  # an empty file part can't be mapped
+        lengths = np.memmap(index, dtype=np.int32, mode="r", offset=_HEADER, shape=(sequences,))
     itemsize = np.dtype(_DTYPES[code]).itemsize
     needed = int(lengths.sum(dtype=np.int64)) * itemsize
     if binary.stat().st_size != needed:

@@ -1,7 +1,8 @@
-"""Megatron indexed datasets (.bin/.idx) and blends of them, through megatron-core's own classes, caches and index files."""
+"""Megatron indexed datasets (.bin/.idx) and blends of them, through megatron-core's own classes and index files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import ConfigError, Plan, Problem
-from megatron_llama.data.checks import blend, check_dataset, token_count
+from megatron_llama.data.checks import blend, check_dataset, sequence_count, token_count
+
+_SPLITS = ("training", "validation", "test")
 
 
 @dataclass
@@ -25,11 +28,28 @@ class _Ids:
     special_tokens_dict: dict[str, int] = field(default_factory=dict)
 
 
+class _Builder(BlendedMegatronDatasetBuilder):
+    """megatron-core's builder without its barriers, where ranks would wait for one that has failed until their timeout.
+
+    ``build_datasets`` says who builds when, and every rank hears of a failure.
+    """
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+        return cls(*args)
+
+    def _build_megatron_datasets_parallel(
+        self, prefixes: list[str], split: list[Any], sizes: list[list[int]]
+    ) -> list[list[Any]]:
+        parts = [self._build_megatron_dataset_splits(p, split, n) for p, n in zip(prefixes, sizes, strict=True)]
+        return [list(of_one_split) for of_one_split in zip(*parts, strict=True)]
+
+
 def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> tuple[Any, Any]:
     """Training and validation samples of the blend; None for a split that is not wanted.
 
-    Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, for a dataset that can't be read, does
-    not fit the model or tokenizer, or has too few documents for the split.
+    Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, for a dataset that can't be
+    read, does not fit the model or tokenizer, or has too few documents for the split.
     """
     _raise_together(check_dataset(plan.config) if dist.get_rank() == 0 else [])
     data = plan.config.data
@@ -48,17 +68,34 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    problems, splits = [], [None, None, None]
-    try:
-        sizes = [train_samples, validation_samples, 0]
-        splits = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    except Exception as error:  # megatron-core asserts on what it can't cut; a rank alone in here would hang the others
-        problems.append(_unusable(plan, f"megatron-core can't build samples from it: {type(error).__name__}: {error}"))
-    for wanted, split, name in ((train_samples, splits[0], "training"), (validation_samples, splits[1], "validation")):
-        if wanted and not problems and (split is None or len(split) < wanted):
+    wanted = [train_samples, validation_samples, 0]
+    # Not wanted, so not built. And megatron-core would go round for ever in a split without a token.
+    config.split_matrix = [part if samples else None for part, samples in zip(config.split_matrix, wanted, strict=True)]
+    _raise_together([problem for prefix in prefixes for problem in _empty_splits(plan, prefix, config.split_matrix)])
+    splits: list[Any] = [None, None, None]
+    for is_my_turn in (dist.get_rank() == 0, dist.get_rank() != 0):  # the others find rank 0's index files in the cache
+        problems = []
+        if is_my_turn:
+            try:
+                splits = _Builder(GPTDataset, wanted, lambda: True, config).build()
+            except Exception as error:  # megatron-core asserts on what it can't cut; the cache may be no place to write
+                problems.append(_unusable(plan, f"can't be cut into samples: {type(error).__name__}: {error}"))
+        _raise_together(problems)
+    for samples, split, name in zip(wanted, splits, _SPLITS, strict=True):
+        if samples and (split is None or len(split) < samples):
             problems.append(_unusable(plan, f"split {data.split} leaves too few documents for {name}"))
     _raise_together(problems)
-    return splits[0], splits[1] if validation_samples else None
+    return splits[0], splits[1]
+
+
+def _empty_splits(plan: Plan, prefix: str, shares: Sequence[tuple[float, float] | None]) -> list[Problem]:
+    """The wanted splits that get none of a dataset's documents; their borders are rounded as megatron-core does."""
+    count = sequence_count(prefix)
+    return [
+        _unusable(plan, f"split {plan.config.data.split} leaves none of the {count} documents of {prefix} for {name}")
+        for share, name in zip(shares, _SPLITS, strict=True)
+        if share is not None and round(share[0] * count) == round(share[1] * count)
+    ]
 
 
 def _unusable(plan: Plan, rule: str) -> Problem:

@@ -40,8 +40,8 @@ class WarmupSchedule(LRScheduler):
         """The rate of each parameter group at this step."""
         step = self.last_epoch
         if step < self.warmup_steps:
-            return [lr * self._warmed_up(step) for lr in self.base_lrs]
-        return [self._decayed(lr, step - self.warmup_steps) for lr in self.base_lrs]
+            return [float(lr) * self._warmed_up(step) for lr in self.base_lrs]
+        return [self._decayed(float(lr), step - self.warmup_steps) for lr in self.base_lrs]
 
     @property
     def decay_steps(self) -> int:

@@ -1,0 +1,97 @@
+"""Which samples a rank works on: all of them together, in any layout, see each sample of a step exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_llama.config import resolve
+from megatron_llama.data import Batches, build_data
+from megatron_llama.data.mock import MockDataset
+from megatron_llama.topology import build_topology
+from tests.config.helpers import make
+from tests.model.llamas import CPU
+
+GLOBAL_BATCH = 24
+LAYOUTS = [
+    {"tp": 1, "pp": 1, "dp": 1, "micro": 1},
+    {"tp": 1, "pp": 1, "dp": 1, "micro": 24},
+    {"tp": 2, "pp": 1, "dp": 2, "micro": 3},
+    {"tp": 1, "pp": 2, "dp": 3, "micro": 2},
+    {"tp": 2, "pp": 2, "dp": 4, "micro": 1},
+    {"tp": 1, "pp": 1, "dp": 8, "micro": 3},
+]
+
+
+class Counting:
+    """Sample i is i, everywhere."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.full((8,), index), "labels": torch.full((8,), -index), "loss_mask": torch.ones(8)}
+
+
+def batches_of_all_ranks(layout: dict[str, int]) -> list[Batches]:
+    world = layout["tp"] * layout["pp"] * layout["dp"]
+    names = {"tp": "trainer.tp", "pp": "trainer.pp", "micro": "trainer.micro_batch_size"}
+    settings = {names[key]: value for key, value in layout.items() if key in names}
+    plan = resolve(make(**settings, **{"trainer.global_batch_size": GLOBAL_BATCH}), world)
+    return [Batches(Counting(), plan, build_topology(plan, rank), CPU) for rank in range(world)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_a_step_is_its_samples_each_once(layout: dict[str, int], step: int) -> None:
+    seen: Counter[int] = Counter()
+    for batches in batches_of_all_ranks(layout):
+        mine = batches.at(step * GLOBAL_BATCH)
+        assert len(mine) == GLOBAL_BATCH // (layout["micro"] * layout["dp"])
+        for batch in mine:
+            assert batch.tokens.shape == (layout["micro"], 8)
+            assert torch.equal(batch.labels, -batch.tokens)  # tokens and labels of the same sample
+            seen.update(batch.tokens[:, 0].tolist())
+    # Tensor- and pipeline-parallel ranks work on the same samples; data-parallel ones share them out.
+    copies = layout["tp"] * layout["pp"]
+    assert seen == {index: copies for index in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)}
+
+
+def test_ranks_of_one_data_parallel_place_see_the_same() -> None:
+    everyones = batches_of_all_ranks({"tp": 2, "pp": 2, "dp": 2, "micro": 3})
+    for place in (0, 1):
+        same = [b.at(48) for b in everyones if b.topology.dp_rank == place]
+        assert len(same) == 4
+        for others in same[1:]:
+            assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(same[0], others, strict=True))
+
+
+def test_consumed_samples_need_not_be_whole_steps() -> None:
+    # A checkpoint of a run with another global batch size: the position is a number of samples, not of steps.
+    (batches,) = batches_of_all_ranks({"tp": 1, "pp": 1, "dp": 1, "micro": 24})
+    assert batches.at(5)[0].tokens[:, 0].tolist() == list(range(5, 5 + GLOBAL_BATCH))
+
+
+def test_mock_samples_are_a_function_of_seed_and_index() -> None:
+    first, again = MockDataset(10, 16, 50, seed=3), MockDataset(999, 16, 50, seed=3)
+    other_seed = MockDataset(10, 16, 50, seed=4)
+    for index in (9, 0, 4):  # in any order
+        assert all(torch.equal(first[index][key], again[index][key]) for key in ("tokens", "labels", "loss_mask"))
+    texts = {tuple(data[index]["tokens"].tolist()) for data in (first, other_seed) for index in range(10)}
+    assert len(texts) > 15  # not all the same
+    for sample in (first[index] for index in range(10)):
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        assert 0 <= sample["tokens"].min() and sample["labels"].max() < 50
+        assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (16,)
+
+
+def test_mock_data_of_a_run() -> None:
+    plan = resolve(make(**{"trainer.steps": 5, "trainer.val_every_steps": 2, "trainer.val_steps": 3}), 1)
+    data = build_data(plan, build_topology(plan, 0), CPU)
+    assert len(data.train.samples) == 5 * 8
+    assert data.validation is not None and len(data.validation.samples) == 3 * 8
+    assert not torch.equal(data.train.at(0)[0].tokens, data.validation.at(0)[0].tokens)
+    without = resolve(make(), 1)
+    assert build_data(without, build_topology(without, 0), CPU).validation is None

@@ -1,0 +1,177 @@
+"""Each way in which a dataset or its tokenizer can be unfit, and what is said about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import Config, Problem
+from megatron_llama.data.checks import check_dataset, token_count
+from tests.config.helpers import make
+from tests.data.files import MAGIC, numbered, train_tokenizer, write_indexed
+
+VOCABULARY = 2000
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """A dataset that nothing is wrong with."""
+    return write_indexed(tmp_path / "text_document", numbered(60))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+
+
+def config_of(*prefixes: str, tokenizer: Path | None = None, vocabulary: int = VOCABULARY) -> Config:
+    name = None if tokenizer is None else str(tokenizer)
+    return make(
+        **{"data.mock": False, "data.prefixes": list(prefixes), "data.tokenizer": name, "model.vocab_size": vocabulary}
+    )
+
+
+def only(problems: list[Problem]) -> str:
+    """The one problem, as it is printed."""
+    assert len(problems) == 1, problems
+    return str(problems[0])
+
+
+def write_manifest(prefix: str, tokenizer: Path) -> None:
+    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    Path(prefix + ".json").write_text(json.dumps({"tokenizer_sha256": digest}))
+
+
+def test_a_good_dataset_has_no_problem(prefix: str, tokenizer: Path) -> None:
+    write_manifest(prefix, tokenizer)
+    assert check_dataset(config_of(prefix, tokenizer=tokenizer)) == []
+    assert token_count(prefix) == sum(len(document) for document in numbered(60))
+
+
+def cut_index(prefix: str) -> None:
+    index = Path(prefix + ".idx")
+    index.write_bytes(index.read_bytes()[:-8])
+
+
+def cut_index_in_its_header(prefix: str) -> None:
+    Path(prefix + ".idx").write_bytes(MAGIC)
+
+
+def other_magic(prefix: str) -> None:
+    index = Path(prefix + ".idx")
+    index.write_bytes(b"TNTIDX\x00\x00\x00" + index.read_bytes()[9:])  # fairseq's older format
+
+
+def unknown_dtype(prefix: str) -> None:
+    index = Path(prefix + ".idx")
+    index.write_bytes(index.read_bytes()[:17] + b"\x63" + index.read_bytes()[18:])
+
+
+def cut_binary(prefix: str) -> None:
+    binary = Path(prefix + ".bin")
+    binary.write_bytes(binary.read_bytes()[:-2])
+
+
+def longer_binary(prefix: str) -> None:
+    binary = Path(prefix + ".bin")
+    binary.write_bytes(binary.read_bytes() + b"\x00\x00")
+
+
+def no_binary(prefix: str) -> None:
+    Path(prefix + ".bin").unlink()
+
+
+def empty(prefix: str) -> None:
+    write_indexed(Path(prefix), [])
+
+
+def only_empty_documents(prefix: str) -> None:
+    # A document without tokens is no sequence, but stands in the list of documents.
+    Path(prefix + ".idx").write_bytes(MAGIC + struct.pack("<QBQQ", 1, 8, 0, 3) + struct.pack("<3q", 0, 0, 0))
+    Path(prefix + ".bin").write_bytes(b"")
+
+
+BROKEN = [
+    (cut_index, "text_document.idx has"),
+    (cut_index_in_its_header, "text_document.idx is no Megatron index file"),
+    (other_magic, "text_document.idx is no Megatron index file"),
+    (unknown_dtype, "text_document.idx has version 1 and dtype code 99"),
+    (cut_binary, "text_document.bin has"),
+    (longer_binary, "text_document.bin has"),
+    (no_binary, "text_document.bin"),
+    (empty, "text_document.bin holds no tokens"),
+    (only_empty_documents, "text_document.bin holds no tokens"),
+]
+
+
+@pytest.mark.parametrize(("harm", "rule"), BROKEN, ids=[harm.__name__ for harm, _ in BROKEN])
+def test_broken_files_are_named(prefix: str, harm: Callable[[str], None], rule: str) -> None:
+    harm(prefix)
+    message = only(check_dataset(config_of(prefix)))
+    assert message.startswith("data.prefixes") and rule in message and "make the dataset again" in message
+
+
+@pytest.mark.parametrize("kind", ["H", "i"])
+def test_ids_beyond_the_vocabulary(tmp_path: Path, kind: str) -> None:
+    prefix = write_indexed(tmp_path / "text", [[5, 6], [7, VOCABULARY]], kind)
+    message = only(check_dataset(config_of(prefix)))
+    assert prefix in message and f"token id {VOCABULARY}" in message and f"model.vocab_size={VOCABULARY + 1}" in message
+    assert check_dataset(config_of(prefix, vocabulary=VOCABULARY + 1)) == []
+
+
+def test_advice_for_the_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:
+    prefix = write_indexed(tmp_path / "text", [[1, 20]])
+    for problem in check_dataset(config_of(prefix, tokenizer=tokenizer, vocabulary=10)):
+        size = int(problem.instead.split("model.vocab_size=")[1].split(",")[0])
+        assert check_dataset(config_of(prefix, tokenizer=tokenizer, vocabulary=size)) == []
+
+
+def test_a_tokenizer_that_is_none(prefix: str, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer.json"
+    other.write_text("{}")
+    for path in (other, tmp_path / "nothing.model"):
+        message = only(check_dataset(config_of(prefix, tokenizer=path)))
+        assert message.startswith("data.tokenizer") and str(path) in message and "no sentencepiece model" in message
+
+
+def test_a_tokenizer_larger_than_the_model(prefix: str, tmp_path: Path) -> None:
+    large = train_tokenizer(tmp_path / "large.model", size=320)
+    write_indexed(Path(prefix), [[1, 2, 3]])
+    message = only(check_dataset(config_of(prefix, tokenizer=large, vocabulary=100)))
+    assert str(large) in message and "vocabulary only 100" in message and "write model.vocab_size=" in message
+
+
+def test_a_tokenizer_that_did_not_make_the_dataset(prefix: str, tokenizer: Path, tmp_path: Path) -> None:
+    write_manifest(prefix, tokenizer)
+    other = train_tokenizer(tmp_path / "other.model", size=320)
+    message = only(check_dataset(config_of(prefix, tokenizer=other)))
+    assert str(other) in message and prefix in message and "sha256 differ" in message
+    assert "name the tokenizer that made the dataset" in message
+
+
+def test_a_manifest_that_can_not_be_read(prefix: str, tokenizer: Path) -> None:
+    for text in ("{", "[]"):
+        Path(prefix + ".json").write_text(text)
+        assert prefix + ".json can't be read" in only(check_dataset(config_of(prefix, tokenizer=tokenizer)))
+
+
+def test_a_dataset_of_another_program_has_no_manifest(prefix: str, tokenizer: Path) -> None:
+    assert check_dataset(config_of(prefix, tokenizer=tokenizer)) == []
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    prefixes = [write_indexed(tmp_path / name, numbered(20)) for name in ("good", "cut", "magic", "large")]
+    cut_binary(prefixes[1])
+    other_magic(prefixes[2])
+    write_indexed(Path(prefixes[3]), [[VOCABULARY + 5]])
+    text = "\n".join(str(problem) for problem in check_dataset(config_of(*prefixes)))
+    assert len(text.splitlines()) == 3 or text.count("data.prefixes") == 3
+    assert "good" not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
+    weighted = config_of()
+    weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]
+    assert len(check_dataset(weighted)) == 2

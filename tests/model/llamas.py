@@ -1,0 +1,130 @@
+"""Two Llamas side by side: ours in some layout, and transformers' with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from megatron_llama.config import ModelConfig, Plan
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.model.names import Piece
+from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.layouts.runner import RaggedSamples, Tensors, _assemble, _rectangles
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Answer:
+    """What a Llama makes of one global batch."""
+
+    logits: torch.Tensor
+    """[b, s, vocabulary] of the first ``micro_batch_size`` samples."""
+    loss: float
+    """Mean over the global batch's tokens."""
+    grads: Tensors
+    weights: Tensors
+
+
+def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
+    """Our answer to each of ``plans``, which must share one layout: they run one after another in the same ranks."""
+    ranks = run_ranks(_answers, world_size, plans)
+    found = []
+    for index, plan in enumerate(plans):
+        answers = [rank[index] for rank in ranks]
+        last = answers[-1]
+        assert len({loss for _, loss, _, _ in answers}) == 1, "ranks disagree about the loss"
+        grads, weights = (_assemble([answer[i] for answer in answers])[0] for i in (2, 3))
+        logits = last[0][:, :, : plan.model.vocab_size]
+        found.append(Answer(logits, last[1], grads, weights))
+    return found
+
+
+def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> Answer:
+    """The answer of transformers' Llama with our weights. To be called in a forked rank: it runs a backward pass."""
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM(hf_config(plan.model))
+    load(llama, weights)
+    llama = llama.to(dtype)
+    tokens, labels, mask = whole_batch(plan, 0)
+    logits = llama(tokens[: plan.config.trainer.micro_batch_size]).logits
+    # Their own loss, over the tokens that count: -100 is their mark for those that don't.
+    marked = torch.where(mask > 0, labels, -100)
+    output = llama(tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum())
+    output.loss.backward()
+    grads = {name: parameter.grad for name, parameter in llama.named_parameters() if parameter.grad is not None}
+    return Answer(logits.detach(), output.loss.item(), grads, weights)
+
+
+def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
+    """Fill a Llama of theirs with Hugging Face tensors; every one of its own must be among them."""
+    missing, unexpected = llama.load_state_dict(weights, strict=False)
+    tied = ["lm_head.weight"] if llama.config.tie_word_embeddings else []
+    assert (missing, unexpected) == (tied, []), (missing, unexpected)
+
+
+def hf_config(model: ModelConfig) -> LlamaConfig:
+    """The same shape as a config of theirs."""
+    from transformers import LlamaConfig
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling is not None:
+        rope |= dataclasses.asdict(model.rope_scaling)
+    same = dataclasses.asdict(model)
+    for name in ("name", "rope_theta", "rope_scaling"):
+        del same[name]
+    return LlamaConfig(**same, rope_parameters=rope, attn_implementation="sdpa", use_cache=False)
+
+
+def whole_batch(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, labels, loss mask) of a step's global batch, each [samples, s]."""
+    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+    size = plan.config.trainer.global_batch_size
+    batch = [samples[index] for index in range(step * size, (step + 1) * size)]
+    tokens, labels, mask = (torch.stack([sample[key] for sample in batch]) for key in ("tokens", "labels", "loss_mask"))
+    return tokens, labels, mask
+
+
+@torch.no_grad()
+def roughen_norms(shards: Iterable[Shard]) -> None:
+    """Give the norms' weights values of their own: among ones, a norm that forgets its weight would not show."""
+    for shard in shards:
+        for piece in shard.pieces:
+            if len(piece.global_shape) == 1:
+                shard.local[piece.local_slices].add_(_noise(piece))
+
+
+def _noise(piece: Piece) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(piece.name.encode()))
+    whole = 0.3 * torch.randn(piece.global_shape, generator=generator)
+    return whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]
+
+
+def _answers(rank: int, plans: list[Plan]) -> list[tuple]:
+    topology = build_topology(plans[0], rank)
+    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+        return [_answer(plan, build_model(plan, topology, get_device("cpu"), CPU), rank) for plan in plans]
+
+
+def _answer(plan: Plan, model: ParallelModel, rank: int) -> tuple:
+    roughen_norms(model.shards)
+    topology = build_topology(plan, rank)
+    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+    batches = Batches(samples, plan, topology, CPU).at(0)
+    logits = model.logits(batches[0].tokens)
+    if logits is not None:
+        logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
+    loss = model.forward_backward(batches).item()
+    return logits, loss, _rectangles(model, lambda shard: shard.grad), _rectangles(model, lambda shard: shard.local)

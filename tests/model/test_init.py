@@ -1,0 +1,67 @@
+"""Initial weights are a function of seed, name and position: no rectangle's values depend on how the tensor was cut."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from megatron_llama.config import ModelConfig
+from megatron_llama.model.init import initial_values
+from megatron_llama.model.names import Piece
+
+MODEL = ModelConfig(num_hidden_layers=8, initializer_range=0.05)
+NAME = "model.layers.0.self_attn.q_proj.weight"
+GOLDEN = [0.005458471830934286, 0.07630600780248642]
+
+
+def rectangle(name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> Piece:
+    return Piece(name, shape, offset, tuple(0 for _ in shape), size)
+
+
+def whole(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
+    return initial_values(rectangle(name, shape, (0,) * len(shape), shape), MODEL, seed)
+
+
+@pytest.mark.parametrize("shape", [(200, 24), (64, 8), (1, 5), (129, 3)])
+def test_a_rectangle_is_a_cut_of_the_whole(shape: tuple[int, int]) -> None:
+    tensor, source = whole(NAME, shape), random.Random(0)
+    for _ in range(50):
+        top, left = source.randrange(shape[0]), source.randrange(shape[1])
+        rows, columns = source.randint(1, shape[0] - top), source.randint(1, shape[1] - left)
+        values = initial_values(rectangle(NAME, shape, (top, left), (rows, columns)), MODEL, 1)
+        assert torch.equal(values, tensor[top : top + rows, left : left + columns])
+
+
+def test_values_are_normal_with_the_range_as_deviation() -> None:
+    values = whole(NAME, (512, 512))
+    count = values.numel()
+    assert abs(values.mean()) < 5 * 0.05 / math.sqrt(count)
+    assert abs(values.std() / 0.05 - 1) < 5 / math.sqrt(2 * count)
+    share = (values.abs() < 0.05).float().mean().item()
+    assert abs(share - 0.6827) < 0.005  # of a normal distribution, not merely one of that width
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
+def test_what_writes_into_the_residual_stream_is_scaled_by_depth(name: str) -> None:
+    values = whole(f"model.layers.0.{name}.weight", (512, 256))
+    assert abs(values.std().item() / (0.05 / math.sqrt(2 * 8)) - 1) < 0.02
+
+
+def test_seed_name_and_row_all_matter() -> None:
+    shape = (256, 16)
+    tensors = [whole(NAME, shape), whole(NAME, shape, seed=2), whole(NAME.replace("q_proj", "k_proj"), shape)]
+    # Blocks of rows are drawn one by one: had two the same seed, the tensor would repeat itself.
+    rows = torch.cat(tensors)
+    assert torch.unique(rows, dim=0).shape[0] == rows.shape[0]
+
+
+def test_norms_begin_as_ones() -> None:
+    assert torch.equal(whole("model.norm.weight", (7,)), torch.ones(7))
+
+
+def test_values_never_change() -> None:
+    # A run that is started again from its config alone must begin with the same weights, in this version and the next.
+    assert whole(NAME, (100, 4))[[0, 99], 0].tolist() == pytest.approx(GOLDEN, rel=1e-6)

@@ -1,0 +1,150 @@
+"""The table of names: however a model is cut, its rectangles cover each Hugging Face tensor once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_llama.config import ModelConfig
+from megatron_llama.config.counting import padded_vocab_size
+from megatron_llama.model.names import Piece, TensorParallel, hf_shapes, keep_rows, kv_copies, pieces
+
+# kv heads, tp, vocabulary, tied; with 8 query heads
+CUTS = [
+    (kv_heads, tp, vocabulary, tied)
+    for kv_heads in (1, 2, 8)
+    for tp in (1, 2, 4, 8)
+    for vocabulary, tied in ((64, False), (61, True), (5, True))  # 5 over 8 ranks: some hold nothing but padding
+]
+SHARDS = (1, 2, 3, 5)  # data-parallel ranks that share a parameter's rows; some get none
+
+
+def model_of(kv_heads: int, vocabulary: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        head_dim=3,
+        tie_word_embeddings=tied,
+    )
+
+
+def parameters(model: ModelConfig, tp: int, split_stages: bool) -> dict[str, int]:
+    """Our parameters and their rows on one tensor-parallel rank, written down without the table under test.
+
+    ``split_stages``: embedding and head lie on different pipeline stages, so a tied head is a copy.
+    """
+    assert model.num_key_value_heads is not None and model.head_dim is not None
+    table = padded_vocab_size(model.vocab_size, tp) // tp
+    heads = model.num_attention_heads // tp + 2 * max(1, model.num_key_value_heads // tp)
+    rows = {"embed_tokens.weight": table, "norm.weight": model.hidden_size}
+    for layer in range(model.num_hidden_layers):
+        rows[f"layers.{layer}.input_layernorm.weight"] = model.hidden_size
+        rows[f"layers.{layer}.post_attention_layernorm.weight"] = model.hidden_size
+        rows[f"layers.{layer}.self_attn.qkv_proj.weight"] = heads * model.head_dim
+        rows[f"layers.{layer}.self_attn.o_proj.weight"] = model.hidden_size
+        rows[f"layers.{layer}.mlp.gate_up_proj.weight"] = 2 * model.intermediate_size // tp
+        rows[f"layers.{layer}.mlp.down_proj.weight"] = model.hidden_size
+    if split_stages or not model.tie_word_embeddings:
+        rows["lm_head.weight"] = table
+    return rows
+
+
+def held(model: ModelConfig, tp: int, shards: int, split_stages: bool) -> Iterator[Piece]:
+    """The rectangles of all ranks that hold one copy of the data-parallel shards."""
+    padded = padded_vocab_size(model.vocab_size, tp)
+    for rank in range(tp):
+        for name, rows in parameters(model, tp, split_stages).items():
+            parts = pieces(name, model, TensorParallel(rank, tp), padded)
+            for part in torch.arange(rows).chunk(shards):
+                yield from keep_rows(parts, int(part[0]), int(part[-1]) + 1)
+
+
+def expected_copies(name: str, model: ModelConfig, tp: int, split_stages: bool) -> int:
+    if name.endswith("norm.weight"):
+        return tp
+    if "k_proj" in name or "v_proj" in name:
+        return kv_copies(model, tp)
+    return 2 if name == "model.embed_tokens.weight" and model.tie_word_embeddings and split_stages else 1
+
+
+@pytest.mark.parametrize("split_stages", [False, True])
+@pytest.mark.parametrize("shards", SHARDS)
+def test_rectangles_cover_every_tensor_once_and_copies_are_counted(shards: int, split_stages: bool) -> None:
+    for kv_heads, tp, vocabulary, tied in CUTS:
+        model = model_of(kv_heads, vocabulary, tied)
+        # One count per replica number: replica 0 alone, and each other copy alone, must be the whole tensor, once.
+        counts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in hf_shapes(model)}
+        for piece in held(model, tp, shards, split_stages):
+            assert piece.global_shape == hf_shapes(model)[piece.name]
+            copy = counts[piece.name].setdefault(piece.replica, torch.zeros(piece.global_shape, dtype=torch.int32))
+            where = copy[global_slices(piece)]
+            assert where.shape == piece.size, "a rectangle reaches beyond its tensor"
+            where += 1
+        for name, copies in counts.items():
+            assert set(copies) == set(range(expected_copies(name, model, tp, split_stages))), (name, kv_heads, tp)
+            for copy in copies.values():
+                assert (copy == 1).all(), (name, kv_heads, tp, vocabulary, tied)
+
+
+def test_rectangles_fill_the_parameter_but_for_padding() -> None:
+    for kv_heads, tp, vocabulary, tied in CUTS:
+        model = model_of(kv_heads, vocabulary, tied)
+        padded = padded_vocab_size(vocabulary, tp)
+        for rank in range(tp):
+            for name, rows in parameters(model, tp, True).items():
+                filled = torch.zeros(rows, dtype=torch.int32)
+                for part in pieces(name, model, TensorParallel(rank, tp), padded):
+                    filled[part.local_slices[0]] += 1
+                is_table = name in ("embed_tokens.weight", "lm_head.weight")
+                real = max(0, min(rows, vocabulary - rank * rows)) if is_table else rows
+                assert filled.tolist() == [1] * real + [0] * (rows - real), (name, rank, tp)
+
+
+def test_a_rank_holds_its_query_heads_with_the_kv_heads_they_attend_to() -> None:
+    for kv_heads in (1, 2, 4, 8):
+        model = model_of(kv_heads, 64, False)
+        for tp in (1, 2, 4, 8):
+            for rank in range(tp):
+                parts = pieces("layers.0.self_attn.qkv_proj.weight", model, TensorParallel(rank, tp), 64)
+                rows = [range(part.offset[0], part.offset[0] + part.size[0]) for part in parts]
+                queries, keys, values = ({row // 3 for row in part} for part in rows)
+                assert keys == values == {head * kv_heads // 8 for head in queries}
+
+
+def test_keep_rows_is_slicing() -> None:
+    source = random.Random(0)
+    for kv_heads, tp, vocabulary, tied in CUTS:
+        model = model_of(kv_heads, vocabulary, tied)
+        whole = {name: torch.arange(torch.Size(shape).numel()).view(shape) for name, shape in hf_shapes(model).items()}
+        for name, rows in parameters(model, tp, True).items():
+            parts = pieces(name, model, TensorParallel(source.randrange(tp), tp), padded_vocab_size(vocabulary, tp))
+            start = source.randint(0, rows)
+            stop = source.randint(start, rows)
+            columns = parts[0].size[1:] if parts else ()
+            parameter = assembled(parts, rows, columns, whole)
+            kept = assembled(keep_rows(parts, start, stop), stop - start, columns, whole)
+            assert torch.equal(kept, parameter[start:stop]), (name, start, stop)
+
+
+def assembled(parts: list[Piece], rows: int, columns: tuple[int, ...], whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A parameter made of its rectangles, -1 where there is none."""
+    parameter = torch.full((rows, *columns), -1)
+    for part in parts:
+        parameter[part.local_slices] = whole[part.name][global_slices(part)]
+    return parameter
+
+
+def global_slices(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
+
+
+def test_an_unknown_parameter_has_no_name() -> None:
+    with pytest.raises(KeyError, match="rotary"):
+        pieces("layers.0.rotary", model_of(2, 64, False), TensorParallel(0, 1), 64)

@@ -1,0 +1,72 @@
+"""Each preset, built as a real Llama on the meta device, is the published model, in parameters and tensor shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.devices import get_device
+from megatron_llama.model.llama import Llama
+from megatron_llama.model.megatron import mcore_config
+from megatron_llama.model.names import Shape, TensorParallel, hf_shapes, pieces
+from megatron_llama.parallel import process_groups
+from megatron_llama.topology import build_topology
+from tests.config.test_counting import OURS, PUBLISHED
+from tests.layouts.runner import CONF
+from tests.model.llamas import CPU, hf_config
+from tests.ranks import run_ranks
+
+
+@cache
+def plans() -> list[Plan]:
+    names = [*PUBLISHED, *OURS]
+    return [resolve(compose([f"model={name}", "data=mock", "device=cpu"], CONF), 1) for name in names]
+
+
+@cache
+def built() -> list[dict[str, torch.Size]]:
+    """Shapes of the parameters of each preset, built as one chunk."""
+    return run_ranks(_shapes, 1)[0]
+
+
+def test_built_models_have_the_published_number_of_parameters() -> None:
+    shapes = dict(zip([*PUBLISHED, *OURS], built(), strict=True))
+    for name, expected in {**PUBLISHED, **OURS}.items():
+        assert sum(shape.numel() for shape in shapes[name].values()) == expected, name
+
+
+def test_every_parameter_is_made_of_hugging_face_tensors_and_none_is_left_over() -> None:
+    for plan, shapes in zip(plans(), built(), strict=True):
+        model = dataclasses.replace(plan.model, num_hidden_layers=2)  # they are all alike, and 126 take time
+        covered: dict[str, Shape] = {}
+        for name, shape in shapes.items():
+            if name.startswith("layers.") and int(name.split(".")[1]) >= 2:
+                continue
+            parts = pieces(name, model, TensorParallel(0, 1), plan.padded_vocab_size)
+            assert sum(torch.Size(part.size).numel() for part in parts) == shape.numel(), name
+            covered |= {part.name: part.size for part in parts}
+        assert covered == hf_shapes(model)
+
+
+def test_tensors_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
+    for plan in plans():
+        model = dataclasses.replace(plan.model, num_hidden_layers=2)
+        with torch.device("meta"):
+            llama = transformers.LlamaForCausalLM(hf_config(model))
+        assert {name: tuple(p.shape) for name, p in llama.named_parameters()} == hf_shapes(model), model.name
+
+
+def _shapes(rank: int) -> list[dict[str, torch.Size]]:
+    found = []
+    with process_groups(plans()[0], build_topology(plans()[0], rank), get_device("cpu"), CPU):
+        for plan in plans():
+            with torch.device("meta"):
+                layers, rows = plan.stage_layers[0], plan.padded_vocab_size
+                chunk = Llama(plan.model, mcore_config(plan), layers, padded_vocab_size=rows)
+            found.append({name: parameter.shape for name, parameter in chunk.named_parameters()})
+    return found

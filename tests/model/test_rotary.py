@@ -1,0 +1,81 @@
+"""Rotary embeddings against transformers' own functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_llama.config import ModelConfig, RopeScaling, compose
+from megatron_llama.model.rotary import inverse_frequencies, rotary_table, rotate
+from tests.layouts.runner import CONF
+from tests.model.llamas import CPU, hf_config
+
+transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
+
+SHAPES = {
+    "llama 2": ModelConfig(head_dim=128),
+    "llama 3": ModelConfig(head_dim=128, rope_theta=500000.0),
+    "narrow": ModelConfig(head_dim=8, rope_theta=100.0),
+    "llama 3.1": ModelConfig(head_dim=128, rope_theta=500000.0, rope_scaling=RopeScaling()),
+    "llama 3.2": ModelConfig(head_dim=64, rope_theta=500000.0, rope_scaling=RopeScaling(factor=32.0)),
+    "other factors": ModelConfig(
+        head_dim=32, rope_scaling=RopeScaling("llama3", 4.0, 2.0, 8.0, original_max_position_embeddings=64)
+    ),
+}
+
+
+def filled(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+def test_frequencies_are_those_of_transformers(model: ModelConfig) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = hf_config(filled(model))
+    functions = {"default": LlamaRotaryEmbedding.compute_default_rope_parameters, **ROPE_INIT_FUNCTIONS}
+    expected, amplitude = functions[config.rope_parameters["rope_type"]](config)
+    assert amplitude == 1.0
+    torch.testing.assert_close(inverse_frequencies(model), expected, rtol=1e-6, atol=0)
+
+
+def test_scaling_has_all_three_ranges() -> None:
+    plain, scaled = (inverse_frequencies(SHAPES[name]) for name in ("llama 3", "llama 3.1"))
+    ratio = plain / scaled
+    assert ratio[0] == 1 and ratio[-1] == 8 and ((ratio > 1.01) & (ratio < 7.99)).sum() >= 3
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+def test_turned_queries_and_keys_are_those_of_transformers(model: ModelConfig) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    length, generator = 40, torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(2, length, 3, 2, model.head_dim or 0, generator=generator)  # [s, b, heads, d]
+    cos, sin = LlamaRotaryEmbedding(hf_config(filled(model)))(queries, torch.arange(length)[None])
+    expected = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), cos, sin)
+    table = rotary_table(model, length, CPU)
+    for ours, theirs in zip((rotate(queries, *table), rotate(keys, *table)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs.permute(2, 0, 1, 3), rtol=1e-5, atol=1e-5)
+
+
+def test_far_positions_are_exact() -> None:
+    # In bf16, position 4001 is 4000: the angles must be made, and used, in fp32.
+    model = SHAPES["llama 2"]
+    cos, sin = rotary_table(model, 4096, CPU)
+    assert cos.dtype == sin.dtype == torch.float32
+    for position in (4000, 4001, 4095):
+        assert cos[position, 0, 0, 0].item() == pytest.approx(math.cos(position), abs=1e-6)
+    x = torch.ones(4096, 1, 1, 128, dtype=torch.bfloat16)
+    turned = rotate(x, cos, sin)
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, rotate(x.float(), cos, sin).bfloat16())  # rounded once, at the end
+    assert turned[4001, 0, 0, 0].item() == pytest.approx(math.cos(4001) - math.sin(4001), abs=2**-7)
+
+
+def test_llama_3_1_preset_asks_for_the_scaling() -> None:
+    assert compose(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling()
+    assert compose(["model=llama3_8b"], CONF).model.rope_scaling is None

@@ -1,0 +1,82 @@
+"""It is Llama: logits, loss and every gradient are those of transformers' LlamaForCausalLM with the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_llama.config import Plan
+from tests.layouts.runner import Tensors, make_plan
+from tests.layouts.test_layouts import distance
+from tests.model.llamas import Answer, ours, theirs
+from tests.ranks import run_ranks
+
+# Imported before any rank is forked: it takes seconds.
+transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
+
+TOLERANCE = 1e-5  # fp32; sums in another order
+
+# Wavelengths of head_dim 8 are 6, 63, 628 and 6283: one is kept, one lies between, two are stretched.
+LLAMA3_ROPE = (
+    "model.rope_scaling.rope_type=llama3",
+    "model.rope_scaling.factor=8",
+    "model.rope_scaling.low_freq_factor=1",
+    "model.rope_scaling.high_freq_factor=4",
+    "model.rope_scaling.original_max_position_embeddings=128",
+)
+MODELS = {
+    "grouped queries": (),
+    "one kv head": ("model.num_key_value_heads=1",),
+    "multi-head": ("model.num_key_value_heads=4",),
+    "tied": ("model.tie_word_embeddings=true",),
+    "llama3 rope": LLAMA3_ROPE,
+    "wide heads": ("model.head_dim=16",),
+    "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
+    "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
+}
+LAYOUTS = {"one process": (1, ()), "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2"))}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
+    plans = [make_plan(ranks, *layout, *model) for model in MODELS.values()]
+    answers = ours(ranks, plans)
+    expected = run_ranks(_theirs, 1, plans, [answer.weights for answer in answers])[0]
+    for name, answer, oracle in zip(MODELS, answers, expected, strict=True):
+        differences = _differences(answer, oracle)
+        assert all(difference <= TOLERANCE for difference in differences.values()), (name, differences)
+
+
+def test_models_differ_where_they_should() -> None:
+    # The comparison would be worth little if, at this size, the settings made no difference.
+    names = ("grouped queries", "llama3 rope", "other eps and theta")
+    plain, *others = ours(1, [make_plan(1, *MODELS[name]) for name in names])
+    for other in others:
+        assert distance(other.logits, plain.logits) > 1e-2
+
+
+def test_bf16_is_as_close_to_fp32_as_transformers() -> None:
+    # Both round to 8 bits after each operation; neither may be much further from fp32 than the other. The factor leaves
+    # room for where each rounds (we turn queries and keep the loss in fp32, they don't).
+    plan, half = make_plan(1), make_plan(1, "trainer.precision=bf16")
+    exact, rounded = ours(1, [plan])[0], ours(1, [half])[0]
+    their_exact, their_rounded = run_ranks(_exact_and_rounded, 1, plan, exact.weights)[0]
+    our_error, their_error = _differences(rounded, exact), _differences(their_rounded, their_exact)
+    for kind, error in our_error.items():
+        assert error <= 2 * their_error[kind] + 1e-3, (kind, error, their_error[kind])
+    assert our_error["logits"] > 1e-3  # bf16 really is at work
+
+
+def _differences(answer: Answer, oracle: Answer) -> dict[str, float]:
+    assert answer.logits.shape == oracle.logits.shape
+    found = {"logits": distance(answer.logits, oracle.logits.float()), "loss": abs(answer.loss / oracle.loss - 1)}
+    assert answer.grads.keys() == oracle.grads.keys()
+    return found | {name: distance(grad, oracle.grads[name].float()) for name, grad in answer.grads.items()}
+
+
+def _theirs(rank: int, plans: list[Plan], weights: list[Tensors]) -> list[Answer]:
+    return [theirs(plan, tensors) for plan, tensors in zip(plans, weights, strict=True)]
+
+
+def _exact_and_rounded(rank: int, plan: Plan, weights: Tensors) -> tuple[Answer, Answer]:
+    return theirs(plan, weights), theirs(plan, weights, torch.bfloat16)
