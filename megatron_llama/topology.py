@@ -1,4 +1,5 @@
-"""The rank grid. Megatron's order: tp varies fastest, then dp, then pp, so that tensor-parallel ranks are neighbours."""
+"""The rank grid. Megatron's order: tp varies fastest, then dp, then pp, so that tensor-parallel ranks are
+neighbours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Run every layout of tests/layouts against the one-process oracle and print the differences as a Markdown table.
 
-    python scripts/parity.py > table.md        (about two minutes on two cores)
+python scripts/parity.py > table.md        (about two minutes on two cores)
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ def main() -> int:
     from tests.layouts.runner import oracle, run_layout
     from tests.layouts.test_layouts import LAYOUTS, TOLERANCE, worst
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     print(
         f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, "
         f"megatron-core {version('megatron-core')}, commit {commit}, `python scripts/parity.py`\n"
     )
-    print("| layout | ranks | losses | gradient norms | gradients, step 1 | gradients, step 3 | weights after 3 steps |")
+    print(
+        "| layout | ranks | losses | gradient norms | gradients, step 1 | gradients, step 3 | weights after 3 steps |"
+    )
     print("|---|---|---|---|---|---|---|")
     failed = False
     for name, ranks, layout, model in LAYOUTS:

@@ -1,7 +1,8 @@
-"""Run a function in forked ranks: the parent has imported torch and megatron-core once, so two ranks start in a third of a second.
+"""Run a function in forked ranks: the parent has imported torch and megatron-core once, so two ranks start in a third
+of a second.
 
-The parent must never run CUDA, a threaded backward or Inductor's workers (forking would deadlock the children), so tests run
-single-process oracles through here too.
+The parent must never run CUDA, a threaded backward or Inductor's workers (forking would deadlock the children), so
+tests run single-process oracles through here too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The only room that knows what a device is. Everything else asks the object that ``get_device`` returns.
 
-To add a device: one module with a subclass of ``Device``, and its line in ``_KNOWN``. Modules are imported when asked for, and
-torch only inside their methods, so that a dry run on a login node stays quick.
+To add a device: one module with a subclass of ``Device``, and its line in ``_KNOWN``. Modules are imported when asked
+for, and torch only inside their methods, so that a dry run on a login node stays quick.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from importlib import import_module
 
 from megatron_llama.devices.base import Device
 
-_KNOWN = {"cuda": "megatron_llama.devices.cuda", "cpu": "megatron_llama.devices.cpu"}  # "auto" takes the first that works
+_KNOWN = {
+    "cuda": "megatron_llama.devices.cuda",
+    "cpu": "megatron_llama.devices.cpu",
+}  # "auto" takes the first that works
 
 
 def get_device(name: str = "auto") -> Device:

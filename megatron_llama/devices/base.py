@@ -51,6 +51,7 @@ class Device(ABC):
     def peak_memory_bytes(self) -> int:
         """Most memory this process has used on its device so far (on the CPU: resident set), bytes."""
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
 

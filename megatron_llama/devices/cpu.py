@@ -51,7 +51,8 @@ class Cpu(Device):
     def peak_flops(self, precision: str) -> tuple[float, str]:
         """The best of a few matrix products with this rank's threads, while the other ranks do the same.
 
-        In bf16 both dtypes are tried: a CPU without bf16 units multiplies faster in fp32, and that is what it could do at best.
+        In bf16 both dtypes are tried: a CPU without bf16 units multiplies faster in fp32, and that is what it could
+        do at best.
         """
         import torch
 
@@ -62,6 +63,9 @@ class Cpu(Device):
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def synchronize(self) -> None:
+        pass
 
     def compiler_missing(self) -> str | None:
         compiler = os.environ.get("CXX", "g++")

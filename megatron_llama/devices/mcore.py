@@ -1,14 +1,14 @@
 """megatron-core's CUDA calls, sent to whatever device the run is on. Nothing else in the project patches megatron-core.
 
-megatron-core asks ``torch.cuda`` for "the current device" when it allocates communication buffers, wherever its layers run.
-Each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls replaced:
+megatron-core asks ``torch.cuda`` for "the current device" when it allocates communication buffers, wherever its
+layers run. Each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls replaced:
 
     torch.cuda.current_device()       buffers of sequence parallelism and of point-to-point transfers
-    torch.cuda.synchronize()          after batched point-to-point transfers (a race in NCCL; nothing to wait for elsewhere)
-    torch.zeros(..., device="cuda")   the schedules' token counter
+    torch.cuda.synchronize()          after batched point-to-point transfers (a race in NCCL; nothing to wait for
+    elsewhere) torch.zeros(..., device="cuda")   the schedules' token counter
 
-The real ``torch.cuda`` is untouched. tests/devices/test_mcore.py reads megatron-core's sources and fails when a module that we
-use makes a CUDA call that is not accounted for here.
+The real ``torch.cuda`` is untouched. tests/devices/test_mcore.py reads megatron-core's sources and fails when a
+module that we use makes a CUDA call that is not accounted for here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ROUTED = (
 def route(device: torch.device) -> None:
     """Make megatron-core work on ``device``. On CUDA only the warning about launch order is settled."""
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    # The warning fires inside a linear's forward and would split its compiled graph; devices/cuda.py sets what it asks for.
+    # The warning fires inside a linear's forward and would split its compiled graph; devices/cuda.py sets what it
+    # asks for.
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     if device.type == "cuda":
         return

@@ -1,4 +1,5 @@
-"""Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and position."""
+"""Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and
+position."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.names import Piece
 
-# Rows drawn with one generator. A rank draws only the blocks that its rectangle touches, not the whole tensor; part of the
-# definition of the initial weights, so never change it.
+# Rows drawn with one generator. A rank draws only the blocks that its rectangle touches, not the whole tensor; part
+# of the definition of the initial weights, so never change it.
 _BLOCK_ROWS = 64
 
 

@@ -1,8 +1,8 @@
 """The Llama, top to bottom. Its matrices are megatron-core's tensor-parallel layers; the rest is plain torch.
 
-Shapes are written with s sequence, b batch, h hidden, t tensor-parallel size. Activations are [s, b, h], Megatron's order; with
-sequence parallelism they are [s/t, b, h] between the matrices. A ``Llama`` is one chunk of the model: the layers of one
-(virtual) pipeline stage, with the embedding before the first and the output head after the last.
+Shapes are written with s sequence, b batch, h hidden, t tensor-parallel size. Activations are [s, b, h], Megatron's
+order; with sequence parallelism they are [s/t, b, h] between the matrices. A ``Llama`` is one chunk of the model: the
+layers of one (virtual) pipeline stage, with the embedding before the first and the output head after the last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention; each tensor-parallel rank has its own heads.
 
-    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head (parallel/tensor.py keeps the copies equal).
+    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head (parallel/tensor.py keeps the copies
+    equal).
     """
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute_core: bool) -> None:
@@ -147,7 +148,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """One chunk of the model: ``layers`` by global number, with embedding and head where the chunk is the first or the last.
+    """One chunk of the model: ``layers`` by global number, with embedding and head where the chunk is the first or
+    the last.
 
     The attributes below the line are what megatron-core's schedules ask of a model.
     """
@@ -188,7 +190,7 @@ class Llama(nn.Module):
                 # Tied and on one stage, the head borrows the embedding's weight; on a later stage it holds a copy.
                 skip_weight_param_allocation=model.tie_word_embeddings and is_first,
             )
-        # ---------------------------------------------------------------------------------------------------------------
+        # ----------------------------------------------------------------------------------------------------
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = model.tie_word_embeddings
@@ -201,12 +203,12 @@ class Llama(nn.Module):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Token ids [b, s] to what this chunk makes of them.
 
-        The last chunk gives the loss of each token [s, b], fp32, when it has labels [b, s] (next token ids), else this rank's
-        logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h].
+        The last chunk gives the loss of each token [s, b], fp32, when it has labels [b, s] (next token ids), else
+        this rank's logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h].
         """
         if self.is_first:
             x = self.embed_tokens(tokens)
-            if not self.config.sequence_parallel:  # with it, megatron-core has already turned [b, s, h] into [s/t, b, h]
+            if not self.config.sequence_parallel:  # with it, megatron-core has already made [s/t, b, h] of [b, s, h]
                 x = x.transpose(0, 1).contiguous()
         else:
             assert self.input_tensor is not None

@@ -16,7 +16,8 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 def mcore_config(plan: Plan) -> TransformerConfig:
     """What megatron-core's layers and schedules read.
 
-    Parameters are fp32 masters here: ``fully_shard`` hands the layers their bf16 copies where the precision asks for it.
+    Parameters are fp32 masters here: ``fully_shard`` hands the layers their bf16 copies where the precision asks for
+    it.
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(

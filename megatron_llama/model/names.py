@@ -1,8 +1,8 @@
 """The one table between our parameters and Hugging Face's tensors.
 
-A rank's parameter is made of rectangles of globally named tensors: ``qkv_proj`` on one tensor-parallel rank is some rows of
-q_proj, then some of k_proj, then some of v_proj. Initial weights, checkpoints, import and export, and what counts once in a
-norm all read this table, so nothing else needs to know how a matrix is split.
+A rank's parameter is made of rectangles of globally named tensors: ``qkv_proj`` on one tensor-parallel rank is some
+rows of q_proj, then some of k_proj, then some of v_proj. Initial weights, checkpoints, import and export, and what
+counts once in a norm all read this table, so nothing else needs to know how a matrix is split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Piece:
     size: Shape
     """Extent of the rectangle."""
     replica: int = 0
-    """Which copy this is among tensor- and pipeline-parallel ranks; copy 0 counts for norms and is written to checkpoints."""
+    """Which copy this is among tensor- and pipeline-parallel ranks; copy 0 counts for norms and is written to
+    checkpoints."""
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
@@ -97,7 +98,8 @@ def pieces(parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_
 
 
 def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:
-    """What is left of the rectangles in rows [start, stop) of the parameter, with local offsets counted from ``start``."""
+    """What is left of the rectangles in rows [start, stop) of the parameter, with local offsets counted from
+    ``start``."""
     kept = []
     for part in parts:
         first = max(start, part.local_offset[0])

@@ -13,8 +13,8 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
     """Angle per position of each pair of dimensions, [head_dim / 2], fp32; Llama 3.1's scaling where it is asked for.
 
     The scaling follows transformers' ``rope_type: llama3``: wavelengths longer than the original context divided by
-    low_freq_factor are stretched by ``factor``, those shorter than it divided by high_freq_factor are kept, and between the two
-    it is interpolated.
+    low_freq_factor are stretched by ``factor``, those shorter than it divided by high_freq_factor are kept, and
+    between the two it is interpolated.
     """
     assert model.head_dim is not None
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64, device="cpu").float() / model.head_dim
@@ -33,8 +33,8 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
 
 
 def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions 0 .. length-1, each [length, 1, 1, head_dim], fp32; computed on the CPU, so that every
-    device has the same bits."""
+    """Cosines and sines for positions 0 .. length-1, each [length, 1, 1, head_dim], fp32; computed on the CPU, so
+    that every device has the same bits."""
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inverse_frequencies(model))
     table = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     return table.cos().to(device), table.sin().to(device)

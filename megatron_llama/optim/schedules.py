@@ -1,7 +1,7 @@
 """Learning-rate schedules, as torch schedulers with NeMo's argument names.
 
-The config names one by ``_target_``, so a scheduler of NeMo's, torch's or the user's takes its place without code. Steps are
-counted from 0: the rate that ``get_last_lr`` gives after n calls of ``step`` is that of optimizer step n.
+The config names one by ``_target_``, so a scheduler of NeMo's, torch's or the user's takes its place without code.
+Steps are counted from 0: the rate that ``get_last_lr`` gives after n calls of ``step`` is that of optimizer step n.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 class WarmupSchedule(LRScheduler):
     """Linear warm-up, then what ``_decayed`` says, then ``min_lr`` for the last ``constant_steps``.
 
-    As NeMo's WarmupPolicy: the warm-up rises as (step + 1) / (warmup_steps + 1), so its first step already moves the weights.
+    As NeMo's WarmupPolicy: the warm-up rises as (step + 1) / (warmup_steps + 1), so its first step already moves the
+    weights.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class WarmupSchedule(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         if warmup_steps + constant_steps > max_steps:
-            raise ValueError(f"warm-up ({warmup_steps}) and constant ({constant_steps}) steps exceed max_steps={max_steps}")
+            raise ValueError(
+                f"warm-up ({warmup_steps}) and constant ({constant_steps}) steps exceed max_steps={max_steps}"
+            )
         self.max_steps = max_steps
         self.warmup_steps = warmup_steps
         self.constant_steps = constant_steps
@@ -60,8 +63,8 @@ class WarmupSchedule(LRScheduler):
 class CosineAnnealing(WarmupSchedule):
     """Half a cosine from lr down to min_lr (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
-    The curve is that of ``nemo.core.optim.lr_scheduler.CosineAnnealing``, step for step, with its two warm-ups: where there are
-    constant steps it follows Megatron-LM and begins at 0.
+    The curve is that of ``nemo.core.optim.lr_scheduler.CosineAnnealing``, step for step, with its two warm-ups: where
+    there are constant steps it follows Megatron-LM and begins at 0.
     """
 
     def _warmed_up(self, step: int) -> float:

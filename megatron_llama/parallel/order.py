@@ -2,9 +2,9 @@
 
     meta device  →  tensor and sequence parallel layers  →  recompute  →  compile  →  data-parallel sharding  →  weights
 
-Tensor parallelism comes first since it decides what a rank's matrices are; recomputation is part of a block, so that what is
-compiled includes it; sharding wraps compiled blocks, since its hooks can't be compiled; weights come last, when each rank knows
-which rectangles are its own: no rank ever holds a whole model.
+Tensor parallelism comes first since it decides what a rank's matrices are; recomputation is part of a block, so that
+what is compiled includes it; sharding wraps compiled blocks, since its hooks can't be compiled; weights come last,
+when each rank knows which rectangles are its own: no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ParallelModel:
     replicated: ReplicatedGradients = field(repr=False)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
-        """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its gradients.
+        """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its
+        gradients.
 
         Returns the mean loss per token, fp32 scalar, the same on all ranks.
         """
@@ -105,7 +106,8 @@ def compile_blocks(chunk: Llama, device: Device) -> None:
 
 @torch.no_grad()
 def initialise(shards: list[Shard], plan: Plan) -> None:
-    """Fill the weights with values that depend on seed, name and position alone; rows that pad the vocabulary with zeros.
+    """Fill the weights with values that depend on seed, name and position alone; rows that pad the vocabulary with
+    zeros.
 
     With ``init_from`` the folder's weights take their place before the first step, so none are made.
     """

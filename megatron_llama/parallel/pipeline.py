@@ -1,7 +1,8 @@
 """Pipeline parallelism: megatron-core's schedules, driven with our model and our loss.
 
-The loss of a micro batch is the sum over its tokens divided by the tokens of the whole global batch, so that gradients need only
-be summed, whatever the layout (complaint 18 in many trackers: a mean of means weights short sequences more).
+The loss of a micro batch is the sum over its tokens divided by the tokens of the whole global batch, so that
+gradients need only be summed, whatever the layout (complaint 18 in many trackers: a mean of means weights short
+sequences more).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def run_schedule(
 ) -> torch.Tensor:
     """Forward (and, where ``train``, backward) over the micro batches of this rank.
 
-    ``total_tokens`` counts the tokens with loss in the global batch. Returns this rank's sum of token losses divided by it, fp32
-    scalar; zero on all but the last pipeline stage.
+    ``total_tokens`` counts the tokens with loss in the global batch. Returns this rank's sum of token losses divided
+    by it, fp32 scalar; zero on all but the last pipeline stage.
     """
     trainer = plan.config.trainer
 

@@ -16,7 +16,8 @@ from megatron_llama.train.loop import train
 
 
 def run_rank(plan: Plan) -> None:
-    """Run this process's part of the plan. RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which it is.
+    """Run this process's part of the plan. RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which
+    it is.
 
     Raises ConfigError, on all ranks alike, for data that can't be used; TrainingFault when training can't go on.
     """

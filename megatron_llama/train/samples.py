@@ -1,7 +1,7 @@
 """A few lines written by the model that was just trained, in whatever layout it is in.
 
-Each token is one forward pass over the whole sequence, at the run's own shapes: slow per token, but it needs no second model and
-no other layout, and a few dozen tokens take seconds.
+Each token is one forward pass over the whole sequence, at the run's own shapes: slow per token, but it needs no
+second model and no other layout, and a few dozen tokens take seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _TEMPERATURE = 0.7
 
 @torch.no_grad()
 def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
-    """The prompts of ``logging.sample_prompts``, each continued by ``logging.sample_tokens``. All ranks must call it."""
+    """The prompts of ``logging.sample_prompts``, each continued by ``logging.sample_tokens``. All ranks must call
+    it."""
     import sentencepiece
 
     tokenizer = plan.config.data.tokenizer

@@ -1,4 +1,5 @@
-"""Train a small Llama in any layout and bring back everything that the layout must not change, under Hugging Face's names."""
+"""Train a small Llama in any layout and bring back everything that the layout must not change, under Hugging Face's
+names."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ Tamper = Callable[[ParallelModel], None]
 
 
 def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tamper | None = None) -> Result:
-    """Train ``steps`` steps on ``world_size`` forked ranks. ``tamper`` may break the model on each rank after it is built."""
+    """Train ``steps`` steps on ``world_size`` forked ranks. ``tamper`` may break the model on each rank after it is
+    built."""
     plan = make_plan(world_size, *overrides)
     answers = run_ranks(_train, world_size, plan, steps, tamper)
     result = Result(losses=answers[0][0], norms=answers[0][1])

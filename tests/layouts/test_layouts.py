@@ -37,7 +37,12 @@ LAYOUTS = [
     ("tp2·dp2+sp, zero 2", 4, ["trainer.tp=2", "trainer.zero=2"], []),
     ("pp2·dp2, zero 3, tied", 4, ["trainer.pp=2", "trainer.zero=3"], [TIED]),
     ("tp2·pp2·dp2+sp, zero 1", 8, ["trainer.tp=2", "trainer.pp=2"], []),
-    ("tp2·pp2·dp2+sp, zero 3, tied, odd", 8, ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3"], [TIED, "model.vocab_size=61"]),
+    (
+        "tp2·pp2·dp2+sp, zero 3, tied, odd",
+        8,
+        ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3"],
+        [TIED, "model.vocab_size=61"],
+    ),
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
     ("tp2·pp2+sp, selective recompute", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=selective"], []),
@@ -71,7 +76,9 @@ def worst(result: Result, expected: Result) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layout", "model"), [case[1:] for case in LAYOUTS], ids=[case[0] for case in LAYOUTS])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "model"), [case[1:] for case in LAYOUTS], ids=[case[0] for case in LAYOUTS]
+)
 def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[str]) -> None:
     result, expected = run_layout(ranks, *layout, *model), oracle(*model)
     for name, tensor in expected.initial.items():
@@ -80,7 +87,9 @@ def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[st
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
-@pytest.mark.parametrize(("ranks", "layout", "model"), [case[1:] for case in BITWISE], ids=[case[0] for case in BITWISE])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "model"), [case[1:] for case in BITWISE], ids=[case[0] for case in BITWISE]
+)
 def test_same_order_of_sums_gives_the_same_bits(ranks: int, layout: list[str], model: list[str]) -> None:
     assert set(worst(run_layout(ranks, *layout, *model), oracle(*model)).values()) == {0.0}
 
@@ -91,7 +100,8 @@ def test_first_loss_under_pp_is_bitwise_equal() -> None:
 
 
 def test_tensor_parallel_ranks_hold_different_shards() -> None:
-    # The best-known small 3D trainer gives all tensor-parallel ranks the same random shard and trains a half-width model.
+    # The best-known small 3D trainer gives all tensor-parallel ranks the same random shard and trains a half-width
+    # model.
     weights = oracle().initial
     for name, tensor in weights.items():
         if tensor.dim() == 2:
@@ -115,11 +125,18 @@ def test_every_weight_moves_in_a_step() -> None:
             assert not torch.equal(before, result.weights[name]), f"{name} did not move"
 
 
-@pytest.mark.parametrize("layout", [["trainer.tp=2"], ["trainer.pp=2"], ["trainer.zero=3"]], ids=lambda layout: layout[0])
+@pytest.mark.parametrize(
+    "layout", [["trainer.tp=2"], ["trainer.pp=2"], ["trainer.zero=3"]], ids=lambda layout: layout[0]
+)
 def test_bf16_within_its_precision(layout: list[str]) -> None:
-    # bf16 keeps 8 bits, so sums in another order round differently. How much that may be is measured, not guessed: a layout
-    # may be no further from the one-process bf16 run than that run is from fp32, where each value is rounded once or more.
-    result, expected, exact = run_layout(2, *layout, "trainer.precision=bf16"), oracle("trainer.precision=bf16"), oracle()
+    # bf16 keeps 8 bits, so sums in another order round differently. How much that may be is measured, not guessed: a
+    # layout may be no further from the one-process bf16 run than that run is from fp32, where each value is rounded
+    # once or more.
+    result, expected, exact = (
+        run_layout(2, *layout, "trainer.precision=bf16"),
+        oracle("trainer.precision=bf16"),
+        oracle(),
+    )
     differences, roundings = worst(result, expected), worst(expected, exact)
     assert roundings["first_grads"] > 1e-4  # bf16 really is at work
     for kind in ("losses", "norms", "first_grads"):

@@ -63,7 +63,9 @@ def norms_count_copies(model: ParallelModel) -> None:
 
 def no_causal_mask(model: ParallelModel) -> None:
     attention = llama.F.scaled_dot_product_attention
-    llama.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: attention(q, k, v, enable_gqa=enable_gqa)
+    llama.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: attention(
+        q, k, v, enable_gqa=enable_gqa
+    )
 
 
 BROKEN = [
@@ -84,7 +86,9 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("tamper", "ranks", "layout", "model"), BROKEN, ids=[f"{case[0].__name__}-{case[1]}" for case in BROKEN]
 )
-def test_oracle_goes_red(tamper: Callable[[ParallelModel], None], ranks: int, layout: list[str], model: list[str]) -> None:
+def test_oracle_goes_red(
+    tamper: Callable[[ParallelModel], None], ranks: int, layout: list[str], model: list[str]
+) -> None:
     expected = oracle(*model)
     try:
         result = run_layout(ranks, *layout, *model, tamper=tamper)

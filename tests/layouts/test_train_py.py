@@ -41,7 +41,9 @@ LAYOUTS = {
 def run_train_py(folder: Path, *overrides: str, timeout: float = 120) -> tuple[int, str]:
     """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
     output = folder.with_suffix(".txt")
-    worker = multiprocessing.get_context("fork").Process(target=_train_py, args=(output, [*overrides, f"run.dir={folder}"]))
+    worker = multiprocessing.get_context("fork").Process(
+        target=_train_py, args=(output, [*overrides, f"run.dir={folder}"])
+    )
     worker.start()
     worker.join(timeout)
     if worker.is_alive():

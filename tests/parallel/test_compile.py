@@ -19,7 +19,9 @@ def test_compiled_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = run_layout(2, *ONE_BLOCK, "trainer.compile=true", steps=2)
     differences = worst(compiled, run_layout(2, *ONE_BLOCK, steps=2))
     assert all(difference <= 1e-5 for difference in differences.values()), differences
-    assert any(difference > 0 for difference in differences.values()), "fused kernels round differently: did it compile?"
+    assert any(difference > 0 for difference in differences.values()), (
+        "fused kernels round differently: did it compile?"
+    )
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
