@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.checkpoint import state as contents
+from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.files import Damaged
 from megatron_llama.checkpoint.folder import clean, folder_name, saved_steps, set_aside
 from megatron_llama.checkpoint.huggingface import open_hf_folder
@@ -87,6 +88,12 @@ class Checkpointer:
         if self.plan.config.checkpoint.save_last:
             self._save(step)
         self.saver.wait()
+
+    def export(self) -> None:
+        """Write the run's last checkpoint as a Hugging Face folder, on rank 0, where that was asked for."""
+        if self.plan.config.checkpoint.export_hf and self.topology.rank == 0:
+            made = export(find_checkpoint(self.checkpoints), self.checkpoints.with_name("hf"))
+            self._tell(f"exported to {made.folder}, {made.dtype}")
 
     def _start_from(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder; raises ConfigError on all ranks where they can't be used."""

@@ -128,6 +128,12 @@ class TrainerConfig:
     """torch.compile each block; on CPU this needs a C++ compiler."""
     deterministic: bool = False
     """Refuse operations whose result can differ between two identical runs."""
+    skip_nonfinite_steps: int = 0
+    """Steps that may be left out because loss or gradient is no number; the next one stops the run."""
+    hang_timeout_seconds: float | None = 1800.0
+    """Seconds without progress after which every rank's stacks are printed and the job fails; none waits for ever."""
+    max_restarts: int = 0
+    """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: int | None = None
     """Steps between validations; none means never."""
     val_steps: int = 4
@@ -203,6 +209,8 @@ class CheckpointConfig:
     """auto goes on from the newest good checkpoint in run.dir, never starts anew, a path loads that checkpoint."""
     save_last: bool = True
     """Save the last step."""
+    export_hf: bool = False
+    """When the run has finished, also write it as a Hugging Face folder to <run.dir>/hf."""
     asynchronous: bool = True
     """Write beside training, which waits only for a copy to host memory, as large as weights and optimizer."""
 

@@ -138,10 +138,13 @@ LIMITS: Mapping[str, Limit] = {
         1,
     ),
     **_at_least(
-        "trainer.steps trainer.seed optim.min_lr optim.warmup_steps optim.constant_steps optim.weight_decay", 0
+        "trainer.steps trainer.seed trainer.skip_nonfinite_steps trainer.max_restarts optim.min_lr optim.warmup_steps "
+        "optim.constant_steps optim.weight_decay",
+        0,
     ),
     **_above_zero(
-        "model.rms_norm_eps model.rope_theta model.initializer_range model.rope_scaling.low_freq_factor "
+        "trainer.hang_timeout_seconds model.rms_norm_eps model.rope_theta model.initializer_range "
+        "model.rope_scaling.low_freq_factor "
         "model.rope_scaling.high_freq_factor optim.lr optim.eps optim.clip device.peak_tflops device.memory_gib"
     ),
     "optim.betas": Limit(_good_betas, "must be two numbers, each at least 0 and below 1"),

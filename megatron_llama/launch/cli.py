@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_llama.launch.world import Place
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-EXIT_USER = 2
+EXIT_FAILED, EXIT_USER = 1, 2
 # A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
 CONSEQUENCE_DELAY_SECONDS = 8.0
 
@@ -185,13 +185,29 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
             if work is run_one_rank:
                 import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
         with run_dir.outputs(folder) as output_dir:
-            return start_ranks(
+            start = partial(
+                start_ranks,
                 partial(work, plan),
                 plan.world_size,
                 fork=device.forkable,
                 environment=environment,
                 output_dir=output_dir,
             )
+            return _with_restarts(plan, start)
+
+
+def _with_restarts(plan: Plan, start: Callable[[], int]) -> int:
+    """Starts a run that fails again, as often as trainer.max_restarts allows; returns the last exit status."""
+    allowed = plan.config.trainer.max_restarts
+    for restart in range(1, allowed + 1):
+        status = start()
+        if status != EXIT_FAILED:
+            return status
+        sys.stderr.write(f"\nStarting again, {restart} of {allowed} times, from the newest checkpoint.\n\n")
+        sys.stderr.flush()
+        if plan.config.checkpoint.resume == "never":  # that was about the first start
+            plan.config.checkpoint.resume = "auto"
+    return start()
 
 
 def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]) -> int:

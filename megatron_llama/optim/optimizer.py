@@ -42,6 +42,11 @@ class Optimizer:
         self.model.zero_grad()
         self.scheduler.step()
 
+    def skip(self) -> None:
+        """Forget the gradients and move the schedule on, leaving the weights alone."""
+        self.model.zero_grad()
+        self.scheduler.step()
+
     @property
     def lr(self) -> float:
         """The learning rate of the coming step."""

@@ -20,8 +20,9 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.topology import Topology
 from megatron_llama.train.metrics import MetricsLogger, Peak
 from megatron_llama.train.samples import continue_prompts
-from megatron_llama.train.sanity import check_copies, check_every_gradient, check_finite
+from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import STOPPED, StopSignals
+from megatron_llama.train.watchdog import Watchdog
 
 
 def train(
@@ -36,10 +37,13 @@ def train(
     first = checkpointer.resume() + 1
     check_copies(model.shards)
     peak = measured_peak(plan, device, model.device)
-    with StopSignals() as signals, _logger(plan, topology, peak, first - 1) as logger:
+    finite = FiniteCheck(trainer.skip_nonfinite_steps)
+    watchdog = _watchdog(plan, topology)
+    with StopSignals() as signals, watchdog, _logger(plan, topology, peak, first - 1) as logger:
         for step in range(first, trainer.steps + 1):
+            watchdog.beat(f"step {step}")
             start = time.perf_counter()
-            metrics = training_step(step, plan, model, optimizer, data.train)
+            metrics = training_step(step, plan, model, optimizer, data.train, finite)
             device.synchronize()
             metrics["step_time_s"] = time.perf_counter() - start
             metrics["peak_memory_bytes"] = device.peak_memory_bytes()
@@ -51,19 +55,22 @@ def train(
                 logger.log_step(metrics)
             if checkpointer.after_step(step, signals.asked):
                 raise SystemExit(STOPPED)
+        watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))
         check_copies(model.shards)
         samples = continue_prompts(plan, model)
         if logger is not None:
             logger.finish(samples)
+    checkpointer.export()
 
 
 def training_step(
-    step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches
+    step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches, finite: FiniteCheck
 ) -> dict[str, float]:
     """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
 
-    Raises TrainingFault, before the weights are touched, when loss or gradient norm is not finite.
+    Raises TrainingFault, before the weights are touched, when loss or gradient norm is not finite and ``finite`` allows
+    no skip.
     """
     size = plan.config.trainer.global_batch_size
     loss = model.forward_backward(batches.at((step - 1) * size))
@@ -78,8 +85,10 @@ def training_step(
         "lr": optimizer.lr,
         "gradient_norm": norm.item(),
     }
-    check_finite(step, metrics["reduced_train_loss"], metrics["gradient_norm"])
-    optimizer.step(norm)
+    if finite.passes(step, metrics["reduced_train_loss"], metrics["gradient_norm"], model.shards):
+        optimizer.step(norm)
+    else:
+        optimizer.skip()
     return metrics
 
 
@@ -102,6 +111,12 @@ def measured_peak(plan: Plan, device: Device, torch_device: torch.device) -> Pea
     mean = torch.tensor(flops, device=torch_device)
     dist.all_reduce(mean)
     return Peak(mean.item() / plan.world_size, source)
+
+
+def _watchdog(plan: Plan, topology: Topology) -> Watchdog:
+    assert plan.config.run.dir is not None
+    folder = Path(plan.config.run.dir) / "hang"
+    return Watchdog(plan.config.trainer.hang_timeout_seconds, topology.rank, topology.world_size, folder)
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""Checks that cost little and catch what would otherwise train on quietly: a weight without gradient, copies drifting apart."""
+"""Checks that cost little and catch what would otherwise train on quietly: a weight without gradient, copies drifting
+apart."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,12 +18,41 @@ class TrainingFault(RuntimeError):
     """Training can't go on; the weights are as the last good step left them."""
 
 
-def check_finite(step: int, loss: float, norm: float) -> None:
-    """Stop before the optimizer touches the weights when the loss or the gradient norm is no number."""
-    if not math.isfinite(loss):
-        raise TrainingFault(f"step {step}: the loss is {loss}; the weights were not updated")
-    if not math.isfinite(norm):
-        raise TrainingFault(f"step {step}: the gradient norm is {norm} (loss {loss:.4f}); the weights were not updated")
+class FiniteCheck:
+    """Stops a run, or leaves steps out, before the optimizer touches the weights with something that is no number."""
+
+    def __init__(self, skips: int) -> None:
+        self.skips = skips
+        """Steps that may still be left out."""
+
+    def passes(self, step: int, loss: float, norm: float, shards: Sequence[Shard]) -> bool:
+        """False for a step that must be left out. All ranks must call it, with the same numbers.
+
+        Raises TrainingFault, on all ranks, when no more steps may be left out; it names ranks and layers.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            return True
+        fault = f"step {step}: the loss is {loss:.4g} and the gradient norm {norm:.4g}; {_not_finite(shards)}"
+        if self.skips == 0:
+            raise TrainingFault(f"{fault}; the weights were not updated")
+        self.skips -= 1
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"left out {fault}; {self.skips} more may be left out\n")
+        return False
+
+
+def _not_finite(shards: Sequence[Shard]) -> str:
+    """Which ranks hold weights or gradients that are no numbers, and the first of them. All ranks must call it."""
+    found = [f"the weight {s.name}" for s in shards if not s.local.isfinite().all()]
+    found = found or [f"the gradient of {s.name}" for s in shards if s.grad is not None and not s.grad.isfinite().all()]
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, found)
+    said = [
+        f"rank {rank}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} not finite"
+        for rank, names in enumerate(everyones)
+        if names
+    ]
+    return ", ".join(said) or "every weight and gradient is finite by itself"
 
 
 def check_every_gradient(shards: Sequence[Shard]) -> None:
@@ -41,7 +72,9 @@ def check_copies(shards: Sequence[Shard]) -> None:
         for shard in shards
         for piece in shard.pieces
     }
-    everyones: list[dict[tuple[str, tuple[int, ...], tuple[int, ...]], str]] = [{} for _ in range(dist.get_world_size())]
+    everyones: list[dict[tuple[str, tuple[int, ...], tuple[int, ...]], str]] = [
+        {} for _ in range(dist.get_world_size())
+    ]
     dist.all_gather_object(everyones, mine)
     first: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, str]] = {}
     for rank, rectangles in enumerate(everyones):

@@ -1,0 +1,70 @@
+"""A hang becomes a failure that explains itself: every rank's Python stacks are printed, and the job ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+EXIT_HUNG = 1
+# Between a rank's own stacks and the end of its process: the others get to theirs, and rank 0 prints them all.
+_GATHER_SECONDS = 1.5
+# Where not even this module's thread can run, because something holds the interpreter, the C library's timer ends it.
+_GRACE_SECONDS = 10.0
+
+
+class Watchdog:
+    """Runs in a thread for the time of a ``with`` block; ``beat`` says that this rank gets on. None watches nothing."""
+
+    def __init__(self, timeout_seconds: float | None, rank: int, world_size: int, folder: Path) -> None:
+        self.timeout, self.rank, self.world_size, self.folder = timeout_seconds, rank, world_size, folder
+        self._phase, self._since = "the start", time.monotonic()
+        self._ended = threading.Event()
+
+    def beat(self, phase: str) -> None:
+        """Progress: what begins now is ``phase``."""
+        self._phase, self._since = phase, time.monotonic()
+        if self.timeout is not None:
+            faulthandler.dump_traceback_later(self.timeout + _GRACE_SECONDS, exit=True, file=2)
+
+    def __enter__(self) -> Watchdog:
+        self.beat("the first step")
+        if self.timeout is not None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        assert self.timeout is not None
+        while not self._ended.wait(min(1.0, self.timeout / 10)):
+            if time.monotonic() - self._since > self.timeout:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Print the stacks of all ranks that can be reached, and end this process."""
+        name = f"rank_{self.rank:05d}.txt"
+        self.folder.mkdir(exist_ok=True)
+        with open(self.folder / name, "w", encoding="utf-8") as file:
+            file.write(f"rank {self.rank}: no progress for {self.timeout:g} s, in {self._phase}. Its stacks:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        time.sleep(_GATHER_SECONDS)
+        if self.rank == 0:
+            for path in sorted(self.folder.glob("rank_*.txt")):
+                sys.stderr.write(f"\n{path.read_text(encoding='utf-8')}")
+            late = self.world_size - len(list(self.folder.glob("rank_*.txt")))
+            if late:
+                sys.stderr.write(f"\n{late} of {self.world_size} ranks could not say where they are\n")
+            sys.stderr.flush()
+        else:
+            time.sleep(_GATHER_SECONDS)
+        os._exit(EXIT_HUNG)

@@ -1,0 +1,102 @@
+"""Whole runs as a user starts them, in a process forked from this one: it has imported everything already."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import megatron_llama.train  # noqa: F401  imported before the fork
+from megatron_llama.checkpoint.export import find_checkpoint
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.storage import rows_of
+from megatron_llama.config import Plan
+from megatron_llama.launch import main
+from tests.checkpoint.runner import SMALL
+
+QUIET = ("device.peak_tflops=0.01", "logging.tensorboard=false")
+STATUS_LOST = -1
+
+
+class Job:
+    """``python train.py`` with these arguments; ``work`` takes the place of what a rank does."""
+
+    def __init__(self, run_dir: Path, *overrides: str, work: Callable[[Plan], None] | None = None) -> None:
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.output = run_dir.with_name(run_dir.name + ".out")
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = STATUS_LOST
+            try:
+                with self.output.open("ab") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                sys.stdout, sys.stderr = (
+                    open(1, "w", closefd=False),
+                    open(2, "w", buffering=1, closefd=False),
+                )  # not pytest's
+                torch.set_num_threads(1)
+                status = main([*SMALL, *QUIET, f"run.dir={run_dir}", *overrides], work)
+            finally:
+                os._exit(status)
+
+    def wait(self, timeout: float = 90) -> int:
+        """The exit status; negative for a signal. Ends the job, and fails, when it takes too long."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        self.kill()
+        raise AssertionError(f"no end within {timeout} s:\n{self.said}")
+
+    def kill(self) -> None:
+        """kill -9, and wait until its ranks have gone too: they hold the folder's lock until then."""
+        os.kill(self.pid, 9)
+        os.waitpid(self.pid, 0)
+        lock = self.run_dir / ".lock"
+        if lock.exists():
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+
+    def until(self, condition: Callable[[], bool], timeout: float = 60) -> None:
+        """Return when ``condition`` is true."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"never came to it:\n{self.said}"
+            assert os.waitpid(self.pid, os.WNOHANG)[0] == 0, f"ended before:\n{self.said}"
+            time.sleep(0.02)
+
+    @property
+    def said(self) -> str:
+        """What it printed."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) of each whole line of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(record["step"], record["reduced_train_loss"]) for record in records]
+
+
+def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint."""
+    stored = read_manifest(find_checkpoint(run_dir)).stored
+    return {name: rows_of(stored, name, 0, tensor.shape[0]) for name, tensor in stored.tensors.items()}
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Files and folders of a run that only exist while something is written."""
+    return [str(path) for path in run_dir.rglob("*") if path.name.startswith(".") and path.name != ".lock"]
