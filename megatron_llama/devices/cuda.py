@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import Device
@@ -26,6 +28,15 @@ _PEAKS = (
 )
 
 
+# Where a driver shows itself on Linux: a GPU of its own, one lent by Windows, a Jetson's.
+_DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+
+
+def _driver_present() -> bool:
+    """Whether to ask torch at all: importing it takes seconds, and most login nodes have no GPU."""
+    return sys.platform != "linux" or any(os.path.exists(path) for path in _DRIVER_FILES)
+
+
 class Cuda(Device):
     """One rank per visible GPU."""
 
@@ -35,6 +46,8 @@ class Cuda(Device):
     forkable = False  # a CUDA context does not survive a fork
 
     def probe(self) -> str | None:
+        if not _driver_present():
+            return "this machine has no NVIDIA driver"
         import torch
 
         if torch.version.cuda is None:
