@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import Plan, parameters
+from megatron_llama.train.records import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,8 +31,6 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 def draw_run(plan: Plan, run_dir: Path) -> Path | None:
     """Draws ``loss.png`` of a run from its metrics.jsonl; returns where it is, None where there is nothing to draw."""
-    from megatron_llama.train.metrics import METRICS_FILE, read_metrics
-
     records = read_metrics(run_dir / METRICS_FILE)
     if not records:
         return None

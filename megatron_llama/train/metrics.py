@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +13,10 @@ from typing import Any
 
 from megatron_llama.config import Plan
 from megatron_llama.plan.flops import flops_per_token, mfu
+from megatron_llama.train.curve import draw_run
 from megatron_llama.train.progress import Progress
+from megatron_llama.train.records import METRICS_FILE, cut_back, read_metrics
 
-METRICS_FILE = "metrics.jsonl"
 # The order in which they stand in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (
     "step",
@@ -92,8 +92,6 @@ class MetricsLogger:
 
     def finish(self, samples: Sequence[str] = ()) -> None:
         """Draws the loss curve and says what came out and where it is."""
-        from megatron_llama.train.curve import draw_run
-
         self._progress.stop()
         picture = draw_run(self.plan, self.run_dir)
         self._progress.summary(self.plan, self.run_dir, self.peak, read_metrics(self._path), samples, picture)
@@ -116,46 +114,6 @@ class MetricsLogger:
         together = {**measured, **derived}
         names = [*EVERY_STEP, *(name for name in SOME_STEPS if name in together)]
         return {name: _finite(together[name]) for name in names}
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in a metrics.jsonl; a last line that is only half written is left out."""
-    return [record for record, _ in _records(path)]
-
-
-def cut_back(path: Path, step: int) -> None:
-    """Leaves in a metrics.jsonl what was logged up to ``step``, so that each step will stand in it once.
-
-    All later lines go, and a line that a kill left half written. The file is replaced as a whole, or not at all.
-    """
-    if not path.exists():
-        return
-    kept = b"".join(line for record, line in _records(path) if record["step"] <= step)
-    if kept == path.read_bytes():
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Each whole line of a metrics.jsonl, read and as it stands; a bad one is an error, unless it is the last."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("no end of line")
-            record = json.loads(line)
-            if not isinstance(record, dict) or "step" not in record:
-                raise ValueError("no step in it")
-        except ValueError as error:
-            if number == len(lines):
-                return
-            raise ValueError(f"{path}, line {number}: not a line of metrics ({error})") from None
-        yield record, line
 
 
 def _finite(value: Value) -> Value:

@@ -47,6 +47,7 @@ def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: i
         chosen = torch.full((len(prompts),), -1, dtype=torch.int64)
         if logits is not None:  # the last pipeline stage; its tensor-parallel ranks all choose the same
             whole = gather_from_tensor_model_parallel_region(logits).cpu()[lengths - 1, rows]
+            whole = whole[:, : plan.model.vocab_size]  # the draw would depend on how many columns pad the vocabulary
             probabilities = torch.softmax(whole.float() / _TEMPERATURE, dim=-1)
             chosen = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         chosen = chosen.to(model.device)

@@ -1,0 +1,143 @@
+"""What devices say of themselves, and that nobody else speaks of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.config import resolve
+from megatron_llama.devices import cpu, cuda, get_device
+from tests.config.helpers import make
+
+PACKAGE = Path(__file__).parents[2] / "megatron_llama"
+# Where a device's name may stand in code: the devices, the list of choices, the planner's table of hardware.
+MAY_NAME_DEVICES = ("devices/", "config/settings.py", "plan/hardware.py")
+
+
+def test_an_unknown_device_is_told_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"unknown device 'tpu': choose one of auto, cpu, cuda"):
+        get_device("tpu")
+
+
+@pytest.mark.parametrize(("version", "reason"), [(None, "was built without CUDA"), ("13.0", "finds no NVIDIA GPU")])
+def test_a_device_that_is_not_there_says_why(version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_driver_present", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"device=cuda can't be used here: .*{reason}"):
+        get_device("cuda")
+    assert get_device("auto").name == "cpu"
+
+
+def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_DRIVER_FILES", ("/no/such/file",))
+    monkeypatch.setattr(cuda.sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was asked"))
+    assert get_device("auto").name == "cpu"
+
+
+def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.DEVICE.__class__, "probe", lambda self: None)
+    assert get_device("auto").name == "cuda" and get_device("cpu").name == "cpu"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1073741824\n", 1 << 30), ("max\n", None), (None, None)])
+def test_memory_of_a_container_is_its_limit(
+    limit: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "memory.max"
+    if limit is not None:
+        file.write_text(limit)
+    monkeypatch.setattr(cpu, "Path", lambda name: file)
+    monkeypatch.setattr(cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.__getitem__)
+    assert get_device("cpu").memory_bytes() == (expected or 4096 << 20)
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(cpu.Cpu, "count", lambda self: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    device = get_device("cpu")
+    for world in (1, 3, 16):
+        assert device.environment(resolve(make(**{"trainer.global_batch_size": 48}), world)) == {
+            "OMP_NUM_THREADS": str(max(1, 8 // world))
+        }
+        assert device.enter(0, world) == torch.device("cpu")
+    assert threads == [8, 2, 1]
+
+
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", "my-compiler")
+    assert "my-compiler is not there" in (get_device("cpu").compiler_missing() or "")
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: "/usr/bin/" + name)
+    assert get_device("cpu").compiler_missing() is None
+
+
+@pytest.mark.parametrize(
+    ("model", "bf16", "fp32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989, 67),
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H200", 989, 67),
+        ("NVIDIA GB200", 2450, 80),
+        ("NVIDIA B200", 2250, 75),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+    ],
+)
+def test_peaks_by_name(model: str, bf16: float, fp32: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: model)
+    assert cuda.DEVICE.peak_flops("bf16")[0] == bf16 * 1e12
+    assert cuda.DEVICE.peak_flops("fp32")[0] == fp32 * 1e12
+    assert "data sheet" in cuda.DEVICE.peak_flops("bf16")[1]
+
+
+def test_an_unknown_gpu_has_no_peak_but_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
+    assert cuda.DEVICE.peak_flops("bf16") == (0.0, "unknown for NVIDIA T4: set device.peak_tflops to see MFU")
+
+
+def test_variables_of_a_gpu_follow_from_the_layout() -> None:
+    plain = cuda.DEVICE.environment(resolve(make(), 1))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
+    full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2))
+    assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_nobody_else_names_a_device() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE).as_posix()
+        if not place.startswith(MAY_NAME_DEVICES):
+            assert not list(device_names(path.read_text(encoding="utf-8"))), f"{place} knows a device"
+
+
+@pytest.mark.parametrize(
+    "line", ["x = torch.cuda.Event()", "if kind == 'cuda': pass", "import torch_neuronx", "a.hpu()"]
+)
+def test_a_device_name_would_be_seen(line: str) -> None:
+    assert list(device_names(f'"""About cuda."""\n{line}\n'))
+    assert not list(device_names('"""About cuda."""\nthroughput = 1\n'))
+
+
+def device_names(source: str) -> Iterator[str]:
+    """Names and strings of the code that speak of a device; documentation may."""
+    tree = ast.parse(source)
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        words: list[object] = []
+        if isinstance(node, ast.Constant) and id(node) not in documentation:
+            words = [node.value]
+        elif isinstance(node, ast.Name):
+            words = [node.id]
+        elif isinstance(node, ast.Attribute):
+            words = [node.attr]
+        elif isinstance(node, ast.alias):
+            words = [node.name]
+        yield from (w for w in words if isinstance(w, str) and re.search(r"cuda|neuron|(?<![a-z])hpu", w.lower()))

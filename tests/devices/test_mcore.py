@@ -1,0 +1,214 @@
+"""Every CUDA call in the parts of megatron-core that we use is accounted for; a new one upstream fails here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.devices.mcore import ROUTED, route
+from megatron_llama.parallel import groups
+from tests.layouts.runner import run_layout
+from tests.ranks import RankFailed, run_ranks
+
+# Beside those that route() patches, the modules whose functions our runs enter.
+ENTERED = (
+    "megatron.core.model_parallel_config",
+    "megatron.core.parallel_state",
+    "megatron.core.pipeline_parallel.utils",
+    "megatron.core.process_groups_config",
+    "megatron.core.tensor_parallel.cross_entropy",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.transformer_config",
+    "megatron.core.transformer.utils",
+    "megatron.core.datasets.blended_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.blended_megatron_dataset_config",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+    "megatron.core.datasets.indexed_dataset",
+    "megatron.core.datasets.megatron_dataset",
+    "megatron.core.datasets.utils",
+)
+# What route() replaces in the modules that it patches.
+REPLACED = ("torch.cuda.current_device", "torch.cuda.synchronize", 'torch.zeros(device="cuda")')
+DECORATOR = "marks a backward for autocast, which we don't use; needs no device"
+RANDOM = "states of random generators for dropout, which Llama does not have"
+TIMER = "measures stragglers; only when started"
+OVERLAP = "two streams for overlapped expert parallelism; only where that schedule is chosen"
+# (module, beginning of the function's name; none: outside all functions) of calls that do no harm elsewhere: why.
+ACCOUNTED = {
+    ("tensor_parallel.layers", ""): DECORATOR,
+    ("tensor_parallel.random", ""): RANDOM,
+    ("pipeline_parallel.schedules", "forward_step"): "autocast, only with enable_autocast",
+    ("tensor_parallel.random", "_get_cuda_rng_state"): RANDOM,
+    ("tensor_parallel.random", "_set_cuda_rng_state"): RANDOM,
+    ("tensor_parallel.random", "CudaRNGStatesTracker."): RANDOM,
+    ("tensor_parallel.random", "model_parallel_cuda_manual_seed"): RANDOM,
+    ("utils", "GlobalSymmetricMemoryBuffer."): "NVLink buffers, only for inference",
+    ("utils", "check_param_hashes_across_dp_replicas"): "train/sanity.py has its own check of copies",
+    ("utils", "local_multi_tensor_l2_norm"): "optim/norm.py has its own norm",
+    ("utils", "StragglerDetector."): TIMER,
+    ("utils", "get_batch_on_this_hybrid_cp_rank"): "context parallelism, which we don't have",
+    ("utils", "get_batch_on_this_tp_rank"): "every rank reads its own samples (data/batches.py)",
+    ("utils", "nvtx_range_"): "profiler marks, only when switched on",
+    ("parallel_state", "update_pg_timeout"): "never called",
+    ("parallel_state", "initialize_model_parallel"): "only with use_sharp, for InfiniBand switches",
+    (
+        "datasets.blended_megatron_dataset_builder",
+        "BlendedMegatronDatasetBuilder._build_megatron_datasets_parallel",
+    ): "data/indexed.py replaces this method",
+    ("pipeline_parallel.utils", "ScheduleNode."): OVERLAP,
+    ("pipeline_parallel.utils", "set_streams"): OVERLAP,
+    ("pipeline_parallel.utils", "get_comp_stream"): OVERLAP,
+    ("transformer.transformer_config", "_validate_dsa_kernel_backend_dependencies"): "sparse attention of other models",
+    ("transformer.utils", "get_default_causal_mask"): "scaled_dot_product_attention is causal without a mask",
+    ("transformer.utils", "get_sliding_window_causal_mask"): "Llama has no sliding window",
+    ("transformer.utils", "cat_with_oom_fallback"): "checkpoints of its own format; ours are in checkpoint/",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A use of CUDA."""
+
+    module: str
+    """Without ``megatron.core.``."""
+    function: str
+    what: str
+
+    def is_accounted(self) -> bool:
+        if f"megatron.core.{self.module}" in ROUTED and self.what in REPLACED:
+            return True
+        return any(
+            module == self.module and (self.function.startswith(name) if name else not self.function)
+            for module, name in ACCOUNTED
+        )
+
+
+class Finder(ast.NodeVisitor):
+    """Collects ``torch.cuda.*``, names from torch.cuda, ``.cuda()`` and "cuda" as a device."""
+
+    def __init__(self, module: str) -> None:
+        self.module, self.inside, self.found = module, [], set()  # type: ignore[var-annotated]
+
+    def add(self, what: str) -> None:
+        self.found.add(Call(self.module, ".".join(self.inside), what))
+
+    def enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self.inside.append(node.name)
+        self.generic_visit(node)
+        self.inside.pop()
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = enter
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if (node.module or "").startswith("torch.cuda") or any(name.name == "cuda" for name in node.names):
+            self.add(ast.unparse(node))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        text = ast.unparse(node)
+        if text.startswith("torch.cuda."):
+            self.add(text)
+        else:
+            self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and node.value.partition(":")[0] == "cuda":
+            self.add(repr(node.value))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        devices = [k.value for k in node.keywords if k.arg == "device"]
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            self.add(".cuda()")
+        if ast.unparse(node.func) == "torch.zeros" and [ast.unparse(d) for d in devices] == ["'cuda'"]:
+            self.add('torch.zeros(device="cuda")')
+            node.keywords = [k for k in node.keywords if k.arg != "device"]
+        self.generic_visit(node)
+
+
+def calls_in(source: str, module: str) -> set[Call]:
+    finder = Finder(module)
+    finder.visit(ast.parse(source))
+    return finder.found
+
+
+def installed_calls() -> Iterator[Call]:
+    for name in (*ROUTED, *ENTERED):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None, f"megatron-core has no {name} any more"
+        yield from calls_in(Path(spec.origin).read_text(encoding="utf-8"), name.removeprefix("megatron.core."))
+
+
+def test_every_cuda_call_is_accounted_for() -> None:
+    unknown = sorted({str(call) for call in installed_calls() if not call.is_accounted()})
+    assert not unknown, "route them in devices/mcore.py, or say in ACCOUNTED why they never run:\n" + "\n".join(unknown)
+
+
+def test_what_is_routed_is_there() -> None:
+    # Were the calls gone, or spelled in a way that the finder does not see, the test above would say nothing.
+    found = set(installed_calls())
+    for module in ("tensor_parallel.mappings", "pipeline_parallel.p2p_communication", "utils"):
+        assert any(c.module == module and c.what == "torch.cuda.current_device" for c in found), module
+    assert any(c.module == "pipeline_parallel.schedules" and c.what == 'torch.zeros(device="cuda")' for c in found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = torch.cuda.Stream()",
+        "x = y.cuda()",
+        "x = torch.ones(1, device='cuda')",
+        "x = torch.device('cuda:0')",
+        "torch.zeros(1).to('cuda')",
+        "from torch.cuda import nvtx",
+        "from torch import cuda",
+        "torch.cuda.memory.reset()",
+    ],
+)
+def test_a_new_call_would_be_seen(line: str) -> None:
+    for module in ("pipeline_parallel.schedules", "parallel_state"):
+        source = f"def new_function():\n    {line}\n"
+        calls = calls_in(source, module)
+        assert calls and not any(call.is_accounted() for call in calls)
+
+
+def test_torch_itself_is_left_alone() -> None:
+    run_ranks(_routed, 1)
+
+
+def _routed(rank: int) -> None:
+    before = dict(torch.cuda.__dict__), torch.zeros
+    mappings, schedules = (importlib.import_module(ROUTED[index]) for index in (1, 3))
+    route(torch.device("cuda"))
+    assert mappings.torch is torch and schedules.torch is torch, "on CUDA there is nothing to route"
+    route(torch.device("cpu"))
+    assert (dict(torch.cuda.__dict__), torch.zeros) == before
+    for name in ROUTED:
+        routed = importlib.import_module(name).torch
+        assert routed is not torch and routed.cuda.current_device() == torch.device("cpu")
+        assert routed.zeros([], device="cuda").device.type == routed.zeros(2).device.type == "cpu"
+        routed.cuda.synchronize()
+        assert routed.nn is torch.nn and routed.Tensor is torch.Tensor
+
+
+LAYOUTS = {
+    "sequence parallel": ["trainer.tp=2"],
+    "pipeline": ["trainer.pp=2"],
+    "interleaved pipeline": ["trainer.pp=2", "trainer.vpp=2"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_nothing_but_the_route_makes_it_work(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with CUDA at hand megatron-core's own calls go through")
+    monkeypatch.setattr(groups, "route", lambda device: None)
+    with pytest.raises(RankFailed, match="(?i)cuda|nvidia"):
+        run_layout(2, *layout, steps=1)
+    # That it works with the route is what tests/layouts shows.

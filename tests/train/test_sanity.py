@@ -1,0 +1,164 @@
+"""The checks that run with training, validation, and the samples at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.config import Plan
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.topology import build_topology
+from megatron_llama.train.loop import training_step, validate
+from megatron_llama.train.samples import continue_prompts
+from megatron_llama.train.sanity import FiniteCheck, TrainingFault, check_copies, check_every_gradient
+from tests.data.files import train_tokenizer
+from tests.layouts.runner import RaggedSamples, make_plan
+from tests.model.llamas import CPU
+from tests.ranks import run_ranks
+
+
+def on_ranks(function: Any, world: int, plan: Plan, *args: Any) -> list[Any]:
+    """``function(plan, model, *args)`` on each rank of the plan's layout."""
+    return run_ranks(_with_model, world, function, plan, args)
+
+
+def _with_model(rank: int, function: Any, plan: Plan, args: tuple[Any, ...]) -> Any:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        return function(plan, build_model(plan, topology, get_device("cpu"), CPU), *args)
+
+
+def batches_of(plan: Plan, model: ParallelModel) -> Batches:
+    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+    return Batches(samples, plan, build_topology(plan, torch.distributed.get_rank()), model.device)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "trainer.tp=2"), (2, "trainer.zero=0"), (4, "trainer.tp=4")])
+def test_a_copy_that_drifted_is_named(world: int, layout: str) -> None:
+    name = (
+        "self_attn.k_proj" if world == 4 else "norm.weight"
+    )  # kv heads are copied, and norms under tp, and all at zero 0
+    for message in on_ranks(_drift, world, make_plan(world, layout), name):
+        assert "hold different copies of it" in message and "ranks 0 and 1" in message and name in message
+
+
+def _drift(plan: Plan, model: ParallelModel, name: str) -> str:
+    check_copies(model.shards)  # as they were made they are equal
+    if torch.distributed.get_rank() == 1:
+        pieces = [(shard, piece) for shard in model.shards for piece in shard.pieces if name in piece.name]
+        shard, piece = pieces[-1]
+        values = shard.local[piece.local_slices].view(-1)
+        values[0] = torch.nextafter(values[0], torch.tensor(2.0))  # the last bit of one value
+    with pytest.raises(TrainingFault) as fault:
+        check_copies(model.shards)
+    return str(fault.value)
+
+
+def test_a_weight_without_gradient_is_named() -> None:
+    (message,) = on_ranks(_forgotten, 1, make_plan(1))
+    assert message == "no gradient reached layers.2.mlp.down_proj.weight"
+
+
+def _forgotten(plan: Plan, model: ParallelModel) -> str:
+    model.forward_backward(batches_of(plan, model).at(0))
+    check_every_gradient(model.shards)
+    next(s for s in model.shards if s.name == "layers.2.mlp.down_proj.weight").parameter.grad = None
+    with pytest.raises(TrainingFault) as fault:
+        check_every_gradient(model.shards)
+    return str(fault.value)
+
+
+def test_what_is_no_number_stops_before_the_weights_are_touched() -> None:
+    for message, untouched in on_ranks(_poisoned, 2, make_plan(2, "trainer.tp=2")):
+        assert "step 1: the loss is nan" in message and "the weights were not updated" in message
+        assert untouched
+
+
+def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
+    shard = next(s for s in model.shards if s.name == "layers.0.mlp.down_proj.weight")
+    shard.local[0, 0] = float("nan")
+    before = [s.local.clone() for s in model.shards]
+    with pytest.raises(TrainingFault) as fault:
+        training_step(1, plan, model, build_optimizer(plan, model), batches_of(plan, model), FiniteCheck(0))
+    pairs = zip(before, model.shards, strict=True)
+    return str(fault.value), all(torch.equal(b.nan_to_num(), s.local.nan_to_num()) for b, s in pairs)
+
+
+def test_validation_sees_the_same_samples_each_time_and_changes_nothing() -> None:
+    answers = on_ranks(
+        _validations, 2, make_plan(2, "trainer.zero=1", "trainer.val_every_steps=1", "trainer.val_steps=2")
+    )
+    assert answers[0] == answers[1]
+    first, again, trained, mean, seen, gradients = answers[0]
+    assert first == again != trained
+    assert first == pytest.approx(mean, rel=1e-6)
+    assert seen == [0, 8] * 3 and gradients == 0
+
+
+def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float, float, list[int], int]:
+    batches, seen = batches_of(plan, model), []
+
+    class Watched(Batches):
+        def at(self, consumed_samples: int) -> Any:
+            seen.append(consumed_samples)
+            return super().at(consumed_samples)
+
+    watched = Watched(batches.samples, plan, batches.topology, model.device)
+    first, again = validate(plan, model, watched), validate(plan, model, watched)
+    gradients = sum(shard.grad is not None for shard in model.shards)
+    mean = sum(model.forward_backward(batches.at(at), train=False).item() for at in (0, 8)) / 2
+    training_step(1, plan, model, build_optimizer(plan, model), batches, FiniteCheck(0))
+    return first, again, validate(plan, model, watched), mean, seen, gradients
+
+
+LAYOUTS = {
+    "tp2": (2, ["trainer.tp=2"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"]),
+    "dp2, zero 3": (2, ["trainer.zero=3"]),
+}
+
+
+@pytest.fixture(scope="module")
+def sampling(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    tokenizer = train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+    return [
+        f"data.tokenizer={tokenizer}",
+        "model.vocab_size=301",  # not a multiple of tp: padding must never be written
+        "model.initializer_range=0.3",
+        "data.seq_length=32",
+        "logging.sample_prompts=[walking,'open jumps']",
+        "logging.sample_tokens=10",
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(sampling: list[str]) -> list[str]:
+    return on_ranks(continue_prompts, 1, make_plan(1, *sampling))[0]
+
+
+def test_samples_continue_their_prompts(alone: list[str], sampling: list[str]) -> None:
+    assert len(alone) == 2 and alone[0].startswith("walking") and alone[1].startswith("open jumps")
+    assert all(len(text) > len("open jumps") for text in alone)
+    other = on_ranks(continue_prompts, 1, make_plan(1, *sampling, "trainer.seed=7"))[0]
+    assert other != alone
+    assert on_ranks(continue_prompts, 1, make_plan(1, *sampling, "logging.sample_prompts=[]"))[0] == []
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_samples_are_the_same_in_every_layout(
+    world: int, layout: list[str], sampling: list[str], alone: list[str]
+) -> None:
+    assert on_ranks(continue_prompts, world, make_plan(world, *sampling, *layout)) == [alone] * world
+
+
+def test_a_tokenizer_that_is_not_there_gives_no_samples(tmp_path: Path, sampling: list[str]) -> None:
+    plan = make_plan(1, *sampling)
+    plan.config.data.tokenizer = str(tmp_path / "nothing.model")
+    assert on_ranks(continue_prompts, 1, plan)[0] == []
