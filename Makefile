@@ -18,9 +18,9 @@ STDLIB := datasets/python_stdlib
 DEMO_RUN := runs/demo
 # Small steps, many of them: what teaches so small a model most in two minutes. Each `make demo` starts anew.
 DEMO_ARGS := model=llama_2m trainer.tp=2 run.dir=$(DEMO_RUN) checkpoint.resume=never \
-	trainer.steps=1500 trainer.micro_batch_size=2 trainer.global_batch_size=2 optim.lr=3e-3 \
-	trainer.val_every_steps=250 logging.every_steps=50 \
-	'logging.sample_prompts=["def ","import ","    for "]'
+	trainer.sp=false trainer.steps=800 trainer.micro_batch_size=4 trainer.global_batch_size=4 optim.lr=3e-3 \
+	trainer.val_every_steps=200 logging.every_steps=50 \
+	'logging.sample_prompts=["import","    def __init__(self,","    for i in range("]'
 
 TITLE = @printf '\n\033[1m%s\033[0m\n'
 
@@ -50,8 +50,8 @@ $(STDLIB)/python_stdlib.jsonl: | $(INSTALLED)
 	@$(PY) data_prep/python_stdlib.py --output $@
 
 $(STDLIB)/tokenizer.model: $(STDLIB)/python_stdlib.jsonl
-	$(TITLE) "2. Tokenizer: sentencepiece, 512 pieces"
-	@$(PY) data_prep/train_tokenizer.py --input $< --vocab-size 512 --model-prefix $(STDLIB)/tokenizer
+	$(TITLE) "2. Tokenizer: sentencepiece, 384 pieces"
+	@$(PY) data_prep/train_tokenizer.py --input $< --vocab-size 384 --model-prefix $(STDLIB)/tokenizer
 
 $(STDLIB)/python_stdlib_text_document.idx: $(STDLIB)/python_stdlib.jsonl $(STDLIB)/tokenizer.model
 	$(TITLE) "3. Dataset: tokens in Megatron's .bin and .idx"

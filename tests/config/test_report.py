@@ -23,11 +23,11 @@ BIG = [
 
 def test_the_demo() -> None:
     page = format_plan(resolve(compose(["data=mock", "trainer.tp=2"], CONF), 2))
-    assert "llama_2m · 1.82 M parameters · 2 ranks" in page
+    assert "llama_2m · 1.771 M parameters · 2 ranks" in page
     assert "pp 1 × dp 1 × tp 2 = 2" in page
     assert "micro batch 1 × 8 × dp 1 = 8 sequences" in page
     assert "8 × 256 = 2,048 per step" in page
-    assert "1,820,352 in all · 911,040 on a rank" in page
+    assert "1,771,200 in all · 886,464 on a rank" in page
 
 
 def test_512_ranks_on_a_page() -> None:
