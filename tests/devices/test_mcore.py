@@ -66,7 +66,7 @@ ACCOUNTED = {
     ("pipeline_parallel.utils", "ScheduleNode."): OVERLAP,
     ("pipeline_parallel.utils", "set_streams"): OVERLAP,
     ("pipeline_parallel.utils", "get_comp_stream"): OVERLAP,
-    ("transformer.transformer_config", "_validate_dsa_kernel_backend_dependencies"): "sparse attention of other models",
+    ("utils", "_validate_dsa_kernel_backend_dependencies"): "sparse attention of other models",
     ("transformer.utils", "get_default_causal_mask"): "scaled_dot_product_attention is causal without a mask",
     ("transformer.utils", "get_sliding_window_causal_mask"): "Llama has no sliding window",
     ("transformer.utils", "cat_with_oom_fallback"): "checkpoints of its own format; ours are in checkpoint/",
