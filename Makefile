@@ -19,7 +19,7 @@ DEMO_RUN := runs/demo
 # Small steps, many of them: what teaches so small a model most in two minutes. Each `make demo` starts anew.
 DEMO_ARGS := model=llama_2m trainer.tp=2 run.dir=$(DEMO_RUN) checkpoint.resume=never \
 	trainer.sp=false trainer.steps=800 trainer.micro_batch_size=4 trainer.global_batch_size=4 optim.lr=3e-3 \
-	trainer.val_every_steps=200 logging.every_steps=50 \
+	trainer.val_every_steps=200 logging.every_steps=50 logging.sample_tokens=96 \
 	'logging.sample_prompts=["import","    def __init__(self,","    for i in range("]'
 
 TITLE = @printf '\n\033[1m%s\033[0m\n'

@@ -60,11 +60,13 @@ def _vocabulary_advice(config: Config, largest: int) -> str:
 
 def tokenizer_size(config: Config) -> int | None:
     """Pieces of ``data.tokenizer``, a sentencepiece model; None where there is none or it can't be read."""
+    if config.data.tokenizer is None:
+        return None
     import sentencepiece
 
     try:
         return sentencepiece.SentencePieceProcessor(model_file=config.data.tokenizer).vocab_size()
-    except (OSError, RuntimeError, TypeError):
+    except (OSError, RuntimeError):
         return None
 
 
