@@ -11,6 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -159,7 +160,7 @@ class _Writer(StorageWriter):
         head, starts = safetensors_header(entries, {"format": "pt"})
         path = self.folder / f"{self.stem}.safetensors"
         part: dict[str, dict[str, Any]] = {}
-        with path.open("xb") as file:
+        with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
             file.seek(len(head))
             for item in plan.items:
                 assert item.tensor_data is not None and item.index.offset is not None
@@ -169,7 +170,7 @@ class _Writer(StorageWriter):
                     {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(item.tensor_data.size), "chunks": []},
                 )
                 chunk = Chunk(path.name, starts[_key(item)], tuple(item.index.offset), tuple(tensor.shape))
-                described["chunks"].append({**asdict(chunk), "hashes": list(_write_blocks(file, tensor))})
+                described["chunks"].append({**asdict(chunk), "hashes": list(_write_blocks(file, tensor, hasher))})
             size = file.tell()
             file.seek(0)
             file.write(head)
@@ -300,13 +301,14 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
-def _write_blocks(file: Any, tensor: torch.Tensor) -> Iterator[str]:
-    """Append the values and give each block's hash."""
+def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator[str]:
+    """Append the values and give each block's hash, which is made while the block is written."""
     rows = block_rows(tuple(tensor.shape), tensor.dtype.itemsize, BLOCK_BYTES)
     for start in range(0, tensor.shape[0], rows):
         block = _memory(tensor[start : start + rows].reshape(-1).view(torch.uint8))
-        yield _digest(block)
+        digest = hasher.submit(_digest, block)
         file.write(block)
+        yield digest.result()
 
 
 def _memory(values: torch.Tensor) -> memoryview:
