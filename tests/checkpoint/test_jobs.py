@@ -19,7 +19,7 @@ from tests.checkpoint.runner import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TP2 = ["trainer.tp=2"]
-RUN = [*TP2, "trainer.steps=12", "checkpoint.every_steps=1", "checkpoint.keep=3"]
+RUN = [*TP2, "trainer.steps=8", "checkpoint.every_steps=1", "checkpoint.keep=3"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     job = Job(folder, *RUN)
     assert job.wait() == 0, job.said
-    assert len(losses(folder)) == 12
+    assert len(losses(folder)) == 8
     return folder
 
 
@@ -75,7 +75,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, numbe
     os.kill(job.pid, number)
     assert job.wait() == 75, job.said
     last = losses(folder)[-1][0]
-    assert 2 <= last < 12
+    assert 2 <= last < 8
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == [f"step_{last:08d}"]
     job = Job(folder, *only_on_signal)
     assert job.wait() == 0, job.said
@@ -178,6 +178,6 @@ def test_steps_can_be_left_out(tmp_path: Path) -> None:
     job = Job(folder, *RUN, "trainer.skip_nonfinite_steps=2", work=_nan_on_rank_1)
     assert job.wait() == 0, job.said
     assert job.said.count("left out step") == 2
-    assert [step for step, _ in losses(folder)] == list(range(1, 13))
+    assert [step for step, _ in losses(folder)] == list(range(1, 9))
     job = Job(tmp_path / "other", *RUN, "trainer.skip_nonfinite_steps=1", work=_nan_on_rank_1)
     assert job.wait() == 1 and "step 5" in job.said

@@ -100,6 +100,14 @@ def test_blocking_saves_are_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "async" / step).read_bytes() == (tmp_path / "sync" / step).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("one_step")
+    run(1, folder, until=1)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -110,8 +118,7 @@ def test_blocking_saves_are_the_same(tmp_path: Path) -> None:
         ("data.seq_length=8", "data.seq_length"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, override: str, named: str) -> None:
-    run(1, tmp_path, until=1)
+def test_a_checkpoint_of_another_run_is_refused(one_step: Path, override: str, named: str) -> None:
     with pytest.raises(RankFailed, match=f"ConfigError(.|\n)*{named}"):
-        run(1, tmp_path, override, until=2)
-    assert saved_steps(tmp_path / "checkpoints") == [1]
+        run(1, one_step, override, until=2)
+    assert saved_steps(one_step / "checkpoints") == [1]

