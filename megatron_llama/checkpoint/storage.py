@@ -49,6 +49,7 @@ from megatron_llama.checkpoint.files import (
     Shape,
     Stored,
     block_rows,
+    read_safetensors_header,
     safetensors_header,
 )
 from megatron_llama.checkpoint.rectangles import Rectangles
@@ -86,11 +87,19 @@ def load_into(state: dict[str, Rectangles], stored: Stored) -> int:
 
 
 def verify_file(stored: Stored, file: str) -> None:
-    """Check every hash of one file; raises Damaged."""
+    """Check every hash of one file, and that its own head says the same as the manifest; raises Damaged."""
+    head = read_safetensors_header(stored.folder / file)
     with _Bytes(stored.folder / file) as content:
         for name, tensor in stored.tensors.items():
             for chunk in tensor.chunks:
                 if chunk.file == file:
+                    told = head.get(f"{name}@{','.join(map(str, chunk.offset))}")
+                    if told is None or (told.dtype, told.chunks[0].start, told.shape) != (
+                        tensor.dtype,
+                        chunk.start,
+                        chunk.size,
+                    ):
+                        raise Damaged(f"{content.path}: its head does not have {name} where it was written")
                     for _ in _verified_blocks(content, chunk, tensor.dtype, stored.block_bytes, 0, chunk.size[0], name):
                         pass
 

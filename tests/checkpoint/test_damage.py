@@ -3,6 +3,7 @@ elsewhere."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -103,9 +104,12 @@ def test_verify_reads_every_byte(copy: Path) -> None:
     manifest = read_manifest(folder)
     for file in manifest.files:
         verify_file(manifest.stored, file)
-    _flip(folder / SHARD, -1)
-    with pytest.raises(Damaged, match=SHARD):
-        verify_file(manifest.stored, SHARD)
+    for position in (-1, 3000):  # in the values, and in the head, which loading does not need
+        _flip(folder / SHARD, position)
+        with pytest.raises(Damaged, match=SHARD):
+            verify_file(manifest.stored, SHARD)
+        _flip(folder / SHARD, position)
+    verify_file(manifest.stored, SHARD)
 
 
 def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
@@ -244,3 +248,29 @@ def test_nothing_reads_with_torch_load(copy: Path) -> None:
         torch.load = pickle.load = forbidden
 
     assert run(2, copy, *LAYOUT, until=3, tamper=forbid).started_at == 2
+
+
+@pytest.mark.parametrize("script", ["export_hf", "verify_checkpoint"])
+def test_the_scripts_statuses(
+    copy: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    main = importlib.import_module(f"scripts.{script}").main
+
+    def status(checkpoint: Path, out: str) -> int:
+        monkeypatch.setattr(
+            "sys.argv", [script, str(checkpoint), *([str(tmp_path / out)] if script == "export_hf" else [])]
+        )
+        return main()
+
+    assert status(copy, "good") == 0  # a run's folder means its newest checkpoint
+    assert "step_00000002" in capsys.readouterr().out
+    assert status(tmp_path, "none") == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+    if script == "export_hf":
+        assert status(copy, "good") == 2  # there already
+        assert "already" in capsys.readouterr().err
+    shard = copy / "checkpoints" / "step_00000002" / SHARD
+    _flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little") + 40)  # in a weight, which both read
+    assert status(copy, "bad") == 1
+    assert SHARD in capsys.readouterr().err
+    assert not (tmp_path / "bad").exists() and not (tmp_path / ".bad.partial").exists()

@@ -56,9 +56,7 @@ class Case:
 
 CASES = {
     "llama 2, fp32, one file": Case(LLAMA_2),
-    "llama 2, bf16, sharded, old spelling": Case(
-        LLAMA_2, dtype=torch.bfloat16, shard_size="40KB", old_spelling=True
-    ),
+    "llama 2, bf16, sharded, old spelling": Case(LLAMA_2, dtype=torch.bfloat16, shard_size="40KB", old_spelling=True),
     "llama 3, bf16, one file, wide heads": Case(LLAMA_3, dtype=torch.bfloat16, extra={"head_dim": 16}),
     "llama 3, fp32, sharded, tied": Case(LLAMA_3, tied=True, shard_size="40KB"),
     "llama 3, old spelling, odd vocabulary": Case(LLAMA_3, old_spelling=True, vocab_size=61, dtype=torch.bfloat16),
