@@ -23,6 +23,7 @@ class Watchdog:
     def __init__(self, timeout_seconds: float | None, rank: int, world_size: int, folder: Path) -> None:
         self.timeout, self.rank, self.world_size, self.folder = timeout_seconds, rank, world_size, folder
         self._phase, self._since = "the start", time.monotonic()
+        self._file = folder / f"rank_{rank:05d}.txt"
         self._ended = threading.Event()
 
     def beat(self, phase: str) -> None:
@@ -32,6 +33,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.timeout + _GRACE_SECONDS, exit=True, file=2)
 
     def __enter__(self) -> Watchdog:
+        self._file.unlink(missing_ok=True)  # of an earlier start
         self.beat("the first step")
         if self.timeout is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -51,9 +53,8 @@ class Watchdog:
 
     def _give_up(self) -> None:
         """Print the stacks of all ranks that can be reached, and end this process."""
-        name = f"rank_{self.rank:05d}.txt"
         self.folder.mkdir(exist_ok=True)
-        with open(self.folder / name, "w", encoding="utf-8") as file:
+        with open(self._file, "w", encoding="utf-8") as file:
             file.write(f"rank {self.rank}: no progress for {self.timeout:g} s, in {self._phase}. Its stacks:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
