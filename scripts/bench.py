@@ -12,6 +12,7 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import ast
 import importlib
 from pathlib import Path
 
@@ -23,11 +24,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
-        module = importlib.import_module(f"scripts.{path.stem}")
         name = path.stem.removeprefix("bench_")
-        command = commands.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
-        module.describe(command)
-        command.set_defaults(run=module.run)
+        summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        command = commands.add_parser(name, help=summary.partition("\n")[0])
+        # only the one that is asked for is imported: some need torch, and --help must answer at once
+        if name in sys.argv[1:2]:
+            module = importlib.import_module(f"scripts.{path.stem}")
+            module.describe(command)
+            command.set_defaults(run=module.run)
     args = parser.parse_args()
     return int(args.run(args))
 
