@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from megatron_llama.config import parameters
 from megatron_llama.train.curve import describe, draw_run, smoothed
 from tests.train.test_metrics import STEPS, plan_of, write
 
@@ -33,8 +34,9 @@ def test_no_steps_no_picture(tmp_path):
 
 
 def test_the_subtitle_names_model_layout_and_device():
-    line = describe(plan_of())
-    for word in ("3.2 M parameters", "tp2", "fp32", "2 × cpu", "mock"):
+    plan = plan_of()
+    line = describe(plan)
+    for word in (f"{parameters(plan.model) / 1e6:.1f} M parameters", "tp2", "fp32", "2 × cpu", "mock"):
         assert word in line
 
 
