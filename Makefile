@@ -17,7 +17,7 @@ PYTHON ?= $(shell bash scripts/find_python.sh)
 STDLIB := datasets/python_stdlib
 DEMO_RUN := runs/demo
 # Small steps, many of them: what teaches so small a model most in two minutes. Each `make demo` starts anew.
-DEMO_ARGS := model=llama_2m trainer.tp=2 run.dir=$(DEMO_RUN) checkpoint.resume=never \
+DEMO_ARGS := model=llama_2m trainer.tp=2 run.dir=$(DEMO_RUN) \
 	trainer.sp=false trainer.steps=800 trainer.micro_batch_size=4 trainer.global_batch_size=4 optim.lr=3e-3 \
 	trainer.val_every_steps=200 logging.every_steps=50 logging.sample_tokens=96 \
 	'logging.sample_prompts=["import","    def __init__(self,","    for i in range("]'
@@ -62,6 +62,7 @@ $(STDLIB)/python_stdlib_text_document.idx: $(STDLIB)/python_stdlib.jsonl $(STDLI
 .PHONY: demo
 demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in a few minutes
 	$(TITLE) "4. Training: two ranks share each matrix (trainer.tp=2)"
+	@rm -rf $(DEMO_RUN)
 	@$(PY) train.py $(DEMO_ARGS)
 
 .PHONY: test
