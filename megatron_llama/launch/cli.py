@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_llama.config import Config, Machine, Plan, Problem
+    from megatron_llama.config import Config, ConfigError, Machine, Plan, Problem
     from megatron_llama.devices import Device
     from megatron_llama.launch.world import Place
 
@@ -59,7 +59,10 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int
     place = None
     try:
         place = place_of(os.environ)
-        config = compose(overrides, CONF_DIR)
+        try:
+            config = compose(overrides, CONF_DIR)
+        except ConfigError as error:
+            raise _with_broken_rules(error, place) from None
         if config.dry_run:
             decision = decide(config, place)
             plan = resolve(decision.config, decision.world_size, decision.machine)
@@ -69,6 +72,20 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int
         return _run(config, place, work or run_one_rank)
     except ConfigError as error:
         return _refuse(format_problems(error), place)
+
+
+def _with_broken_rules(error: ConfigError, place: Place | None) -> ConfigError:
+    """``error`` of a command line, with what is wrong with the rest of it: the user should hear all of it at once."""
+    from megatron_llama.config import ConfigError, resolve
+
+    if error.config is None:
+        return error
+    decision = decide(error.config, place)
+    try:
+        resolve(decision.config, decision.world_size, decision.machine, known=error.problems)
+    except ConfigError as everything:
+        return everything
+    return error
 
 
 def usage() -> str:

@@ -314,3 +314,9 @@ def test_under_srun_a_mistake_is_said_once(tmp_path):
     ends = [task.communicate(timeout=100)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [2, 2]
     assert "trainer.tp" in ends[0] and "Traceback" not in ends[0] and ends[1] == ""
+
+
+def test_mistakes_in_writing_and_in_meaning_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--dry-run", "data=mock", "trainer.tpp=2", "trainer.tp=3"]) == 2
+    told = capsys.readouterr().err
+    assert "trainer.tpp = 2" in told and "model.num_attention_heads=4 must divide by tp" in told
