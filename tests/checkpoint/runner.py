@@ -15,24 +15,11 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.topology import build_topology
+from tests.layouts.runner import CONF, SHAPE
 from tests.ranks import run_ranks
 
-CONF = Path(__file__).parents[2] / "conf"
 CPU = torch.device("cpu")
-SMALL = (
-    "data=mock",
-    "device=cpu",
-    "model.vocab_size=64",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=4",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
-    "data.seq_length=16",
-    "trainer.global_batch_size=8",
-    "trainer.steps=20",
-    "optim.lr=0.003",
-)
+SMALL = (*SHAPE, "optim.lr=0.003")
 Tensors = dict[str, torch.Tensor]
 Tamper = Callable[[Checkpointer], None]
 

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 
 CONF = Path(__file__).parents[2] / "conf"
 STEPS = 3
-SMALL = (
+SHAPE = (
     "data=mock",
     "device=cpu",
     "model.vocab_size=64",
@@ -32,6 +32,9 @@ SMALL = (
     "data.seq_length=16",
     "trainer.global_batch_size=8",
     "trainer.steps=20",
+)
+SMALL = (
+    *SHAPE,
     "model.initializer_range=0.1",  # at 0.02 so small a model is almost linear and would hide errors
     "optim.lr=0.001",
 )
