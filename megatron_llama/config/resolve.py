@@ -86,6 +86,10 @@ def derived(config: Config, world_size: int, notes: list[str]) -> Config:
         trainer.dp = world_size // (trainer.tp * trainer.pp)
     if trainer.shard_group is None:
         trainer.shard_group = trainer.dp
+    if trainer.compile_cache is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        trainer.compile_cache = os.path.join(home, "megatron_llama", "compile")
+    trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache))
     _derive_sequence_parallelism(config, notes)
     chunks = split_layers(model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(len(chunk) for chunk in chunks[stage :: trainer.pp]) for stage in range(trainer.pp)]

@@ -126,6 +126,11 @@ class TrainerConfig:
     block)."""
     compile: bool = False
     """torch.compile each block; on CPU this needs a C++ compiler."""
+    compile_strict: bool = False
+    """Make a graph break, and a graph compiled after the first two batches, an error."""
+    compile_cache: str | None = None
+    """Folder of compiled graphs; put it where all machines of the job see it. Derived: ~/.cache/megatron_llama/compile.
+    """
     deterministic: bool = False
     """Refuse operations whose result can differ between two identical runs."""
     skip_nonfinite_steps: int = 0

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from megatron_llama.config import Plan
@@ -62,3 +64,15 @@ class Device(ABC):
     def compile_backend(self) -> str:
         """torch.compile's backend."""
         return "inductor"
+
+    def compile_environment(self, folder: Path) -> dict[str, str]:
+        """Variables that put every cache of this device's compiler under ``folder``."""
+        return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+
+    def compiled_artefacts(self, folder: Path) -> int | None:
+        """Compiled graphs under ``folder``; None where the compiler counts hits and misses itself."""
+        return None
+
+    def ahead_of_time_environment(self) -> dict[str, str]:
+        """Variables that make the compiler work without the device being there."""
+        return {}

@@ -196,10 +196,10 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
     folder = Path(str(plan.config.run.dir))
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
-        environment = {name: value for name, value in device.environment(plan).items() if name not in os.environ}
+        environment = variables(device, plan)
         if device.forkable:
             os.environ.update(environment)
-            if work is run_one_rank:
+            if work.__module__.startswith("megatron_llama."):
                 import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
         with run_dir.outputs(folder) as output_dir:
             start = partial(
@@ -211,6 +211,14 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
                 output_dir=output_dir,
             )
             return _with_restarts(plan, start)
+
+
+def variables(device: Device, plan: Plan) -> dict[str, str]:
+    """What must stand in a rank's environment before it imports torch, without what the user has set."""
+    wanted = device.environment(plan)
+    if plan.config.trainer.compile:
+        wanted |= device.compile_environment(Path(str(plan.config.trainer.compile_cache)))
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _with_restarts(plan: Plan, start: Callable[[], int]) -> int:
@@ -235,8 +243,7 @@ def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]
     from megatron_llama.launch import rank, run_dir
 
     rank.die_with(os.getppid())
-    for name, value in device.environment(plan).items():
-        os.environ.setdefault(name, value)
+    os.environ.update(variables(device, plan))
     os.environ.update(place.environment())
     with ExitStack() as stack:
         if place.rank == 0:

@@ -207,12 +207,13 @@ class Llama(nn.Module):
         this rank's logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h].
         """
         if self.is_first:
-            x = self.embed_tokens(tokens)
-            if not self.config.sequence_parallel:  # with it, megatron-core has already made [s/t, b, h] of [b, s, h]
-                x = x.transpose(0, 1).contiguous()
+            # With sequence parallelism megatron-core turns [b, s] round itself, and keeps this rank's part of s.
+            x = self.embed_tokens(tokens if self.config.sequence_parallel else tokens.t())
         else:
             assert self.input_tensor is not None
-            x = self.input_tensor
+            # megatron-core asks for the gradient of what it receives even where there will be none; a compiled block
+            # would then differ from those that follow.
+            x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
         cos, sin = self._rotary_for(tokens)
         for block in self.layers.values():
             x = block(x, cos, sin)

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch._C._distributed_c10d import _register_process_group
 
 from megatron_llama.config import Plan
 from megatron_llama.devices import Device
@@ -31,6 +32,7 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
         virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
         create_gloo_process_groups=False,
     )
+    _rename(parallel_state.get_tensor_model_parallel_group(), "tensor-parallel")
     # megatron-core and we must see the same grid, or weights would be cut for other ranks than they are reduced over.
     assert parallel_state.get_tensor_model_parallel_rank() == topology.tp_rank
     assert parallel_state.get_data_parallel_rank() == topology.dp_rank
@@ -40,3 +42,13 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _rename(group: dist.ProcessGroup, name: str) -> None:
+    """Gives a group a name that is the same on all ranks.
+
+    torch counts groups, and the count is a constant in a compiled graph that uses the group: ranks of different
+    groups would compile the same graph again, each under its number.
+    """
+    group._set_group_name(name)  # type: ignore[arg-type]
+    _register_process_group(name, group)  # type: ignore[arg-type]

@@ -15,15 +15,17 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.config import Plan
 from megatron_llama.devices import Device
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.megatron import mcore_config
+from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import data_mesh, shard_chunk
 from megatron_llama.parallel.pipeline import MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
+from megatron_llama.parallel.traceable import make_traceable
 from megatron_llama.topology import Topology
 
 
@@ -36,6 +38,8 @@ class ParallelModel:
     shards: list[Shard]
     device: torch.device
     replicated: ReplicatedGradients = field(repr=False)
+    compiler: Compiler | None = None
+    """Where blocks are compiled, what knows their graphs."""
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
         """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its
@@ -50,11 +54,16 @@ class ParallelModel:
         trainer = self.plan.config.trainer
         loss = loss / trainer.tp  # each tensor-parallel rank of the last stage has the same value
         dist.all_reduce(loss)
+        if self.compiler is not None:
+            self.compiler.batch_done(train=train)
         return loss
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
-        return run_logits(self.chunks, self.plan, tokens)
+        if self.compiler is None:
+            return run_logits(self.chunks, self.plan, tokens)
+        with torch.compiler.set_stance("force_eager"):  # shapes of their own, and not worth a graph
+            return run_logits(self.chunks, self.plan, tokens)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -68,9 +77,13 @@ class ParallelModel:
         return (count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)).clamp(min=1)
 
 
-def build_model(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> ParallelModel:
-    """This rank's part of the model with its initial weights."""
+def build_model(
+    plan: Plan, topology: Topology, device: Device, torch_device: torch.device, compiler: Compiler | None = None
+) -> ParallelModel:
+    """This rank's part of the model with its initial weights. ``compiler`` replaces the one that the plan asks for."""
     trainer = plan.config.trainer
+    if compiler is None and trainer.compile:
+        compiler = Compiler(plan, device)
     mcore = mcore_config(plan)
     mesh = data_mesh(topology, torch_device.type)
     virtual_stages = range(topology.pp_rank, topology.pp * topology.vpp, topology.pp)
@@ -86,22 +99,17 @@ def build_model(plan: Plan, topology: Topology, device: Device, torch_device: to
                 is_first=stage == 0,
                 is_last=stage == topology.pp * topology.vpp - 1,
             )
-        if trainer.compile:
-            compile_blocks(chunk, device)
+        if compiler is not None:
+            # Each block's forward alone: the hooks of fully_shard can't be compiled.
+            for block in chunk.layers.values():
+                make_traceable(block)
+                block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
         shard_chunk(chunk, mesh, plan)
         chunk.to_empty(device=torch_device)
         chunks.append(chunk)
     shards = [s for chunk in chunks for s in shards_of(chunk, plan.model, topology, plan.padded_vocab_size)]
     initialise(shards, plan)
-    return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology))
-
-
-def compile_blocks(chunk: Llama, device: Device) -> None:
-    """torch.compile each block's forward; the hooks of ``fully_shard`` stay outside."""
-    if reason := device.compiler_missing():
-        raise ConfigError([Problem("trainer.compile", True, reason, "install it, or write trainer.compile=false")])
-    for block in chunk.layers.values():
-        block.forward = torch.compile(block.forward, backend=device.compile_backend())  # type: ignore[method-assign]
+    return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)
 
 
 @torch.no_grad()

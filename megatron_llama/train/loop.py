@@ -17,7 +17,9 @@ from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.topology import Topology
+from megatron_llama.train.graphs import gather, write_report
 from megatron_llama.train.metrics import MetricsLogger, Peak
 from megatron_llama.train.samples import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
@@ -53,12 +55,15 @@ def train(
                 metrics["val_loss"] = validate(plan, model, data.validation)
             if logger is not None:
                 logger.log_step(metrics)
+            if step == first + WARM_UP_BATCHES - 1:
+                report_graphs(plan, model, logger)
             if checkpointer.after_step(step, signals.asked):
                 raise SystemExit(STOPPED)
         watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))
         check_copies(model.shards)
         samples = continue_prompts(plan, model)
+        report_graphs(plan, model, logger)
         if logger is not None:
             logger.finish(samples)
     checkpointer.export()
@@ -100,6 +105,17 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
         for batch in range(trainer.val_steps)
     ]
     return torch.stack(losses).mean().item()
+
+
+def report_graphs(plan: Plan, model: ParallelModel, logger: MetricsLogger | None) -> None:
+    """Says what was compiled and what came out of the cache, and writes compile.json. All ranks must call it."""
+    if model.compiler is None:
+        return
+    compilations = gather(model.compiler.graphs)
+    if logger is not None:
+        assert plan.config.run.dir is not None and plan.config.trainer.compile_cache is not None
+        logger.say(compilations.lines(plan.config.trainer.compile_cache))
+        write_report(compilations, plan, Path(plan.config.run.dir))
 
 
 def measured_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:

@@ -58,6 +58,7 @@ class MetricsLogger:
         self.plan, self.run_dir, self.peak = plan, run_dir, peak
         self._per_token = flops_per_token(plan.model, plan.config.data.seq_length)
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
+        self._said: Sequence[str] = ()
         self._path = run_dir / METRICS_FILE
         cut_back(self._path, start_step)
         self._file = open(self._path, "a", encoding="utf-8")
@@ -89,6 +90,12 @@ class MetricsLogger:
                     self._tensorboard.add_scalar(name, value, step)
         self._progress.step(metrics, sum(self._step_times) / len(self._step_times))
         return metrics
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Puts lines above the progress line, unless they are those that were put there last."""
+        if lines != self._said:
+            self._said = lines
+            self._progress.say(lines)
 
     def finish(self, samples: Sequence[str] = ()) -> None:
         """Draws the loss curve and says what came out and where it is."""

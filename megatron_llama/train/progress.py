@@ -48,6 +48,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def say(self, lines: Sequence[str]) -> None:
+        """Lines that stay, above the live one."""
+        self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
     def step(self, metrics: Mapping[str, Value], seconds_per_step: float) -> None:
         """Shows a step. ``seconds_per_step`` is a recent mean, for the time left."""
         step = int(metrics["step"] or 0)

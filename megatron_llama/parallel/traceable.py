@@ -1,0 +1,63 @@
+"""megatron-core's column-parallel product in a form that torch.compile takes in one graph.
+
+megatron-core starts collectives in the backward pass and waits for them by hand, to overlap them with products; that
+splits a graph. Here they are functional collectives in the graph, which the compiler may overlap itself. Sums are the
+same, and so is what is kept for the backward pass: under sequence parallelism the shard, gathered again there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+
+
+def make_traceable(block: nn.Module) -> None:
+    """Have the parallel linear layers of a block multiply in the traceable form."""
+    for layer in block.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer._forward_impl = _multiply  # type: ignore[method-assign]
+
+
+def _multiply(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+    **_: Any,
+) -> torch.Tensor:
+    """Input [s(/t), b, h] times weight [o, h] to [s, b, o], as megatron-core's linear layers call it."""
+    assert bias is None, "a Llama has no biases"
+    if not allreduce_dgrad and not sequence_parallel:
+        return torch.matmul(input, weight.t())
+    product: torch.Tensor = _Product.apply(input, weight, tp_group, sequence_parallel)
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """A product whose input's gradient is summed over the ranks that share the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, split: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.split = group, split
+        return torch.matmul(all_gather_tensor(x, 0, group) if split else x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        whole = all_gather_tensor(x, 0, ctx.group) if ctx.split else x
+        partial = torch.matmul(grad, weight)
+        if ctx.split:
+            grad_x = reduce_scatter_tensor(partial, "sum", 0, ctx.group)
+        else:
+            grad_x = all_reduce(partial, "sum", ctx.group)
+        grad_weight = torch.matmul(grad.flatten(0, 1).t(), whole.flatten(0, 1))
+        return grad_x, grad_weight, None, None

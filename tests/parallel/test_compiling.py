@@ -1,0 +1,173 @@
+"""torch.compile of blocks: one graph for all of them, compiled once however many ranks need it, looked up ever after;
+what comes late or breaks is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.config import Plan
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
+from megatron_llama.topology import build_topology
+from tests.layouts.runner import RaggedSamples, make_plan, run_layout
+from tests.layouts.test_layouts import worst
+from tests.ranks import RankFailed, run_ranks
+
+REASON = get_device("cpu").compiler_missing()
+needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+COMPILE = ("trainer.compile=true", "trainer.compile_strict=true")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers beside forked ranks
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+
+
+def compiled(cache: Path, *overrides: str, world: int = 4, batches: int = 3) -> list[list[Graph]]:
+    """Each rank's graphs of a few training batches and a validation."""
+    plan = make_plan(world, *COMPILE, f"trainer.compile_cache={cache}", *overrides)
+    return run_ranks(_work, world, plan, batches)
+
+
+def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+        data = Batches(samples, plan, topology, cpu)
+        for batch in range(batches):
+            model.forward_backward(data.at(8 * batch))
+        model.forward_backward(data.at(0), train=False)
+        assert model.compiler is not None
+        return model.compiler.graphs
+
+
+@needs_compiler
+def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
+    """Four ranks in two tensor-parallel groups, two blocks on each: one graph to train, one to validate."""
+    layout = ("trainer.tp=2", "trainer.pp=2")
+    first = compiled(cache, *layout)
+    for graphs in first:
+        assert [(graph.what, graph.mode) for graph in graphs] == [("block", "training"), ("block", "validation")]
+        assert not any(graph.late or graph.failure for graph in graphs)
+    distinct = {graph.key for graphs in first for graph in graphs}
+    # The first stage's input has passed the embedding, the second's comes from another rank: the same to a block.
+    assert len(distinct) == 2
+    assert sum(not graph.cached for graphs in first for graph in graphs) == 2, "more than one rank compiled a graph"
+    assert all("no graph of block" in (graph.why or "") for graphs in first for graph in graphs if not graph.cached)
+    again = compiled(cache, *layout)
+    assert all(graph.cached for graphs in again for graph in graphs), "not found again"
+    assert {graph.key for graphs in again for graph in graphs} == distinct
+
+
+@needs_compiler
+def test_what_is_new_says_why(cache: Path) -> None:
+    compiled(cache, "trainer.tp=2", "trainer.pp=2", batches=1)  # it is there where the test above has run
+    changes = {
+        "trainer.tp=1": "trainer.tp: 2 → 1, trainer.sp: True → False",
+        "data.seq_length=8": "data.seq_length: 16 → 8",
+    }
+    for change, why in changes.items():
+        (graphs,) = compiled(cache, change, world=1, batches=1)
+        assert [graph.why for graph in graphs] == [why, why]
+
+
+@needs_compiler
+@pytest.mark.parametrize("sp", ["true", "false"])
+def test_compiled_equals_eager(cache: Path, sp: str) -> None:
+    layout = ("trainer.tp=2", "trainer.pp=2", f"trainer.sp={sp}")
+    differences = worst(
+        run_layout(4, *layout, *COMPILE, f"trainer.compile_cache={cache}", steps=2), run_layout(4, *layout, steps=2)
+    )
+    assert all(difference <= 1e-5 for difference in differences.values()), differences
+    assert any(difference > 0 for difference in differences.values()), (
+        "fused kernels round differently: did it compile?"
+    )
+
+
+def _late(rank: int, plan: Plan) -> list[Graph]:
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    longer = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        for batch in range(WARM_UP_BATCHES):
+            model.forward_backward(Batches(RaggedSamples(16, 64), plan, topology, cpu).at(8 * batch))
+        model.forward_backward(Batches(RaggedSamples(12, 64), longer, topology, cpu).at(0))
+        assert model.compiler is not None
+        return model.compiler.graphs
+
+
+@needs_compiler
+def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = (f"trainer.compile_cache={cache}", "trainer.compile=true")
+    (graphs,) = run_ranks(_late, 1, make_plan(1, *one))
+    assert [graph.late for graph in graphs] == [False, True]
+    assert "compiled after warm-up: block, training, for (12, 1, 32) float32" in capfd.readouterr().err
+    with pytest.raises(
+        RankFailed, match="Recompiled: trainer.compile_strict: block was compiled again after 2 batches"
+    ):
+        run_ranks(_late, 1, make_plan(1, *one, "trainer.compile_strict=true"))
+
+
+def _broken(rank: int, plan: Plan) -> None:
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu, Compiler(plan, device))
+        attention = next(iter(model.chunks[0].layers.values())).self_attn
+        whole = attention.forward
+
+        def breaks(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return whole(x, rotary)
+
+        attention.forward = breaks
+        model.forward_backward(Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0))
+
+
+@needs_compiler
+def test_a_graph_break_is_forbidden(cache: Path) -> None:
+    with pytest.raises(RankFailed, match="Unsupported"):
+        run_ranks(_broken, 1, make_plan(1, *COMPILE, f"trainer.compile_cache={cache}"))
+
+
+def _failing(rank: int, plan: Plan, keep_going: bool) -> list[Graph]:
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, cpu):
+        compiler = Compiler(plan, device, keep_going)
+        compiler._compile = _fails
+        model = build_model(plan, topology, device, cpu, compiler)
+        model.forward_backward(Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0))
+        return compiler.graphs
+
+
+def _fails(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+    raise RuntimeError("too many partitions")
+
+
+@needs_compiler
+def test_a_failure_stops_a_run_and_is_counted_ahead_of_it(tmp_path: Path) -> None:
+    plan = make_plan(1, f"trainer.compile_cache={tmp_path}", "trainer.compile=true")
+    (graphs,) = run_ranks(_failing, 1, plan, True)
+    assert [graph.failure for graph in graphs] == ["RuntimeError: too many partitions"]
+    assert not (tmp_path / "graphs").exists(), "a graph that failed is not in the cache"
+    with pytest.raises(RankFailed, match="too many partitions"):
+        run_ranks(_failing, 1, plan, False)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(RankFailed, match="needs a C.. compiler, and no-such-compiler is not there"):
+        run_layout(1, "trainer.compile=true", steps=1)
