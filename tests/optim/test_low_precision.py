@@ -120,6 +120,22 @@ def test_run_twice(one_process: list[tuple[Tensors, Tensors]]) -> None:
         assert all(torch.equal(ours[0][name], tensor) for name, tensor in expected[0].items())
 
 
+def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
+    norm, exact = run_ranks(_norm, 1, make_plan(1, "trainer.precision=bf16_sr"))[0]
+    assert norm == pytest.approx(exact, rel=1e-6)
+    assert abs(norm - torch.tensor(exact).bfloat16().item()) > 1e-4 * norm  # a rounded one would differ
+
+
+def _norm(rank: int, plan: Plan) -> tuple[float, float]:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        _make_up_gradients(model, 0)
+        assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
+        squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
+        return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
+
+
 def test_hardware_that_rounds_is_left_to_do_it() -> None:
     assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_sr"), False) == [True]
     assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_sr"), True) == [False]

@@ -1,4 +1,4 @@
-"""Stochastic rounding: right on average, exactly; and noise that is uniform, independent, and the same for every rank."""
+"""Stochastic rounding: right on average, exactly; and noise that is uniform, independent, the same on every rank."""
 
 from __future__ import annotations
 
