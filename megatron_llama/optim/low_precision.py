@@ -27,7 +27,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 """What each optimizer keeps for every weight, beside a count of its updates."""
 # Values widened at a time: few, so that they stay in a CPU's cache, or few enough to be small beside the model where
 # each operation is a launch.
-_CPU_BLOCK, _BLOCK = 1 << 16, 1 << 24
+_CPU_BLOCK, _BLOCK = 1 << 17, 1 << 24
 
 Group = dict[str, Any]
 Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]

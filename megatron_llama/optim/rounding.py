@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 Keys = tuple[int, int]
-_LOW_16 = 0xFFFF
+_LOW_16, _EXPONENT = 0xFFFF, 0x7F800000
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -26,8 +26,12 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
     Exact over all noises: a value that is k/65536 of the way to its neighbour goes there for k of them. What bf16
     holds already stays, and so do infinities and NaNs. Beyond bf16's largest value the neighbour is infinity.
     """
-    moved = ((values.view(torch.int32) + noise) & ~_LOW_16).view(torch.float32)
-    return torch.where(values.isfinite(), moved, values).to(torch.bfloat16)
+    bits = values.view(torch.int32)
+    # All ones where the exponent is not, which is where the value is a number; a choice by torch.where takes 10 times
+    # as long on a CPU.
+    finite = ((bits & _EXPONENT) - _EXPONENT) >> 31
+    moved = (bits + (noise & finite)) & ~(finite & _LOW_16)
+    return moved.view(torch.float32).to(torch.bfloat16)
 
 
 def noise(
