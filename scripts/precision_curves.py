@@ -24,7 +24,7 @@ PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
 # Constant batches and a small model: a precision needs a few minutes on two cores that know bf16.
 RECIPE = (
     "model=llama_2m data=python_stdlib device=cpu trainer.dp=1 trainer.micro_batch_size=4 trainer.global_batch_size=4 "
-    "optim.lr=1e-3 logging.every_steps=50 checkpoint.every_steps=100 checkpoint.keep=1"
+    "optim.lr=3e-4 logging.every_steps=50 checkpoint.every_steps=100 checkpoint.keep=1"
 ).split()
 WINDOW = 0.1  # of the run: what a loss is averaged over
 COLOURS = ("#1f2933", "#2563eb", "#0d9488", "#ea580c", "#7c3aed", "#be123c")
