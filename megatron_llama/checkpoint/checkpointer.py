@@ -38,7 +38,7 @@ class Checkpointer:
         """Bytes that this rank asked of the files it was last loaded from."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
-        self._origin: tuple[str | None, str] = (None, "float32")
+        self._origin: tuple[str | None, str] = (None, plan.precision.stored)
 
     def resume(self) -> int:
         """Load the newest good checkpoint, or the weights that the run is to start from; returns the steps already
@@ -56,7 +56,7 @@ class Checkpointer:
                 self.optimizer.restore(found.updates, found.step)
                 self._origin = found.hf_folder, found.dtype
                 self._saved = found.step if folder.parent == self.checkpoints else None
-                self._tell(f"going on from {folder}, step {found.step}")
+                self._tell(f"going on from {folder}, step {found.step}{self._converted(found)}")
                 return found.step
             reports.append(report)
             self._tell(f"{folder} is damaged and not used: {report}")
@@ -94,6 +94,11 @@ class Checkpointer:
         if self.plan.config.checkpoint.export_hf and self.topology.rank == 0:
             made = export(find_checkpoint(self.checkpoints), self.checkpoints.with_name("hf"))
             self._tell(f"exported to {made.folder}, {made.dtype}")
+
+    def _converted(self, found: State) -> str:
+        """What to add for a checkpoint of another precision; values were converted, to nearest, where dtypes differ."""
+        ours, theirs = self.plan.config.trainer.precision, found.settings.get("trainer", {}).get("precision")
+        return "" if theirs in (None, ours) else f"; saved with trainer.precision={theirs}, going on with {ours}"
 
     def _start_from(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder; raises ConfigError on all ranks where they can't be used."""

@@ -11,6 +11,7 @@ from megatron_llama.config.compose import compose, from_yaml, to_yaml
 from megatron_llama.config.counting import parameters, parameters_per_stage
 from megatron_llama.config.memory import Machine, RankMemory, stage_memory
 from megatron_llama.config.plan import Plan
+from megatron_llama.config.precision import PRECISIONS, Precision
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
 from megatron_llama.config.report import format_plan
 from megatron_llama.config.resolve import resolve
@@ -28,6 +29,7 @@ from megatron_llama.config.settings import (
 )
 
 __all__ = [
+    "PRECISIONS",
     "CheckpointConfig",
     "Config",
     "ConfigError",
@@ -38,6 +40,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "Plan",
+    "Precision",
     "Problem",
     "RankMemory",
     "RopeScaling",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_llama.config.counting import parameters_per_stage
 from megatron_llama.config.plan import Plan
+from megatron_llama.config.precision import BYTES
 
 GIB = 2**30
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
@@ -45,18 +46,23 @@ def rank_memory(parameters: int, plan: Plan) -> RankMemory:
     """Bytes that ``parameters`` on one rank need under the plan's precision, ZeRO stage and optimizer."""
     trainer = plan.config.trainer
     shard = -(-parameters // plan.shard_size)
-    # What the optimizer updates, in fp32: this rank's share from ZeRO 1 on.
-    master = 4 * shard
+    # What the optimizer updates: this rank's share from ZeRO 1 on.
+    stored = BYTES[plan.precision.stored]
+    updated = stored * shard
     # What the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank too; ZeRO 3
     # does so block by block, which is little.
-    working = 0 if trainer.zero == 3 else parameters * (4 if trainer.precision == "fp32" else 2)
-    # Gradient sums are fp32. Below ZeRO 2 they stay whole until the last micro batch.
+    working = 0 if trainer.zero == 3 else parameters * BYTES[plan.precision.weights]
+    # What is reduced has the dtype of what is updated. Below ZeRO 2 the sums stay whole until the last micro batch, in
+    # the dtype that they are made in.
     one_micro_batch = plan.num_microbatches == 1
-    gradients = 4 * (parameters if trainer.zero < 2 and not one_micro_batch else shard)
+    gradients = stored * shard
+    if trainer.zero < 2 and not one_micro_batch:
+        gradients = max(gradients, parameters * BYTES[plan.precision.accumulation])
     if one_micro_batch:
         # Each block lets go of its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
-    return RankMemory(master + working, gradients, 4 * MOMENTS[plan.config.optim.name] * shard)
+    moments = BYTES[plan.precision.moments] * MOMENTS[plan.config.optim.name]
+    return RankMemory(updated + working, gradients, moments * shard)
 
 
 def stage_memory(plan: Plan) -> list[RankMemory]:

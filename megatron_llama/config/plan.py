@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_llama.config.precision import PRECISIONS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 
 
@@ -31,6 +32,11 @@ class Plan:
     def model(self) -> ModelConfig:
         """The model's shape."""
         return self.config.model
+
+    @property
+    def precision(self) -> Precision:
+        """What ``trainer.precision`` means."""
+        return PRECISIONS[self.config.trainer.precision]
 
     @property
     def shard_size(self) -> int:

@@ -139,8 +139,8 @@ def _work(plan: Plan) -> Iterator[str]:
 
 
 def _precision(plan: Plan) -> str:
-    precision = plan.config.trainer.precision
-    return precision + (" with fp32 master weights and gradient sums" if precision == "bf16" else "")
+    name = plan.config.trainer.precision
+    return name if name == "fp32" else f"{name}: {plan.precision}"
 
 
 def _sharding(plan: Plan) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("fp32", "bf16")
 RECOMPUTE = ("none", "selective", "full")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -120,7 +119,9 @@ class TrainerConfig:
     seed: int = 1234
     """Seeds initial weights and data order."""
     precision: str = "fp32"
-    """fp32, or bf16: compute in bf16, with master weights, gradient sums and optimizer in fp32."""
+    """fp32, bf16 (products in bf16; master weights, gradient sums and optimizer in fp32), bf16_sr (all in bf16, updates
+    rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of the Trainium recipe's
+    bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2; see docs/precision.md."""
     recompute: str = "none"
     """Activations made again in the backward pass: none, selective (attention core and SwiGLU product), full (each
     block)."""

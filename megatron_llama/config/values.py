@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_llama.config import settings
 from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config
 
@@ -118,7 +119,7 @@ def _legal(name: str, fallback: float) -> str:
 GOOD_SPLIT = "'\"969,30,1\"'"
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "trainer.precision": settings.PRECISIONS,
+    "trainer.precision": tuple(PRECISIONS),
     "trainer.recompute": settings.RECOMPUTE,
     "optim.name": settings.OPTIMIZERS,
     "device.name": settings.DEVICES,

@@ -25,6 +25,9 @@ class Device(ABC):
     forkable: bool
     """Whether ranks may be forked from a parent that has imported torch."""
 
+    rounds_stochastically: bool = False
+    """Whether the hardware itself rounds stochastically where a value becomes bf16; then the optimizer does not."""
+
     @abstractmethod
     def probe(self) -> str | None:
         """None when the device can be used here, else the reason in one sentence."""
@@ -47,7 +50,7 @@ class Device(ABC):
 
     @abstractmethod
     def peak_flops(self, precision: str) -> tuple[float, str]:
-        """Dense FLOP/s of one device at a precision, and where the figure comes from."""
+        """Dense FLOP/s of one device with products in ``precision``, fp32 or bf16, and where the figure comes from."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

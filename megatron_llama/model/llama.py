@@ -31,9 +31,9 @@ def _no_init(_: torch.Tensor) -> None:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,9 +130,9 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
         self.self_attn = Attention(model, mcore, recompute == "selective")
-        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
         self.mlp = FeedForward(model, mcore, recompute == "selective")
         self.recompute = recompute == "full"
 
@@ -180,7 +180,7 @@ class Llama(nn.Module):
             )
         self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute) for i in layers})
         if is_last:
-            self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+            self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
             self.lm_head = ColumnParallelLinear(
                 model.hidden_size,
                 padded_vocab_size,

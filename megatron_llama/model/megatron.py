@@ -10,14 +10,24 @@ from megatron_llama.config import Plan
 
 def compute_dtype(plan: Plan) -> torch.dtype:
     """The dtype of activations and of the weights in matrix products."""
-    return torch.float32 if plan.config.trainer.precision == "fp32" else torch.bfloat16
+    return torch_dtype(plan.precision.weights)
+
+
+def stored_dtype(plan: Plan) -> torch.dtype:
+    """The dtype of the parameters that are sharded, updated and saved."""
+    return torch_dtype(plan.precision.stored)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that config/precision.py means by a name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def mcore_config(plan: Plan) -> TransformerConfig:
     """What megatron-core's layers and schedules read.
 
-    Parameters are fp32 masters here: ``fully_shard`` hands the layers their bf16 copies where the precision asks for
-    it.
+    Parameters are what the optimizer updates: ``fully_shard`` hands the layers bf16 copies of fp32 masters where the
+    precision asks for it.
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(
@@ -30,7 +40,7 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         pipeline_model_parallel_size=trainer.pp,
         virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
         sequence_parallel=plan.sp,
-        params_dtype=torch.float32,
+        params_dtype=stored_dtype(plan),
         pipeline_dtype=compute_dtype(plan),
         use_cpu_initialization=True,  # torch.empty on the current device, which is meta here
         perform_initialization=False,

@@ -23,19 +23,24 @@ def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tenso
 
 
 @torch.no_grad()
-def clip_gradients(shards: Iterable[Shard], norm: torch.Tensor, largest: float) -> None:
-    """Scale the gradients so that their global norm is at most ``largest`` (Pascanu et al. 2013, arXiv:1211.5063).
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """What to multiply gradients by for a global norm of at most ``largest`` (Pascanu et al. 2013, arXiv:1211.5063).
 
     Like torch's ``clip_grad_norm_``, which adds 1e-6 to the norm; no value is read back to the host.
     """
-    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients(shards: Iterable[Shard], factor: torch.Tensor) -> None:
+    """Multiply all gradients by ``factor``, in place."""
     grads = [grad for shard in shards if (grad := shard.grad) is not None]
     torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
 def _global_norm(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if parts:
-        squares = torch.stack(torch._foreach_norm(parts)).square().sum()
+        squares = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
     else:  # a rank whose copies all count elsewhere
         squares = torch.zeros((), device=device)
     dist.all_reduce(squares)

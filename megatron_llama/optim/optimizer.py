@@ -13,13 +13,16 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from megatron_llama.config import ConfigError, Plan, Problem
-from megatron_llama.optim.norm import clip_gradients, gradient_norm
+from megatron_llama.model.megatron import torch_dtype
+from megatron_llama.model.names import Piece
+from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
+from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.parallel import ParallelModel, Shard
 
 
 @dataclass
 class Optimizer:
-    """Updates this rank's shards. Adam and SGD work on each value alone, so sharding changes no bit of them."""
+    """Updates this rank's shards. Adam and SGD work on each value alone, so sharding does not change them."""
 
     model: ParallelModel
     inner: torch.optim.Optimizer
@@ -33,11 +36,15 @@ class Optimizer:
 
     def step(self, norm: torch.Tensor) -> None:
         """Clip by ``norm``, update the weights, forget the gradients, move the schedule on."""
-        if self.clip is not None:
-            clip_gradients(self.model.shards, norm, self.clip)
+        factor = None if self.clip is None else clip_factor(norm, self.clip)
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             view.grad = shard.grad
-        self.inner.step()
+        if isinstance(self.inner, LowPrecisionOptimizer):
+            self.inner.step(gradient_factor=factor)  # scaled gradients in bf16 would be rounded twice
+        else:
+            if factor is not None:
+                scale_gradients(self.model.shards, factor)
+            self.inner.step()
         self.inner.zero_grad(set_to_none=True)
         self.model.zero_grad()
         self.scheduler.step()
@@ -63,7 +70,7 @@ class Optimizer:
         first step."""
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             state = self.inner.state[view]
-            for kind in _MOMENTS[type(self.inner)]:
+            for kind in MOMENTS[self.model.plan.config.optim.name]:
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
                 yield kind, shard, state[kind]
@@ -73,9 +80,10 @@ class Optimizer:
         before."""
         for _ in self.moments():
             pass  # torch's Adam makes its count together with the moments, or not at all
-        if isinstance(self.inner, torch.optim.Adam):
+        if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam):
             for view in self._views():
-                self.inner.state[view]["step"] = torch.tensor(float(updates), device=view.device)
+                at = "cpu" if isinstance(self.inner, LowPrecisionOptimizer) else view.device
+                self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(steps):
@@ -95,15 +103,22 @@ def decays(name: str) -> bool:
     return not name.endswith("norm.weight")
 
 
-def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
-    """The optimizer and schedule that the config names."""
+def build_optimizer(plan: Plan, model: ParallelModel, *, hardware_rounds: bool = False) -> Optimizer:
+    """The optimizer and schedule that the config names.
+
+    ``hardware_rounds`` says that the device itself rounds stochastically, so that the optimizer leaves it to it.
+    """
     optim = plan.config.optim
     views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in model.shards}
     groups = [
         {"params": [views[id(s)] for s in model.shards if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [views[id(s)] for s in model.shards if not decays(s.name)], "weight_decay": 0.0},
     ]
-    inner = _INNER[optim.name](groups, plan)
+    if plan.precision.stored == "float32":
+        inner = _INNER[optim.name](groups, plan)
+    else:
+        pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in model.shards}
+        inner = _low_precision(groups, plan, pieces, plan.precision.stochastic and not hardware_rounds)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip)
 
 
@@ -132,14 +147,24 @@ def _sgd(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=plan.config.optim.lr, momentum=plan.config.optim.betas[0])
 
 
+def _low_precision(
+    groups: list[dict[str, Any]], plan: Plan, pieces: dict[torch.Tensor, list[Piece]], stochastic: bool
+) -> torch.optim.Optimizer:
+    optim = plan.config.optim
+    # What torch's optimizers take as arguments stands in the groups here.
+    numbers = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "momentum": optim.betas[0]}
+    return LowPrecisionOptimizer(
+        [{**numbers, **group} for group in groups],
+        optim.name,
+        pieces,
+        moments=torch_dtype(plan.precision.moments),
+        stochastic=stochastic,
+        seed=plan.config.trainer.seed,
+    )
+
+
 _INNER: dict[str, Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]] = {
     "adamw": _adam(torch.optim.AdamW),
     "adam": _adam(torch.optim.Adam),
     "sgd": _sgd,
-}
-# What each keeps for every weight, beside a count of its updates.
-_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
-    torch.optim.SGD: ("momentum_buffer",),
 }

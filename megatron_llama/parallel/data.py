@@ -7,6 +7,9 @@
     3     sharded                   reduce-scattered at each one          sharded
 
 zero=0 is a shard group of one rank, replicated over all; ``shard_group`` is anything between (hybrid).
+
+Gradients are summed in the precision's ``accumulation`` dtype while they are whole, and over ranks; what has been
+reduced takes the dtype of the parameters, so stages 2 and 3 add the micro batches of an fp32 master in fp32.
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_llama.config import Plan
 from megatron_llama.model.llama import Llama
-from megatron_llama.model.megatron import compute_dtype
+from megatron_llama.model.megatron import torch_dtype
 from megatron_llama.topology import Topology
 
 
@@ -34,10 +36,10 @@ def data_mesh(topology: Topology, device_type: str) -> DeviceMesh:
 
 def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
     """Apply ``fully_shard`` in place: one unit per block, one for embedding, norm and head."""
-    dtype = compute_dtype(plan)
+    precision = plan.precision
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype,
-        reduce_dtype=torch.float32,
+        param_dtype=torch_dtype(precision.weights) if precision.master else None,
+        reduce_dtype=torch_dtype(precision.accumulation),
         cast_forward_inputs=False,  # the rotary tables stay fp32
     )
     reshard = plan.config.trainer.zero == 3

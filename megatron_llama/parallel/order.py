@@ -114,8 +114,8 @@ def build_model(
 
 @torch.no_grad()
 def initialise(shards: list[Shard], plan: Plan) -> None:
-    """Fill the weights with values that depend on seed, name and position alone; rows that pad the vocabulary with
-    zeros.
+    """Fill the weights with values that depend on seed, name and position alone, to nearest where they are bf16; rows
+    that pad the vocabulary with zeros.
 
     With ``init_from`` the folder's weights take their place before the first step, so none are made.
     """

@@ -29,7 +29,7 @@ class Shard:
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows themselves (fp32), a view: writing to it writes the parameter."""
+        """The rows themselves, in the precision's ``stored`` dtype, a view: writing to it writes the parameter."""
         return _local(self.parameter.data)
 
     @property

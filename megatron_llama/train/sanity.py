@@ -67,7 +67,7 @@ def check_copies(shards: Sequence[Shard]) -> None:
     """Ranks that hold the same rectangle of the same tensor must hold the same bits. All ranks must call it."""
     mine = {
         (piece.name, piece.offset, piece.size): hashlib.blake2b(
-            shard.local[piece.local_slices].contiguous().cpu().numpy().tobytes(), digest_size=16
+            _bytes(shard.local[piece.local_slices]), digest_size=16
         ).hexdigest()
         for shard in shards
         for piece in shard.pieces
@@ -83,3 +83,8 @@ def check_copies(shards: Sequence[Shard]) -> None:
             if digest != expected:
                 name, offset, size = key
                 raise TrainingFault(f"{name} at {offset}, {size}: ranks {other} and {rank} hold different copies of it")
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    """The bits of a tensor of any dtype; numpy knows no bf16."""
+    return values.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

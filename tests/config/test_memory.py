@@ -36,6 +36,15 @@ def plan_of(zero: int, precision: str, dp: int = 4, optimizer: str = "adamw", mi
         (1, "bf16", 2 + 4 / 4, 4, 8 / 4),
         (2, "bf16", 2 + 4 / 4, 4 / 4, 8 / 4),
         (3, "bf16", 4 / 4, 4 / 4, 8 / 4),
+        (0, "bf16_sr", 2 + 2, 2, 4),
+        (1, "bf16_sr", 2 + 2 / 4, 2, 4 / 4),
+        (2, "bf16_pure", 2 + 2 / 4, 2 / 4, 4 / 4),
+        (3, "bf16SR", 2 / 4, 2 / 4, 4 / 4),
+        (1, "fp32_OptStates", 2 + 2 / 4, 2, 8 / 4),
+        (1, "fp32_ZeroOptMaster", 2 + 4 / 4, 2, 8 / 4),
+        (0, "fp32_ZeroOptMaster", 2 + 4, 4, 8),
+        (1, "fp32_ZeroOptMasterGradAcc", 2 + 4 / 4, 4, 8 / 4),
+        (1, "megatron_amp_O2", 2 + 4 / 4, 4, 8 / 4),
     ],
 )
 def test_bytes_per_parameter(zero: int, precision: str, weights: float, gradients: float, optimizer: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import compose, format_plan, parameters, resolve
+from megatron_llama.config import PRECISIONS, compose, format_plan, parameters, resolve
 from megatron_llama.topology import build_topology
 from tests.config.helpers import make
 
@@ -62,6 +62,15 @@ def test_it_fits_a_terminal(world: int, overrides: list[str]) -> None:
     assert max(map(len, page.splitlines())) <= 100
     assert len(page.splitlines()) <= 50
     assert not any(line != line.rstrip() for line in page.splitlines())
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precision_says_what_is_kept(name: str) -> None:
+    page = format_plan(resolve(make(**{"trainer.precision": name}), 1))
+    (line,) = [line for line in page.splitlines() if line.startswith("  precision")]
+    assert len(line) <= 100 and line.split()[1].rstrip(":") == name
+    assert ("stochastically" in line) == (name in ("bf16_sr", "bf16SR", "fp32_OptStates"))
+    assert ("fp32 master" in line) == (PRECISIONS[name].master is not None)
 
 
 def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:

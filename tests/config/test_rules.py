@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from megatron_llama.config import PRECISIONS
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.rules import RULES, broken_rules
 from megatron_llama.config.values import LIMITS
@@ -245,7 +246,7 @@ def test_every_rule_has_a_case() -> None:
 def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
     """Values that are wrong on their own, and values next to them that are right, for every limited setting."""
     table: dict[str, tuple[list[Any], list[Any]]] = {
-        "trainer.precision": (["fp16", ""], ["fp32", "bf16"]),
+        "trainer.precision": (["fp16", "", "BF16SR"], list(PRECISIONS)),
         "trainer.recompute": (["some"], ["none", "selective", "full"]),
         "trainer.zero": ([-1, 4], [0, 1, 2, 3]),
         "optim.name": (["adagrad"], ["adamw", "adam", "sgd"]),

@@ -39,12 +39,13 @@ def batches_of(plan: Plan, model: ParallelModel) -> Batches:
     return Batches(samples, plan, build_topology(plan, torch.distributed.get_rank()), model.device)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
 @pytest.mark.parametrize(("world", "layout"), [(2, "trainer.tp=2"), (2, "trainer.zero=0"), (4, "trainer.tp=4")])
-def test_a_copy_that_drifted_is_named(world: int, layout: str) -> None:
+def test_a_copy_that_drifted_is_named(world: int, layout: str, precision: str) -> None:
     name = (
         "self_attn.k_proj" if world == 4 else "norm.weight"
     )  # kv heads are copied, and norms under tp, and all at zero 0
-    for message in on_ranks(_drift, world, make_plan(world, layout), name):
+    for message in on_ranks(_drift, world, make_plan(world, layout, f"trainer.precision={precision}"), name):
         assert "hold different copies of it" in message and "ranks 0 and 1" in message and name in message
 
 
@@ -54,7 +55,7 @@ def _drift(plan: Plan, model: ParallelModel, name: str) -> str:
         pieces = [(shard, piece) for shard in model.shards for piece in shard.pieces if name in piece.name]
         shard, piece = pieces[-1]
         values = shard.local[piece.local_slices].view(-1)
-        values[0] = torch.nextafter(values[0], torch.tensor(2.0))  # the last bit of one value
+        values[0] = torch.nextafter(values[0], torch.tensor(2.0, dtype=values.dtype))  # the last bit of one value
     with pytest.raises(TrainingFault) as fault:
         check_copies(model.shards)
     return str(fault.value)

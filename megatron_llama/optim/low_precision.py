@@ -1,0 +1,142 @@
+"""torch's optimizers for weights that are kept in bf16, without a master copy.
+
+Weights and moments are widened to fp32 a block at a time, torch's own function for one tensor updates the block, and
+what is kept in bf16 is rounded back. Before that rounding the result is torch's, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron_llama.model.names import Piece, keep_rows
+from megatron_llama.optim.rounding import noise, round_stochastically, stream
+
+WEIGHT = "weight"
+"""The stream of noise of the weights; those of the moments are called as torch calls the moments."""
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+"""What each optimizer keeps for every weight, beside a count of its updates."""
+# Values widened at a time: few, so that they stay in a CPU's cache, or few enough to be small beside the model where
+# each operation is a launch.
+_CPU_BLOCK, _BLOCK = 1 << 17, 1 << 24
+
+Group = dict[str, Any]
+Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]
+
+
+class LowPrecisionOptimizer(torch.optim.Optimizer):
+    """``adamw``, ``adam`` or ``sgd`` over bf16 tensors, each with the rectangles of Hugging Face tensors it is made of.
+
+    ``moments`` is the dtype of what is remembered. With ``stochastic`` all that is kept in bf16 is rounded
+    stochastically, by noise of ``seed``; without, to nearest.
+    """
+
+    def __init__(
+        self,
+        groups: list[Group],
+        name: str,
+        pieces: Mapping[torch.Tensor, Sequence[Piece]],
+        *,
+        moments: torch.dtype,
+        stochastic: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(groups, {})
+        self.pieces, self.stochastic, self.seed = pieces, stochastic, seed
+        self._kinds, self._function = MOMENTS[name], _UPDATES[name]
+        for weight in pieces:
+            state = self.state[weight]
+            state["step"] = torch.tensor(0.0)  # on the host, as torch has it: reading it waits for no device
+            for kind in self._kinds:
+                state[kind] = torch.zeros_like(weight, dtype=moments, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, gradient_factor: torch.Tensor | None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient, multiplied by ``gradient_factor`` (fp32 scalar) without being
+        rounded again."""
+        assert closure is None, "gradients are made before"
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, group, gradient_factor)
+
+    def _update(self, weight: torch.Tensor, group: Group, factor: torch.Tensor | None) -> None:
+        state = self.state[weight]
+        kept = {WEIGHT: weight, **{kind: state[kind] for kind in self._kinds}}
+        block = _CPU_BLOCK if weight.device.type == "cpu" else _BLOCK
+        rows = max(1, block // max(1, weight[:1].numel()))
+        for start in range(0, weight.shape[0], rows):
+            part = slice(start, min(start + rows, weight.shape[0]))
+            wide = [tensor[part].float() for tensor in kept.values()]  # fp32 moments are views: updated in place
+            gradient = weight.grad[part].float()  # type: ignore[index]
+            gradient = gradient if factor is None else gradient.mul_(factor)
+            self._function(wide, gradient, state["step"].clone(), group)
+            pieces = keep_rows(list(self.pieces[weight]), part.start, part.stop)
+            for (kind, tensor), values in zip(kept.items(), wide, strict=True):
+                if tensor.dtype != torch.float32:
+                    tensor[part] = self._rounded(values, kind, pieces, state["step"])
+        state["step"] += 1
+
+    def _rounded(self, values: torch.Tensor, kind: str, pieces: Sequence[Piece], step: torch.Tensor) -> torch.Tensor:
+        if not self.stochastic:
+            return values.to(torch.bfloat16)
+        noises = torch.zeros(values.shape, dtype=torch.int32, device=values.device)  # rows that pad are 0 and stay 0
+        for piece in pieces:
+            keys = stream(self.seed, kind, piece.name)
+            noises[piece.local_slices] = noise(keys, step.int(), piece.offset, piece.size, values.device)
+        return round_stochastically(values, noises)
+
+
+# One tensor at a time and not fused: the fused kernel's last bits depend on where a value lies in its tensor, and so
+# on the layout.
+_PLAIN: dict[str, Any] = {"foreach": False, "fused": False, "maximize": False}
+
+
+def _adam(function: Callable[..., None]) -> Update:
+    def update(wide: list[torch.Tensor], gradient: torch.Tensor, step: torch.Tensor, group: Group) -> None:
+        weight, exp_avg, exp_avg_sq = wide
+        beta1, beta2 = group["betas"]
+        function(
+            [weight],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [step],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            **_PLAIN,
+        )
+
+    return update
+
+
+def _sgd(wide: list[torch.Tensor], gradient: torch.Tensor, step: torch.Tensor, group: Group) -> None:
+    weight, momentum_buffer = wide
+    sgd(
+        [weight],
+        [gradient],
+        [momentum_buffer],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=False,
+        **_PLAIN,
+    )
+
+
+_UPDATES: Mapping[str, Update] = {"adamw": _adam(adamw), "adam": _adam(adam), "sgd": _sgd}

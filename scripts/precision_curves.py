@@ -1,0 +1,129 @@
+"""Train the demo's Llama on the demo's data in several precisions and draw their losses and the gaps to the first.
+
+    python scripts/precision_curves.py --steps 600 --seeds 1234 1235 --output runs/precision
+
+Every run of a seed sees the same data from the same initial weights (rounded to bf16 where weights are). Each is a run
+folder of its own under --output, so that scripts/compare.py reads it and a run that was killed goes on when this is
+started again. bf16_pure is the control: it should fall behind, or the others' agreement says little.
+
+The recipe is chosen for that: at these rates most updates are below half a step of bf16 at the size of the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
+# Constant batches and a small model: a precision needs a few minutes on two cores that know bf16.
+RECIPE = (
+    "model=llama_2m data=python_stdlib device=cpu trainer.dp=1 trainer.micro_batch_size=4 trainer.global_batch_size=4 "
+    "optim.lr=3e-4 logging.every_steps=50 checkpoint.every_steps=100 checkpoint.keep=1"
+).split()
+WINDOW = 0.1  # of the run: what a loss is averaged over
+COLOURS = ("#1f2933", "#2563eb", "#0d9488", "#ea580c", "#7c3aed", "#be123c")
+
+Runs = Mapping[str, Sequence[Sequence[float]]]
+"""For each precision its runs, one for each seed: the loss of each step."""
+
+
+def train(folder: Path, precision: str, seed: int, steps: int, overrides: Sequence[str]) -> list[float]:
+    """The losses of one run, made or finished by train.py; raises CalledProcessError."""
+    choices = [f"trainer.precision={precision}", f"trainer.seed={seed}", f"trainer.steps={steps}", f"run.dir={folder}"]
+    subprocess.run([sys.executable, "train.py", *RECIPE, *overrides, *choices], cwd=ROOT, check=True)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["reduced_train_loss"] for line in lines]
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of each step and those before it, at most WINDOW of the run."""
+    reach = max(1, int(len(losses) * WINDOW))
+    return [statistics.fmean(losses[max(0, i + 1 - reach) : i + 1]) for i in range(len(losses))]
+
+
+def gaps(runs: Runs, precision: str) -> list[list[float]]:
+    """For each seed: how much higher the smoothed loss is than that of the first precision, step by step."""
+    first = next(iter(runs))
+    pairs = zip(runs[precision], runs[first], strict=True)
+    return [[a - b for a, b in zip(smoothed(ours), smoothed(base), strict=True)] for ours, base in pairs]
+
+
+def table(runs: Runs, recipe: str) -> str:
+    """Markdown: the last loss of each precision, and its gap to the first over the seeds."""
+    first = next(iter(runs))
+    lines = [
+        f"`{recipe}`",
+        "",
+        f"| precision | last loss | gap to {first} | smallest and largest, by seed |",
+        "|---|---|---|---|",
+    ]
+    for precision, losses in runs.items():
+        last = statistics.fmean(smoothed(seed)[-1] for seed in losses)
+        ends = [gap[-1] for gap in gaps(runs, precision)]
+        lines.append(
+            f"| {precision} | {last:.4f} | {statistics.fmean(ends):+.4f} | {min(ends):+.4f}, {max(ends):+.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: Runs, path: Path, title: str) -> None:
+    """Losses above, gaps to the first precision below; one line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
+    for colour, (precision, losses) in zip(COLOURS * len(runs), runs.items(), strict=False):
+        for number, (seed, gap) in enumerate(zip(losses, gaps(runs, precision), strict=True)):
+            steps = range(1, len(seed) + 1)
+            above.plot(steps, smoothed(seed), color=colour, linewidth=1.2, label=None if number else precision)
+            below.plot(steps, gap, color=colour, linewidth=1.2)
+    above.set(title=title, ylabel="loss, nats per token")
+    above.legend(frameon=False)
+    below.set(xlabel="step", ylabel=f"loss above {next(iter(runs))}")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, draw and print; status 1 where a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run (default: 600)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one run of each precision for each seed")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision", help="folder for runs and results")
+    parser.add_argument(
+        "--precisions", nargs="+", default=list(PRECISIONS), help="the first is what others are held to"
+    )
+    parser.add_argument("overrides", nargs="*", help="changes to the recipe, as train.py takes them")
+    asked = parser.parse_args(arguments)
+    output = asked.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[list[float]]] = {precision: [] for precision in asked.precisions}
+    try:
+        for seed in asked.seeds:
+            for precision in asked.precisions:
+                folder = output / f"{precision}-{seed}"
+                runs[precision].append(train(folder, precision, seed, asked.steps, asked.overrides))
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"{folder}: train.py ended with status {error.returncode}\n")
+        return 1
+    recipe = " ".join([*RECIPE, *asked.overrides, f"trainer.steps={asked.steps}"])
+    (output / "precision.md").write_text(table(runs, recipe), encoding="utf-8")
+    draw(runs, output / "precision.png", f"{len(asked.seeds)} seed(s), {asked.steps} steps")
+    print(table(runs, recipe))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Checkpoints of weights and moments in bf16: bit for bit into the same precision, by conversion into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.export import export, find_checkpoint
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.storage import rows_of
+from tests.checkpoint.runner import CPU, assert_same, run
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
+SR, FP32, NO_SAVE = "trainer.precision=bf16_sr", "trainer.precision=fp32", "checkpoint.save_last=false"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, [SR]),
+        (2, [SR, "trainer.zero=3"]),
+        (1, ["trainer.precision=fp32_OptStates"]),
+        (1, [SR, "optim.name=sgd"]),
+        (1, ["trainer.precision=fp32_ZeroOptMaster"]),
+    ],
+    ids=["one", "dp2zero3", "fp32_OptStates", "sgd", "fp32_ZeroOptMaster"],
+)
+def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path / "whole", *ADAM, *layout, until=6)
+    first = run(ranks, tmp_path / "halves", *ADAM, *layout, until=3)
+    second = run(ranks, tmp_path / "halves", *ADAM, *layout, until=6)
+    assert first.losses | second.losses == whole.losses  # the noise of step 4 is that of step 4
+    assert_same(second.tensors, whole.tensors)
+    assert second.updates == whole.updates
+
+
+def test_a_forgotten_count_would_be_seen(tmp_path: Path) -> None:
+    def forget(checkpointer) -> None:
+        restore = checkpointer.optimizer.restore
+        checkpointer.optimizer.restore = lambda updates, steps: restore(0, steps)
+
+    sgd = [*ADAM, SR, "optim.name=sgd"]  # whose count is for nothing but the noise
+    whole = run(1, tmp_path / "whole", *sgd, until=6)
+    run(1, tmp_path / "halves", *sgd, until=3)
+    second = run(1, tmp_path / "halves", *sgd, until=6, tamper=forget)
+    assert second.losses[4] == whole.losses[4] and second.losses[6] != whole.losses[6]
+
+
+def test_what_is_bf16_is_stored_as_bf16(tmp_path: Path) -> None:
+    before = run(2, tmp_path / "run", SR, "trainer.tp=2", until=2)
+    stored = read_manifest(find_checkpoint(tmp_path / "run")).stored
+    kept = {name: tensor.dtype for name, tensor in stored.tensors.items() if not name.startswith("random.")}
+    assert set(kept.values()) == {torch.bfloat16} and any(name.startswith("optimizer.exp_avg_sq.") for name in kept)
+    # Any layout reads it, and what it reads is the same.
+    step = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002"
+    assert_same(run(2, tmp_path / "other", SR, "trainer.pp=2", step, NO_SAVE).tensors, before.tensors)
+    made = export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")
+    assert made.dtype == "bfloat16"
+    exported = {name: rows_of(stored, name, 0, shape.shape[0]) for name, shape in stored.tensors.items() if "." in name}
+    start = ["model=from_hf", f"init_from={tmp_path}/hf", "trainer.steps=0", NO_SAVE]
+    for name, tensor in run(1, tmp_path / "hf_run", SR, *start).tensors.items():
+        if "/" not in name:
+            assert torch.equal(tensor, exported[name].float()), name
+
+
+def test_from_fp32_to_bf16_to_nearest_and_back_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wide = run(1, tmp_path / "wide", FP32, until=2)
+    second = f"checkpoint.resume={tmp_path}/wide/checkpoints/step_00000002"
+    narrow = run(1, tmp_path / "narrow", SR, second, NO_SAVE)
+    assert narrow.updates == 2
+    assert_same(narrow.tensors, {name: tensor.bfloat16().float() for name, tensor in wide.tensors.items()})
+    assert "saved with trainer.precision=fp32, going on with bf16_sr" in capfd.readouterr().err
+    further = run(1, tmp_path / "narrow", SR, second, until=3)
+    third = f"checkpoint.resume={tmp_path}/narrow/checkpoints/step_00000003"
+    capfd.readouterr()
+    assert_same(run(1, tmp_path / "narrow", SR, third, NO_SAVE).tensors, further.tensors)
+    assert "saved with" not in capfd.readouterr().err
+    assert_same(run(1, tmp_path / "back", FP32, third, NO_SAVE).tensors, further.tensors)
+
+
+def test_the_weights_of_a_folder_are_rounded_to_nearest(tmp_path: Path) -> None:
+    run(1, tmp_path / "wide", FP32, "trainer.steps=0")
+    export(find_checkpoint(tmp_path / "wide"), tmp_path / "hf")
+    stored = read_manifest(find_checkpoint(tmp_path / "wide")).stored
+    start = ["model=from_hf", f"init_from={tmp_path}/hf", "trainer.steps=0", NO_SAVE]
+    for name, tensor in run(1, tmp_path / "narrow", SR, *start).tensors.items():
+        if "/" not in name:
+            assert torch.equal(tensor, rows_of(stored, name, 0, len(tensor)).bfloat16().float()), name
+
+
+def test_transformers_reads_the_export(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is a dev dependency")
+    run(1, tmp_path / "run", SR, until=1)
+    export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")
+    (dtypes,) = run_ranks(_dtypes, 1, transformers, tmp_path / "hf")
+    assert dtypes == {torch.bfloat16}
+
+
+def _dtypes(rank: int, transformers, folder: Path) -> set[torch.dtype]:
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long, device=CPU)).logits).all()
+    return {weight.dtype for weight in model.parameters()}

@@ -1,0 +1,200 @@
+"""What each precision really keeps in which dtype: looked up in the live tensors of a training step, for each ZeRO
+stage, between two micro batches too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from megatron_llama.config import PRECISIONS, Plan
+from megatron_llama.config.memory import rank_memory
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.layouts.runner import RaggedSamples, make_plan
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+F, B = "float32", "bfloat16"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A row of the table, as the recipe of each name has it."""
+
+    products: str
+    """Weights and gradients of the layers."""
+    sums: str
+    """Gradients summed over micro batches and ranks."""
+    master: str | None
+    moments: str
+
+
+TABLE = {
+    "fp32": Expected(F, F, None, F),
+    "bf16": Expected(B, F, F, F),
+    "bf16_sr": Expected(B, B, None, B),
+    "bf16_pure": Expected(B, B, None, B),
+    "bf16SR": Expected(B, B, None, B),
+    "fp32_OptStates": Expected(B, B, None, F),
+    "fp32_ZeroOptMaster": Expected(B, B, F, F),
+    "fp32_ZeroOptMasterGradAcc": Expected(B, F, F, F),
+    "megatron_amp_O2": Expected(B, F, F, F),
+}
+STOCHASTIC = {"bf16_sr", "bf16SR", "fp32_OptStates", "fp32_ZeroOptMaster"}
+
+
+@dataclass
+class Found:
+    """Dtypes, and bytes on this rank."""
+
+    working: set[torch.dtype] = field(default_factory=set)
+    """Weights that the layers multiply with."""
+    activations: set[torch.dtype] = field(default_factory=set)
+    whole_sums: set[torch.dtype] = field(default_factory=set)
+    """Gradients between two micro batches, where they are kept whole."""
+    sharded_sums: set[torch.dtype] = field(default_factory=set)
+    """And where they are not."""
+    sent: set[torch.dtype] = field(default_factory=set)
+    """Gradients on their way between ranks."""
+    stored: set[torch.dtype] = field(default_factory=set)
+    moments: set[torch.dtype] = field(default_factory=set)
+    handed: set[torch.dtype] = field(default_factory=set)
+    """Gradients as the optimizer gets them."""
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    moment_bytes: int = 0
+    planned: tuple[int, int, int] = (0, 0, 0)
+
+
+def names(dtypes: set[torch.dtype]) -> set[str]:
+    return {str(dtype).removeprefix("torch.") for dtype in dtypes}
+
+
+def test_the_table_has_every_name() -> None:
+    assert TABLE.keys() == PRECISIONS.keys()
+    assert {name for name, precision in PRECISIONS.items() if precision.stochastic} == STOCHASTIC
+    for alias, same in (("bf16SR", "bf16_sr"), ("fp32_ZeroOptMasterGradAcc", "bf16"), ("megatron_amp_O2", "bf16")):
+        assert PRECISIONS[alias] is PRECISIONS[same]
+    plan = make_plan(1, "trainer.precision=bf16SR")
+    assert plan.config.trainer.precision == "bf16SR" and plan.precision.name == "bf16_sr"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
+    chosen = list(TABLE) if zero == 1 else [name for name in TABLE if PRECISIONS[name].name == name]
+    plans = [make_plan(2, f"trainer.zero={zero}", f"trainer.precision={name}") for name in chosen]
+    first, second = run_ranks(_look, 2, plans)
+    assert first == second
+    for name, found in zip(chosen, first, strict=True):
+        wanted = TABLE[name]
+        stored = wanted.master or wanted.products
+        assert names(found.working) == {wanted.products}, name
+        assert names(found.activations) == {wanted.products}, name
+        assert names(found.sent) == {wanted.sums}, name
+        assert names(found.stored) == {stored}, name
+        assert names(found.moments) == {wanted.moments}, name
+        if zero < 2:
+            assert (names(found.whole_sums), found.sharded_sums) == ({wanted.sums}, set()), name
+        else:
+            # fully_shard gives what it has reduced the dtype of the parameter, and adds the next micro batch to that:
+            # with fp32 masters these sums are fp32, also where bf16 was asked for.
+            assert (found.whole_sums, names(found.sharded_sums)) == (set(), {stored}), name
+        assert names(found.handed) == {stored}, name
+        assert (found.weight_bytes, found.gradient_bytes, found.moment_bytes) == found.planned, name
+
+
+def _look(rank: int, plans: list[Plan]) -> list[Found]:
+    topology, answers = build_topology(plans[0], rank), []
+    all_reduce, reduce_scatter = dist.all_reduce, DefaultReduceScatter.__call__
+    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+        for plan in plans:
+            model, found = build_model(plan, topology, get_device("cpu"), CPU), Found()
+            optimizer = build_optimizer(plan, model)
+            batches = Batches(RaggedSamples(16, 64), plan, topology, CPU).at(0)
+            assert len(batches) > 2
+            dist.all_reduce = _watched(all_reduce, found)
+            DefaultReduceScatter.__call__ = _watched(reduce_scatter, found)  # type: ignore[method-assign]
+            _watch_forwards(model, found)
+            model.forward_backward(batches)
+            dist.all_reduce = all_reduce
+            grads = [shard.grad for shard in model.shards if shard.grad is not None]
+            assert len(grads) == len(model.shards)
+            found.handed = {grad.dtype for grad in grads}
+            found.gradient_bytes = max(found.gradient_bytes, sum(grad.nbytes for grad in grads))
+            optimizer.step(optimizer.gradient_norm())
+            found.stored = {shard.local.dtype for shard in model.shards}
+            found.weight_bytes += sum(shard.local.nbytes for shard in model.shards)
+            moments = [moment for _, _, moment in optimizer.moments()]
+            found.moments, found.moment_bytes = {m.dtype for m in moments}, sum(m.nbytes for m in moments)
+            memory = rank_memory(sum(shard.parameter.numel() for shard in model.shards), plan)
+            found.planned = (memory.weights, memory.gradients, memory.optimizer)
+            answers.append(found)
+    return answers
+
+
+def _watched(reduce: Any, found: Found) -> Any:
+    """A collective that notes the dtype of what goes to another rank; the loss and the token count are scalars."""
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        tensor = kwargs["input_tensor"] if "input_tensor" in kwargs else args[0]
+        if tensor.dim() and dist.get_world_size(kwargs.get("group")) > 1:
+            found.sent.add(tensor.dtype)
+        return reduce(*args, **kwargs)
+
+    return watched
+
+
+def _watch_forwards(model: ParallelModel, found: Found) -> None:
+    """Look at weights, activations and gradients when a block runs in the second micro batch."""
+    (chunk,) = model.chunks
+    blocks = list(chunk.layers.values())
+    calls = {"chunk": 0}
+
+    def before_chunk(*_: Any) -> None:
+        calls["chunk"] += 1
+        if calls["chunk"] == 2:
+            _look_at_gradients(chunk, found)
+
+    def after_block(block: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if calls["chunk"] == 2:
+            found.activations.add(output.dtype)
+
+    def inside(module: torch.nn.Module, inputs: tuple) -> None:
+        if calls["chunk"] == 2 and isinstance(getattr(module, "weight", None), torch.Tensor):
+            found.working.add(module.weight.dtype)  # type: ignore[arg-type, union-attr]
+
+    chunk.register_forward_pre_hook(before_chunk, prepend=True)
+    for block in blocks:
+        block.register_forward_hook(after_block)
+        for module in block.modules():
+            if not isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(inside)
+
+
+def _look_at_gradients(chunk: torch.nn.Module, found: Found) -> None:
+    whole: list[torch.Tensor] = []
+    sharded: list[torch.Tensor] = []
+    for module in chunk.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                summed = param.unsharded_accumulated_grad
+                summed = param._unsharded_param.grad if summed is None else summed
+                if summed is not None:
+                    whole.append(summed)
+                if param.sharded_param.grad is not None:
+                    sharded.append(param.sharded_param.grad.to_local())
+                gathered = [t for t in param.all_gather_outputs if t.untyped_storage().size()]
+                found.weight_bytes += sum(t.nbytes for t in gathered)
+    found.whole_sums, found.sharded_sums = {t.dtype for t in whole}, {t.dtype for t in sharded}
+    found.gradient_bytes = sum(t.nbytes for t in [*whole, *sharded])

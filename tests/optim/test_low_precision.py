@@ -1,0 +1,202 @@
+"""The optimizer without master weights: torch's update to the last bit, then one rounding, the same in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_llama.optim.low_precision as low_precision
+from megatron_llama.config import Plan
+from megatron_llama.devices import get_device
+from megatron_llama.devices.cpu import Cpu
+from megatron_llama.model.names import Piece
+from megatron_llama.optim import build_optimizer
+from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
+from megatron_llama.optim.rounding import noise, round_stochastically, stream
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.topology import build_topology
+from megatron_llama.train import rank as train_rank
+from tests.layouts.runner import Tensors, _assemble, make_plan
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SEED, STEPS = 99, 3
+SHAPE = (40, 33)
+GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+TORCH: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW([p], 0.01, (0.9, 0.95), 1e-8, 0.1, foreach=False),
+    "adam": lambda p: torch.optim.Adam([p], 0.01, (0.9, 0.95), 1e-8, 0.1, foreach=False),
+    "sgd": lambda p: torch.optim.SGD([p], 0.01, 0.9, weight_decay=0.1, foreach=False),
+}
+# Two rectangles of two tensors, as the merged projections have them; the second is not at its tensor's corner.
+PIECES = [Piece("a", (30, 33), (0, 0), (0, 0), (30, 33)), Piece("b", (50, 66), (5, 33), (30, 0), (10, 33))]
+
+
+def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:
+    """What the values of a tensor made of PIECES must become."""
+    number = torch.tensor(step, dtype=torch.int32)
+    noises = [noise(stream(SEED, kind, p.name), number, p.offset, p.size, CPU) for p in PIECES]
+    return round_stochastically(values, torch.cat(noises))
+
+
+@pytest.mark.parametrize("block", [1 << 16, 330])
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_before_rounding_it_is_torchs(
+    name: str, moments: torch.dtype, stochastic: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_precision, "_CPU_BLOCK", block)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator).bfloat16())
+    ours = LowPrecisionOptimizer(
+        [{"params": [weight], **GROUP}], name, {weight: PIECES}, moments=moments, stochastic=stochastic, seed=SEED
+    )
+    factor = torch.tensor(0.37)
+    for step in range(STEPS):
+        gradient = torch.randn(SHAPE, generator=generator).bfloat16()
+        wide = torch.nn.Parameter(weight.detach().float())
+        theirs = TORCH[name](wide)
+        theirs.state[wide] = {kind: ours.state[weight][kind].float().clone() for kind in MOMENTS[name]}
+        theirs.state[wide]["step"] = torch.tensor(float(step))
+        wide.grad = gradient.float() * factor  # clipped in fp32: once rounded, not twice
+        theirs.step()
+        weight.grad = gradient.clone()
+        ours.step(gradient_factor=factor)
+        assert torch.equal(weight.grad, gradient)
+        pairs = [("weight", weight.detach(), wide.detach())]
+        pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in MOMENTS[name]]
+        for kind, found, exact in pairs:
+            if found.dtype == torch.float32:
+                assert torch.equal(found, exact), kind
+            else:
+                assert torch.equal(found, rounded(exact, kind, step) if stochastic else exact.bfloat16()), kind
+                assert not torch.equal(found.float(), exact), "nothing was rounded, so nothing was tested"
+    assert ours.state[weight]["step"] == STEPS
+
+
+LAYOUTS = [
+    (2, ["trainer.tp=2"]),
+    (4, ["trainer.tp=4"]),  # ranks share kv heads
+    (2, ["trainer.pp=2"]),
+    *[(2, [f"trainer.zero={stage}"]) for stage in (0, 1, 2, 3)],
+    (4, ["trainer.zero=3", "trainer.shard_group=2"]),
+    (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"]),
+]
+PRECISIONS = ("bf16_sr", "fp32_OptStates")
+ODD = "model.vocab_size=61"
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[tuple[Tensors, Tensors]]:
+    return updated(1, [])
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[" ".join(layout) for _, layout in LAYOUTS])
+def test_the_same_gradients_give_the_same_bits_in_every_layout(
+    ranks: int, layout: list[str], one_process: list[tuple[Tensors, Tensors]]
+) -> None:
+    for ours, expected in zip(updated(ranks, layout), one_process, strict=True):
+        for found, wanted in zip(ours, expected, strict=True):
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name], tensor), name
+
+
+def test_noise_by_rank_would_be_seen(one_process: list[tuple[Tensors, Tensors]]) -> None:
+    for layout in (["trainer.tp=2"], ["trainer.zero=0"], ["trainer.zero=1"]):
+        try:
+            ours = updated(2, layout, by_rank=True)
+        except AssertionError as failure:
+            assert "differ" in str(failure)  # copies drifted apart
+            continue
+        assert any(not torch.equal(ours[0][0][name], tensor) for name, tensor in one_process[0][0].items())
+
+
+def test_run_twice(one_process: list[tuple[Tensors, Tensors]]) -> None:
+    for ours, expected in zip(updated(1, []), one_process, strict=True):
+        assert all(torch.equal(ours[0][name], tensor) for name, tensor in expected[0].items())
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
+    norm, exact = run_ranks(_norm, 1, make_plan(1, "trainer.precision=bf16_sr"))[0]
+    assert norm == pytest.approx(exact, rel=1e-6)
+    assert abs(norm - torch.tensor(exact).bfloat16().item()) > 1e-4 * norm  # a rounded one would differ
+
+
+def _norm(rank: int, plan: Plan) -> tuple[float, float]:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        _make_up_gradients(model, 0)
+        assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
+        squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
+        return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
+
+
+def test_hardware_that_rounds_is_left_to_do_it() -> None:
+    assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_sr"), False) == [True]
+    assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_sr"), True) == [False]
+    assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_pure"), False) == [False]
+
+
+def _as_in_training(rank: int, plan: Plan, hardware_rounds: bool) -> bool:
+    """Whether the optimizer that a rank trains with rounds stochastically."""
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    Cpu.rounds_stochastically = hardware_rounds
+    found: list[bool] = []
+    train_rank.train = lambda *parts: found.append(parts[4].inner.stochastic)  # type: ignore[assignment]
+    train_rank.run_rank(plan)
+    return found[0]
+
+
+def updated(ranks: int, layout: list[str], by_rank: bool = False) -> list[tuple[Tensors, Tensors]]:
+    """Weights and moments after some updates by gradients that depend on name and position alone, by precision."""
+    plans = [make_plan(ranks, *layout, f"trainer.precision={name}", ODD) for name in PRECISIONS]
+    answers = run_ranks(_update, ranks, plans, by_rank)
+    return [
+        (_assemble([rank[i][0] for rank in answers])[0], _assemble([rank[i][1] for rank in answers])[0])
+        for i in range(len(plans))
+    ]
+
+
+def _update(rank: int, plans: list[Plan], by_rank: bool) -> list[tuple[list, list]]:
+    if by_rank:
+        keys = stream
+        low_precision.stream = lambda seed, *what: keys(seed + rank, *what)  # type: ignore[assignment]
+    topology, found = build_topology(plans[0], rank), []
+    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+        for plan in plans:
+            model = build_model(plan, topology, get_device("cpu"), CPU)
+            optimizer = build_optimizer(plan, model)
+            for step in range(STEPS):
+                _make_up_gradients(model, step)
+                optimizer.step(torch.tensor(3.0))  # a norm of its own would differ in the last bit by layout
+            kept = [("", shard, shard.local) for shard in model.shards]
+            moments = list(optimizer.moments())
+            assert {shard.local.dtype for shard in model.shards} == {torch.bfloat16}
+            found.append((_named(kept), _named(moments)))
+    return found
+
+
+def _make_up_gradients(model: ParallelModel, step: int) -> None:
+    for shard in model.shards:
+        shard.parameter.grad = torch.zeros_like(shard.parameter)
+        for piece in shard.pieces:
+            generator = torch.Generator().manual_seed(sum(piece.name.encode()) + step)
+            whole = torch.randn(piece.global_shape, generator=generator)
+            part = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]
+            assert shard.grad is not None
+            shard.grad[piece.local_slices] = part.bfloat16()
+
+
+def _named(kept: list) -> list[tuple]:
+    return [
+        (f"{kind}/{piece.name}", piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
+        for kind, shard, tensor in kept
+        for piece in shard.pieces
+    ]
