@@ -25,9 +25,6 @@ class Device(ABC):
     forkable: bool
     """Whether ranks may be forked from a parent that has imported torch."""
 
-    rounds_stochastically: bool = False
-    """Whether the hardware itself rounds stochastically where a value becomes bf16; then the optimizer does not."""
-
     @abstractmethod
     def probe(self) -> str | None:
         """None when the device can be used here, else the reason in one sentence."""

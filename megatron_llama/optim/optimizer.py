@@ -73,13 +73,15 @@ class Optimizer:
             for kind in MOMENTS[self.model.plan.config.optim.name]:
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
+                    if isinstance(self.inner, torch.optim.Adam):  # it makes its count with the moments, or not at all
+                        state.setdefault("step", torch.zeros((), device=view.device))
                 yield kind, shard, state[kind]
 
     def restore(self, updates: int, steps: int) -> None:
         """Count updates from ``updates`` on, and move a new schedule to step ``steps`` by the calls that led there
         before."""
         for _ in self.moments():
-            pass  # torch's Adam makes its count together with the moments, or not at all
+            pass
         if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam):
             for view in self._views():
                 at = "cpu" if isinstance(self.inner, LowPrecisionOptimizer) else view.device
@@ -103,11 +105,8 @@ def decays(name: str) -> bool:
     return not name.endswith("norm.weight")
 
 
-def build_optimizer(plan: Plan, model: ParallelModel, *, hardware_rounds: bool = False) -> Optimizer:
-    """The optimizer and schedule that the config names.
-
-    ``hardware_rounds`` says that the device itself rounds stochastically, so that the optimizer leaves it to it.
-    """
+def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
+    """The optimizer and schedule that the config names."""
     optim = plan.config.optim
     views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in model.shards}
     groups = [
@@ -118,7 +117,7 @@ def build_optimizer(plan: Plan, model: ParallelModel, *, hardware_rounds: bool =
         inner = _INNER[optim.name](groups, plan)
     else:
         pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in model.shards}
-        inner = _low_precision(groups, plan, pieces, plan.precision.stochastic and not hardware_rounds)
+        inner = _low_precision(groups, plan, pieces)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip)
 
 
@@ -148,7 +147,7 @@ def _sgd(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
 
 
 def _low_precision(
-    groups: list[dict[str, Any]], plan: Plan, pieces: dict[torch.Tensor, list[Piece]], stochastic: bool
+    groups: list[dict[str, Any]], plan: Plan, pieces: dict[torch.Tensor, list[Piece]]
 ) -> torch.optim.Optimizer:
     optim = plan.config.optim
     # What torch's optimizers take as arguments stands in the groups here.
@@ -158,7 +157,7 @@ def _low_precision(
         optim.name,
         pieces,
         moments=torch_dtype(plan.precision.moments),
-        stochastic=stochastic,
+        stochastic=plan.precision.stochastic,
         seed=plan.config.trainer.seed,
     )
 

@@ -28,6 +28,6 @@ def run_rank(plan: Plan) -> None:
     topology = build_topology(plan, int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)
-        optimizer = build_optimizer(plan, model, hardware_rounds=device.rounds_stochastically)
+        optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         train(plan, topology, device, model, optimizer, data)

@@ -10,14 +10,12 @@ import torch
 import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.config import Plan
 from megatron_llama.devices import get_device
-from megatron_llama.devices.cpu import Cpu
 from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.topology import build_topology
-from megatron_llama.train import rank as train_rank
 from tests.layouts.runner import Tensors, _assemble, make_plan
 from tests.ranks import run_ranks
 
@@ -134,24 +132,6 @@ def _norm(rank: int, plan: Plan) -> tuple[float, float]:
         assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
         squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
         return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
-
-
-def test_hardware_that_rounds_is_left_to_do_it() -> None:
-    assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_sr"), False) == [True]
-    assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_sr"), True) == [False]
-    assert run_ranks(_as_in_training, 1, make_plan(1, "trainer.precision=bf16_pure"), False) == [False]
-
-
-def _as_in_training(rank: int, plan: Plan, hardware_rounds: bool) -> bool:
-    """Whether the optimizer that a rank trains with rounds stochastically."""
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    Cpu.rounds_stochastically = hardware_rounds
-    found: list[bool] = []
-    train_rank.train = lambda *parts: found.append(parts[4].inner.stochastic)  # type: ignore[assignment]
-    train_rank.run_rank(plan)
-    return found[0]
 
 
 def updated(ranks: int, layout: list[str], by_rank: bool = False) -> list[tuple[Tensors, Tensors]]:
