@@ -7,6 +7,7 @@ layers run. Each module in ``ROUTED`` gets a ``torch`` of its own: the real one,
     torch.cuda.synchronize()          after batched point-to-point transfers (a race in NCCL; nothing to wait for
     elsewhere) torch.zeros(..., device="cuda")   the schedules' token counter
 
+Where the device's process group has no send and recv, ``point_to_point_by`` puts other transfers between the stages.
 The real ``torch.cuda`` is untouched. tests/devices/test_mcore.py reads megatron-core's sources and fails when a
 module that we use makes a CUDA call that is not accounted for here.
 """
@@ -15,9 +16,12 @@ from __future__ import annotations
 
 import importlib
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ROUTED = (
     "megatron.core.tensor_parallel.layers",
@@ -59,3 +63,21 @@ def _routed_torch(device: torch.device) -> types.ModuleType:
 
     routed.zeros = zeros  # type: ignore[attr-defined]
     return routed
+
+
+@contextmanager
+def point_to_point_by(exchange: Callable[..., dict[str, dist.Work]]) -> Iterator[None]:
+    """Have the pipeline schedules call ``exchange`` for what they would send and receive.
+
+    It gets the arguments of megatron-core's ``_p2p_ops`` and returns, like it, what to wait for by "send_next",
+    "recv_prev", "send_prev" and "recv_next".
+    """
+    module = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    originals = {name: getattr(module, name) for name in ("_p2p_ops", "_batched_p2p_ops")}
+    module._p2p_ops = exchange  # type: ignore[attr-defined]
+    module._batched_p2p_ops = lambda **tensors: list(exchange(**tensors).values())  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)

@@ -150,4 +150,3 @@ def _watch_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(1)
     os._exit(EXIT_FAILED)
-

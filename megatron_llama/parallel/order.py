@@ -100,8 +100,10 @@ def compile_blocks(chunk: Llama, device: Device) -> None:
     """torch.compile each block's forward; the hooks of ``fully_shard`` stay outside."""
     if reason := device.compiler_missing():
         raise ConfigError([Problem("trainer.compile", True, reason, "install it, or write trainer.compile=false")])
+    dynamic = False if device.static_shapes else None
     for block in chunk.layers.values():
-        block.forward = torch.compile(block.forward, backend=device.compile_backend())  # type: ignore[method-assign]
+        compiled = torch.compile(block.forward, backend=device.compile_backend(), dynamic=dynamic)
+        block.forward = compiled  # type: ignore[method-assign]
 
 
 @torch.no_grad()
