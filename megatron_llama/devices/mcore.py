@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 ROUTED = (
     "megatron.core.tensor_parallel.layers",
@@ -34,16 +35,32 @@ ROUTED = (
 
 
 def route(device: torch.device) -> None:
-    """Make megatron-core work on ``device``. On CUDA only the warning about launch order is settled."""
-    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    # The warning fires inside a linear's forward and would split its compiled graph; devices/cuda.py sets what it
-    # asks for.
-    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    """Make megatron-core work on ``device``. On CUDA only its warnings are settled."""
+    _settle_warnings()
     if device.type == "cuda":
         return
     routed = _routed_torch(device)
     for name in ROUTED:
         importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
+
+
+def _settle_warnings() -> None:
+    """Two warnings fire inside a linear's forward and would split its compiled graph in two, each time."""
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    # About launch order: devices/cuda.py sets what it asks for.
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    # About a group that is not passed: the row-parallel linear does not pass it on, and rank 0 alone warns, so that it
+    # would compile graphs of its own.
+    layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group
+
+
+def _tensor_parallel_group(
+    tp_group: dist.ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
+) -> dist.ProcessGroup | None:
+    """What megatron-core's ``get_tensor_model_parallel_group_if_none`` returns for a dense model, without a word."""
+    if tp_group is None and parallel_state.is_initialized():
+        return parallel_state.get_tensor_model_parallel_group(check_initialized=check_initialized)
+    return tp_group
 
 
 def _routed_torch(device: torch.device) -> types.ModuleType:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-VARIABLES = ("NEURON_", "TORCH_NEURONX_", "PT_HPU_", "HLS_", "TORCHINDUCTOR_", "TRITON_")
+VARIABLES = ("NEURON_", "TORCH_NEURONX_", "PT_HPU_", "HLS_", "OMP_")
 
 
 def record(event: str, **details: Any) -> None:

@@ -10,15 +10,20 @@ import torch.distributed as dist
 
 from stand_in import record
 
+# torch 2.13 renamed three: the new name here, gloo's at the right.
+RENAMED = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
 PASSED_ON = (
-    "_allgather_base",
-    "_reduce_scatter_base",
+    *RENAMED,
+    *RENAMED.values(),
     "allgather",
     "allgather_coalesced",
     "allreduce",
     "allreduce_coalesced",
     "alltoall",
-    "alltoall_base",
     "barrier",
     "broadcast",
     "gather",
@@ -66,7 +71,7 @@ def _pass_on(name: str) -> Any:
     def collective(self: WithoutPointToPoint, *args: Any, **named: Any) -> Any:
         if name == "allreduce" and self.size() == 2 and args[0][0].dim() == 3:
             record("activation or gradient by all-reduce")
-        return getattr(self.gloo, name)(*args, **named)
+        return getattr(self.gloo, RENAMED.get(name, name))(*args, **named)
 
     return collective
 
