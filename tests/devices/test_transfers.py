@@ -49,6 +49,7 @@ def join_without_point_to_point(rank: int, folder: str) -> None:
     from stand_in.collectives import register
 
     world = dist.get_world_size()
+    dist.barrier()  # who leaves while others still connect breaks their connections
     dist.destroy_process_group()
     register("neuron")
     store = dist.FileStore(f"{folder}/again", world)
