@@ -107,6 +107,14 @@ def _pass_awkward_numbers(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     to, back = ("next", "next") if rank == 0 else ("prev", "prev")
     tensors = {f"tensor_{way}_{side}": None for way in ("send", "recv") for side in ("next", "prev")}
     tensors |= {f"tensor_send_{to}": mine, f"tensor_recv_{back}": got}  # type: ignore[dict-item]
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def seen(tensor: torch.Tensor, **named: object) -> object:
+        reduced.append(tensor.data_ptr())
+        return all_reduce(tensor, **named)  # type: ignore[arg-type]
+
+    dist.all_reduce = seen  # type: ignore[assignment]
     works = transfers.exchange(
         **tensors,  # type: ignore[arg-type]
         group=dist.group.WORLD,  # type: ignore[arg-type]
@@ -116,7 +124,9 @@ def _pass_awkward_numbers(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     assert set(works) == {f"send_{to}", f"recv_{back}"}
     for work in works.values():
         work.wait()
-    assert torch.equal(mine, before) and mine._version == 0 and got.is_leaf
+    assert torch.equal(mine, before) and got.is_leaf
+    # The sum is written into what is reduced; autograd must not see that happen to the tensor it will need.
+    assert mine.data_ptr() not in reduced and got.data_ptr() in reduced
     return before, got.detach()
 
 
