@@ -51,7 +51,7 @@ def _settle_warnings() -> None:
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     # About a group that is not passed: the row-parallel linear does not pass it on, and rank 0 alone warns, so that it
     # would compile graphs of its own.
-    layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group
+    layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group  # type: ignore[attr-defined]
 
 
 def _tensor_parallel_group(
