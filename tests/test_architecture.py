@@ -4,6 +4,9 @@ once."""
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -140,3 +143,61 @@ def test_every_file_says_what_it_is(path: Path) -> None:
 
 def test_floors_are_those_of_the_design() -> None:
     assert all(not set(upper) & set(lower) for upper, lower in pairwise(FLOORS))
+
+
+# Where a device's name may stand: the devices, the list of choices, the planner's table of hardware.
+MAY_NAME_DEVICES = ("megatron_llama/devices/", "megatron_llama/config/settings.py", "megatron_llama/plan/hardware.py")
+PROGRAM = [ROOT / "train.py", *SOURCES, *sorted((ROOT / "scripts").glob("*.py")), *sorted(ROOT.glob("data_prep/*.py"))]
+IN_CODE = re.compile(r"cuda|neuron|habana|(?<![a-z])hpu|nccl|hccl", re.IGNORECASE)
+# In prose the makers' names are free (CUDA, Trainium, Gaudi, NCCL); names as the program spells them are not.
+IN_PROSE = re.compile(r"\bcuda\b|neuron|habana|\bhpu\b|\bnccl\b|\bhccl\b")
+
+
+def device_names(source: str) -> Iterator[str]:
+    """Where code or what is written about it speaks of a device in the program's own words."""
+    tree = ast.parse(source)
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if id(node) in documentation:
+            continue
+        # Names, attributes, parameters, keywords, imports, definitions and strings are all fields that are text.
+        texts = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        yield from (text for text in texts if IN_CODE.search(text))
+    prose = [node.value for node in ast.walk(tree) if id(node) in documentation and isinstance(node, ast.Constant)]
+    prose += [t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
+    yield from (text for text in prose if isinstance(text, str) and IN_PROSE.search(text))
+
+
+@pytest.mark.parametrize("path", PROGRAM, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nobody_else_names_a_device(path: Path) -> None:
+    if not path.relative_to(ROOT).as_posix().startswith(MAY_NAME_DEVICES):
+        found = list(device_names(path.read_text(encoding="utf-8")))
+        assert not found, f"ask the Device instead: {found}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = torch.cuda.Event()",
+        "if kind == 'cuda': pass",
+        "import torch_neuronx",
+        "from torch import cuda",
+        "from torch.cuda import nvtx",
+        "a.hpu()",
+        "def on_neuron(): pass",
+        "def f(cuda=None): pass",
+        "f(use_cuda=True)",
+        "x = f'{a}:hpu'",
+        "dist.init_process_group('nccl')",
+        "x = 1  # as on device=neuron",
+        'def f():\n    """Calls torch.cuda."""',
+    ],
+)
+def test_a_device_name_would_be_seen(line: str) -> None:
+    assert list(device_names(f"{line}\n"))
+
+
+def test_prose_may_speak_of_makers() -> None:
+    assert not list(device_names('"""Runs on CUDA, Trainium and Gaudi, over NCCL."""\nthroughput = 1  # of CUDA\n'))

@@ -12,6 +12,8 @@ from megatron_llama.devices.base import Device
 
 _KNOWN = {
     "cuda": "megatron_llama.devices.cuda",
+    "neuron": "megatron_llama.devices.neuron",
+    "hpu": "megatron_llama.devices.hpu",
     "cpu": "megatron_llama.devices.cpu",
 }  # "auto" takes the first that works
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device
+from megatron_llama.devices.base import Device, device_index
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +78,9 @@ class Cuda(Device):
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
 
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
+        index = device_index(self.name, local_rank, torch.cuda.device_count())
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
 
     def peak_flops(self, precision: str) -> tuple[float, str]:
         import torch

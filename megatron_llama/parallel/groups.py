@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import _register_process_group
 
 from megatron_llama.config import Plan
 from megatron_llama.devices import Device
-from megatron_llama.devices.mcore import route
+from megatron_llama.devices.mcore import point_to_point_by, route
+from megatron_llama.parallel.transfers import PairTransfers
 from megatron_llama.topology import Topology
 
 
@@ -37,8 +38,10 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     assert parallel_state.get_tensor_model_parallel_rank() == topology.tp_rank
     assert parallel_state.get_data_parallel_rank() == topology.dp_rank
     assert parallel_state.get_pipeline_model_parallel_rank() == topology.pp_rank
+    lacking = trainer.pp > 1 and not device.has_point_to_point()
     try:
-        yield
+        with point_to_point_by(PairTransfers(topology).exchange) if lacking else nullcontext():
+            yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

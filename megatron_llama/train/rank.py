@@ -23,10 +23,10 @@ def run_rank(plan: Plan) -> None:
     """
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    torch.manual_seed(plan.config.trainer.seed)
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
     topology = build_topology(plan, int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
+        device.seed(plan.config.trainer.seed)
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)

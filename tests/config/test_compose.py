@@ -131,7 +131,7 @@ def test_a_setting_can_refer_to_another() -> None:
         ("model=llama7", "model", "model=llama7b"),
         ("model=gpt2", "model", "llama_2m"),
         ("data=stdlib", "data", "python_stdlib"),
-        ("device=neuron", "device", "cuda"),
+        ("device=tpu", "device", "cuda"),
         ("trainer=fast", "trainer", "default"),
         ("~model", "model", "llama_2m"),
         ("model=null", "model", "llama_2m"),

@@ -1,22 +1,15 @@
-"""What devices say of themselves, and that nobody else speaks of them."""
+"""What the CPU and CUDA devices say of themselves, and the choice among all; the others have files of their own."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_llama.config import resolve
+from megatron_llama.config import ConfigError, resolve
 from megatron_llama.devices import cpu, cuda, get_device
 from tests.config.helpers import make
-
-PACKAGE = Path(__file__).parents[2] / "megatron_llama"
-# Where a device's name may stand in code: the devices, the list of choices, the planner's table of hardware.
-MAY_NAME_DEVICES = ("devices/", "config/settings.py", "plan/hardware.py")
 
 
 def test_an_unknown_device_is_told_the_choices() -> None:
@@ -102,42 +95,43 @@ def test_an_unknown_gpu_has_no_peak_but_advice(monkeypatch: pytest.MonkeyPatch) 
     assert cuda.DEVICE.peak_flops("bf16") == (0.0, "unknown for NVIDIA T4: set device.peak_tflops to see MFU")
 
 
+@pytest.mark.parametrize(("local_rank", "visible", "index"), [(3, 4, 3), (3, 1, 0), (0, 1, 0)])
+def test_a_rank_takes_its_gpu_or_the_only_one_it_is_shown(
+    local_rank: int, visible: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # srun --gpus-per-task=1 shows each task one GPU, whatever its number on the machine.
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert cuda.DEVICE.enter(local_rank, 4) == torch.device("cuda", index) and chosen == [index]
+
+
+def test_more_ranks_than_gpus_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, advice in ((2, "start 2 ranks per machine"), (0, "check that the job was given devices")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        with pytest.raises(ConfigError, match=f"rank 2 of this machine finds {visible} devices(.|\n)*{advice}"):
+            cuda.DEVICE.enter(2, 3)
+
+
+def test_where_inductor_keeps_its_graphs(tmp_path: Path) -> None:
+    for device in (cpu.DEVICE, cuda.DEVICE):
+        variables = device.compile_environment(tmp_path)
+        assert set(variables) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+        assert all(Path(value).is_relative_to(tmp_path) for value in variables.values())
+        assert len(set(variables.values())) == 2
+        assert device.compiled_artefacts(tmp_path) is None and device.ahead_of_time_environment() == {}
+
+
+def test_the_seed_reaches_torch() -> None:
+    drawn = []
+    for seed in (7, 8, 7):
+        get_device("cpu").seed(seed)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_variables_of_a_gpu_follow_from_the_layout() -> None:
     plain = cuda.DEVICE.environment(resolve(make(), 1))
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
     full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2))
     assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_nobody_else_names_a_device() -> None:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE).as_posix()
-        if not place.startswith(MAY_NAME_DEVICES):
-            assert not list(device_names(path.read_text(encoding="utf-8"))), f"{place} knows a device"
-
-
-@pytest.mark.parametrize(
-    "line", ["x = torch.cuda.Event()", "if kind == 'cuda': pass", "import torch_neuronx", "a.hpu()"]
-)
-def test_a_device_name_would_be_seen(line: str) -> None:
-    assert list(device_names(f'"""About cuda."""\n{line}\n'))
-    assert not list(device_names('"""About cuda."""\nthroughput = 1\n'))
-
-
-def device_names(source: str) -> Iterator[str]:
-    """Names and strings of the code that speak of a device; documentation may."""
-    tree = ast.parse(source)
-    documentation = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        words: list[object] = []
-        if isinstance(node, ast.Constant) and id(node) not in documentation:
-            words = [node.value]
-        elif isinstance(node, ast.Name):
-            words = [node.id]
-        elif isinstance(node, ast.Attribute):
-            words = [node.attr]
-        elif isinstance(node, ast.alias):
-            words = [node.name]
-        yield from (w for w in words if isinstance(w, str) and re.search(r"cuda|neuron|(?<![a-z])hpu", w.lower()))

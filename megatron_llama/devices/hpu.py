@@ -1,0 +1,128 @@
+"""Intel Gaudi 2 and 3, through Intel's PyTorch bridge (``habana_frameworks``) in eager mode with torch.compile.
+
+Not run on hardware: written after Intel's documentation and tested against a stand-in (tests/devices/fakes). What the
+starter asks is read from the driver's files, since a process that touches the bridge takes a card for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_llama.devices.base import Device, device_index, package_missing
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_llama.config import Plan
+
+ROOT = Path("/")  # of the driver's files
+PACKAGE = "habana_frameworks"
+SOURCE = "Intel's own package index and containers (Intel Gaudi documentation, installation guide)"
+# (The driver's name of the card, bf16 and fp32 dense TFLOP/s of its matrix engines, GiB) from Intel's data sheets; 0
+# where they give none.
+_CARDS = (("GAUDI3", 1835.0, 229.0, 128), ("GAUDI2", 432.0, 0.0, 96))
+
+
+def torch_device() -> torch.device:
+    """Torch's device. Without an index: a process has one card only."""
+    import torch
+
+    return torch.device("hpu")
+
+
+def _cards() -> list[str]:
+    """The driver's name of each card that this machine or container was given."""
+    # Newer and older drivers. Other accelerators (a laptop's NPU) share the first folder, but have no device_type.
+    newer = ("dev/accel/accel", "sys/class/accel/accel", "device/device_type")
+    older = ("dev/hl", "sys/class/habanalabs/hl", "device_type")
+    for node, entry, file in (newer, older):
+        names = []
+        for path in sorted((ROOT / node).parent.glob(f"{Path(node).name}[0-9]*")):
+            type_file = ROOT / f"{entry}{path.name.removeprefix(Path(node).name)}" / file
+            if type_file.is_file():
+                names.append(type_file.read_text(encoding="utf-8").strip().upper())
+        if names:
+            return names
+    return []
+
+
+def _visible_modules() -> list[int]:
+    """Cards that this process may use, by the number that the bridge knows them by."""
+    if listed := os.environ.get("HABANA_VISIBLE_MODULES"):
+        return [int(module) for module in listed.split(",")]
+    return list(range(len(_cards())))
+
+
+class Hpu(Device):
+    """One rank per card."""
+
+    name = "hpu"
+    backend = "hccl"
+    is_accelerator = True
+    forkable = False  # an acquired card does not survive a fork
+
+    def probe(self) -> str | None:
+        missing = package_missing(PACKAGE, SOURCE)
+        if not _cards():
+            return "this machine has no Intel Gaudi driver or card" + (f", and {missing}" if missing else "")
+        return missing
+
+    def count(self) -> int:
+        return len(_visible_modules())
+
+    def memory_bytes(self) -> int:
+        name = _cards()[0]
+        return next((gibibytes for card, _, _, gibibytes in _CARDS if card in name), _CARDS[-1][-1]) * 2**30
+
+    def environment(self, plan: Plan) -> dict[str, str]:
+        return {"PT_HPU_LAZY_MODE": "0"}  # torch.compile needs it, and the bridge reads it when torch is imported
+
+    def enter(self, local_rank: int, local_ranks: int) -> torch.device:
+        modules = _visible_modules()
+        module = modules[device_index(self.name, local_rank, len(modules))]
+        os.environ.setdefault("HLS_MODULE_ID", str(module))  # the card that the bridge acquires
+        import habana_frameworks.torch.core  # type: ignore[import-not-found]  # noqa: F401  registers device, compiler
+        import habana_frameworks.torch.distributed.hccl  # type: ignore[import-not-found]  # noqa: F401  collectives
+
+        return torch_device()
+
+    def seed(self, seed: int) -> None:
+        import habana_frameworks.torch.hpu.random as random  # type: ignore[import-not-found]
+        import torch
+
+        torch.manual_seed(seed)
+        random.manual_seed_all(seed)
+
+    def peak_flops(self, precision: str) -> tuple[float, str]:
+        name = (_cards() or ["no card"])[0]
+        for card, bf16, fp32, _ in _CARDS:
+            if card in name and (flops := fp32 if precision == "fp32" else bf16):
+                return flops * 1e12, f"data sheet, {card} dense {precision}"
+        return 0.0, f"unknown for {name} in {precision}: set device.peak_tflops to see MFU"
+
+    def peak_memory_bytes(self) -> int:
+        import habana_frameworks.torch.hpu as bridge  # type: ignore[import-not-found]
+
+        return bridge.max_memory_allocated()
+
+    def synchronize(self) -> None:
+        import habana_frameworks.torch.hpu as bridge  # type: ignore[import-not-found]
+
+        bridge.synchronize()
+
+    def compile_backend(self) -> str:
+        return "hpu_backend"
+
+    def compile_environment(self, folder: Path) -> dict[str, str]:
+        # Path, whether to empty it at the start, most MB, whether it is on a shared disk (then it is locked as one).
+        recipes = f"{folder / 'recipes'},false,65536,true"
+        return {**super().compile_environment(folder), "PT_HPU_RECIPE_CACHE_CONFIG": recipes}
+
+    def compiled_artefacts(self, folder: Path) -> int | None:
+        """Recipes: each is one graph."""
+        return sum(1 for _ in folder.rglob("*.recipe"))
+
+
+DEVICE = Hpu()

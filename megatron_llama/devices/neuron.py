@@ -1,0 +1,178 @@
+"""AWS Trainium 2 and 3, through TorchNeuron (the native PyTorch backend, ``torch_neuronx`` 2.13 and later).
+
+Not run on hardware: written after AWS's documentation and tested against a stand-in (tests/devices/fakes). What the
+starter asks is read from the driver's files, since a process that touches the runtime takes the cores for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_llama.devices.base import Device, device_index, package_missing, point_to_point_works
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_llama.config import Plan
+
+ROOT = Path("/")  # of the driver's files
+PACKAGE = "torch_neuronx"
+SOURCE = "AWS's own package index (AWS Neuron documentation, setup guide for PyTorch)"
+
+
+class _Chip(NamedTuple):
+    """One chip, all its cores together; dense TFLOP/s."""
+
+    part: str
+    """Of the name that the driver gives it."""
+    bf16: float
+    fp32: float
+    gibibytes: int
+
+
+# AWS's pages on the architecture of Trainium2 and Trainium3.
+_CHIPS = {"trn2": _Chip("trainium2", 667.0, 181.0, 96), "trn3": _Chip("trainium3", 671.0, 183.0, 144)}
+_CORES_PER_CHIP = 8
+
+
+def torch_device() -> torch.device:
+    """Torch's device. Without an index: a process has one core only."""
+    import torch
+
+    return torch.device("neuron")
+
+
+def _chips() -> list[Path]:
+    """The driver's folder of each chip that this machine or container was given."""
+    nodes = sorted((ROOT / "dev").glob("neuron[0-9]*"))
+    return [ROOT / "sys/devices/virtual/neuron_device" / node.name for node in nodes]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _cores_per_device() -> int:
+    """Physical cores that make one logical core, torch's device."""
+    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+
+
+def _target() -> str | None:
+    """The chip's short name, or the one that is compiled for; None for one that is not in the table."""
+    if override := os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE"):
+        return override if override in _CHIPS else None
+    for path in _chips()[:1]:
+        folder = path / "info/architecture"
+        text = f"{_read(folder / 'device_name')} {_read(folder / 'instance_type')}".lower()
+        return next((name for name, chip in _CHIPS.items() if name in text or chip.part in text), None)
+    return None
+
+
+def _visible_cores() -> list[int]:
+    """Logical cores that this process may use, from the user's variables or the driver."""
+    if listed := os.environ.get("NEURON_RT_VISIBLE_CORES"):
+        cores: list[int] = []
+        for part in listed.split(","):
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+        return cores
+    if number := os.environ.get("NEURON_RT_NUM_CORES"):
+        return list(range(int(number)))
+    physical = sum(int(_read(chip / "core_count") or _CORES_PER_CHIP) for chip in _chips())
+    return list(range(physical // _cores_per_device()))
+
+
+def _compiles_only() -> bool:
+    """Whether graphs are compiled and not run; that needs no device."""
+    return os.environ.get("TORCH_NEURONX_COMPILE_ONLY") == "1"
+
+
+class Neuron(Device):
+    """One rank per logical NeuronCore."""
+
+    name = "neuron"
+    backend = "neuron"
+    is_accelerator = True
+    forkable = False  # the runtime refuses a forked process
+
+    def probe(self) -> str | None:
+        missing = package_missing(PACKAGE, SOURCE)
+        if not _chips() and not _compiles_only():
+            return "this machine has no Neuron device (/dev/neuron0)" + (f", and {missing}" if missing else "")
+        return missing
+
+    def count(self) -> int:
+        """Logical cores; where graphs are only compiled, on a machine without any, one."""
+        return len(_visible_cores()) or int(_compiles_only())
+
+    def memory_bytes(self) -> int:
+        return _CHIPS[_target() or "trn2"].gibibytes * _cores_per_device() * 2**30 // _CORES_PER_CHIP
+
+    def environment(self, plan: Plan) -> dict[str, str]:
+        # A graph that does not compile is an error: running it operation by operation would only look like a slow run.
+        variables = {"TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1"}
+        trainer = plan.config.trainer
+        if plan.precision.stochastic:
+            variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = "1"
+            variables["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = str(trainer.seed)
+        return variables
+
+    def enter(self, local_rank: int, local_ranks: int) -> torch.device:
+        cores = _visible_cores()
+        if cores or not _compiles_only():
+            core = cores[device_index(self.name, local_rank, len(cores))]
+            os.environ["NEURON_RT_VISIBLE_CORES"] = str(core)  # the process group takes one core per process
+        import torch_neuronx  # type: ignore[import-not-found]  # noqa: F401  registers device, collectives, compiler
+
+        return torch_device()
+
+    def seed(self, seed: int) -> None:
+        import torch
+
+        torch.manual_seed(seed)
+        torch.neuron.manual_seed_all(seed)  # type: ignore[attr-defined]
+
+    def has_point_to_point(self) -> bool:
+        """Probed: there have been releases without send and recv."""
+        return point_to_point_works(torch_device())
+
+    def peak_flops(self, precision: str) -> tuple[float, str]:
+        target = _target()
+        if target is None:
+            return 0.0, "unknown chip: set device.peak_tflops to see MFU"
+        chip, cores = _CHIPS[target], _cores_per_device()
+        teraflops = chip.fp32 if precision == "fp32" else chip.bf16
+        return teraflops * 1e12 * cores / _CORES_PER_CHIP, f"data sheet, {cores} of {_CORES_PER_CHIP} cores of {target}"
+
+    def peak_memory_bytes(self) -> int:
+        import torch_neuronx
+
+        self.synchronize()  # until then the statistics lag behind
+        return torch_neuronx.max_memory_allocated()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.neuron.synchronize()  # type: ignore[attr-defined]
+
+    def compile_backend(self) -> str:
+        return "neuron"
+
+    def compile_environment(self, folder: Path) -> dict[str, str]:
+        # The backend writes there atomically, safe for many machines; its local copy stays on each machine's own disk.
+        return {**super().compile_environment(folder), "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff")}
+
+    def ahead_of_time_environment(self) -> dict[str, str]:
+        return {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": _target() or "trn2"}
+
+    def compiled_artefacts(self, folder: Path) -> int | None:
+        """NEFF files: each is one graph."""
+        return sum(1 for _ in folder.rglob("*.neff"))
+
+
+DEVICE = Neuron()

@@ -1,0 +1,1 @@
+"""Stand-in for the PyTorch bridge of Gaudi."""
