@@ -24,6 +24,14 @@ Events = list[dict[str, Any]]
 
 def train(folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[list[float], Events]:
     """``python train.py ...`` in a process of its own: its losses, and what the stand-ins recorded."""
+    _, events = run("train.py", folder, root, *overrides, **variables)
+    metrics = (folder / "run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reduced_train_loss"] for line in metrics], events
+
+
+def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[str, Events]:
+    """A program in a process of its own, on a machine whose driver's files are in ``root``: what it printed, and what
+    the stand-ins recorded."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NEURON", "TORCH", "PT_"))}
@@ -42,15 +50,14 @@ def train(folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[
         *overrides,
     ]
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *arguments, f"run.dir={folder / 'run'}"],
+        [sys.executable, ROOT / script, *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["reduced_train_loss"] for line in metrics], read(log)
+    return done.stdout, read(log)
 
 
 def read(log: Path) -> Events:
@@ -110,11 +117,25 @@ def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
     microbatches = 8
     assert len(named(events, "activation or gradient by all-reduce")) == 2 * 2 * microbatches * STEPS
 
-    # A second run finds its graphs, and what the user has set stands.
-    variables["TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION"] = "0"
-    again, events = train(tmp_path / "second", root, "device=neuron", *PIPELINE, **variables)
-    assert again == losses
+
+def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_losses: list[float]) -> None:
+    """Then the run finds every graph, and what the user has set stands."""
+    cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"
+    nothing.mkdir()
+    variables = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+    asked = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
+    _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *asked, **variables)
+    assert len(named(events, "compiled")) == 2
+    report = json.loads((tmp_path / "ahead/run/compile.json").read_text())
+    assert (report["total_graphs"], report["total_failed_compilations"], report["cache_misses"]) == (1, 0, 1)
+
+    root = trainium(tmp_path / "machine")
+    variables = {"NEURON_RT_NUM_CORES": "2", "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "0"}
+    losses, events = train(tmp_path / "train", root, "device=neuron", *PIPELINE, cache_folder, **variables)
+    assert agree(losses, cpu_losses)
     assert not named(events, "compiled") and len(named(events, "cache hit")) == 4
+    report = json.loads((tmp_path / "train/run/compile.json").read_text())
+    assert (report["cache_hits"], report["cache_misses"]) == (2, 0)
     for event in named(events, "import torch"):
         assert event["environment"]["TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION"] == "0"
 
