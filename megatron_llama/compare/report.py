@@ -98,14 +98,15 @@ def notes(comparison: Comparison) -> Iterator[str]:
 
 
 def _about(one: Compared, comparison: Comparison) -> Iterator[str]:
+    outside = bool((abs(one.gap) > comparison.band).any())
     if one.divergence is not None:
         yield f"{one.run.name}: {one.divergence.reason}, from {one.divergence.start:,.0f} samples on."
-    elif (abs(one.gap) > comparison.band).any():
+    elif outside:
         yield (
             f"{one.run.name} was outside the band, but for shorter than a divergence (the largest gap is at "
             f"{one.largest_at:,.0f} samples)."
         )
-    if not comparison.seeds and one.noise > comparison.tolerance / 2:
+    if outside and not comparison.seeds and one.noise > comparison.tolerance / 2:
         yield (
             f"{one.run.name}: noise from step to step alone makes smoothed gaps of ±{one.noise:.2%}. Give further "
             "seeds of the first run (--seeds), a larger --window or a larger --tolerance."
