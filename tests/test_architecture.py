@@ -19,12 +19,12 @@ PACKAGE = ROOT / "megatron_llama"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("train",),
-    ("checkpoint", "data", "optim", "plan"),
+    ("checkpoint", "compare", "data", "optim", "plan"),
     ("parallel",),
     ("model",),
     ("devices",),
     ("topology",),
-    ("config",),
+    ("config", "records"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # What a floor's rooms must have of one another, with the reason.

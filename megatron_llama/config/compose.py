@@ -30,6 +30,8 @@ from megatron_llama.config.settings import Config
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
 SCHEMA = "settings"
+# The group of whole recipes, over all others. Its files are in conf/experiment/, or wherever a path says.
+EXPERIMENT = "experiment"
 # What people who know Megatron, NeMo or transformers write, and what it is called here.
 KNOWN_ELSEWHERE = {
     "tensor_model_parallel_size": "trainer.tp",
@@ -82,7 +84,7 @@ def _sorted_out(
     overrides: Iterable[Override], conf_dir: Path, problems: list[Problem]
 ) -> tuple[dict[str, str], list[Override]]:
     """The overrides that pick a file of a group, as {group: file}, and those that set a value."""
-    groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()}
+    groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()} | {EXPERIMENT}
     choices: dict[str, str] = {}
     values = []
     for override in overrides:
@@ -163,11 +165,13 @@ def _choose(override: Override, conf_dir: Path, choices: dict[str, str], problem
     group = override.key_or_group
     options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
     choice = _value(override)
-    if not override.is_delete() and str(choice) in options:
+    if not override.is_delete() and (str(choice) in options or _is_file(group, str(choice))):
         choices[group] = str(choice)
         return
     guess = nearest(str(choice), options)
-    listed = ", ".join(options)
+    listed = ", ".join(options) or "nothing yet"
+    if group == EXPERIMENT:
+        listed += ", or the path of a .yaml file"
     instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
     problems.append(Problem(group, choice, f"there is no {group} of that name in {conf_dir.name}/{group}/", instead))
 
@@ -179,10 +183,26 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     chosen_by_default = {
         name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry
     }
+    if _is_file(EXPERIMENT, choices.get(EXPERIMENT, "")):
+        choices = {**choices, EXPERIMENT: _stored(Path(choices[EXPERIMENT]))}
     # A group without a default must be added in Hydra's grammar; a user should not have to know which those are.
     overrides = [f"{'' if group in chosen_by_default else '+'}{group}={choice}" for group, choice in choices.items()]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
         return hydra_compose("config", overrides=overrides)
+
+
+def _is_file(group: str, choice: str) -> bool:
+    """Whether the choice is a file of the user's own."""
+    return group == EXPERIMENT and choice.endswith((".yaml", ".yml")) and Path(choice).is_file()
+
+
+def _stored(path: Path) -> str:
+    """Puts a user's file among Hydra's, as if it stood in conf/experiment/; returns its name there."""
+    node = OmegaConf.load(path)
+    if not isinstance(node, DictConfig):
+        raise OmegaConfBaseException(f"In '{path}': holds no settings")
+    ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")
+    return path.name.removesuffix(".yaml")
 
 
 def _problem_in_files(error: BaseException) -> Problem:

@@ -65,13 +65,11 @@ def nearest(wanted: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def format_problems(problems: ConfigError | Sequence[Problem]) -> str:
+def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This config") -> str:
     """The message for the user: each problem's field and value, the rule, and what to write instead."""
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
     head = (
-        "This config can't work, for one reason:"
-        if len(listed) == 1
-        else f"This config can't work, for {len(listed)} reasons:"
+        f"{what} can't work, for one reason:" if len(listed) == 1 else f"{what} can't work, for {len(listed)} reasons:"
     )
     blocks = [head]
     for problem in listed:

@@ -36,6 +36,7 @@ Examples
   python train.py model=llama_15m trainer.tp=2 trainer.steps=500  another preset, two ranks share each matrix
   python train.py --dry-run model=llama70b trainer.tp=8 trainer.pp=16 trainer.dp=4
                                                                   what 512 ranks would do, on a laptop
+  python train.py experiment=recipe.yaml trainer.steps=500        a recipe: a file, or a name in conf/experiment/
   torchrun --nnodes 2 --nproc_per_node 8 ... train.py model=llama7b trainer.tp=8
   srun --nodes 4 --ntasks-per-node 8 python train.py model=llama7b trainer.tp=8 trainer.zero=1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import Plan, parameters
-from megatron_llama.train.records import METRICS_FILE, read_metrics
+from megatron_llama.records import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in a metrics.jsonl; a last line that is only half written is left out."""
-    return [record for record, _ in _records(path)]
+def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
+    """The steps in a metrics.jsonl; a last line that is only half written is left out.
+
+    ``steps`` are the names, one of which every line has: other programs call a step otherwise.
+    """
+    return [record for record, _ in _records(path, steps)]
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -34,7 +37,7 @@ def cut_back(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _records(path: Path, steps: Sequence[str] = ("step",)) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Each whole line of a metrics.jsonl, read and as it stands; a bad one is an error, unless it is the last."""
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
@@ -42,8 +45,8 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             if not line.endswith(b"\n"):
                 raise ValueError("no end of line")
             record = json.loads(line)
-            if not isinstance(record, dict) or "step" not in record:
-                raise ValueError("no step in it")
+            if not isinstance(record, dict) or not any(name in record for name in steps):
+                raise ValueError(f"no {' or '.join(steps)} in it")
         except ValueError as error:
             if number == len(lines):
                 return

@@ -1,0 +1,1 @@
+"""Training curves of different runs, machines and programs: read, aligned, drawn and judged."""

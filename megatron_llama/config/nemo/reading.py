@@ -1,0 +1,75 @@
+"""A file of theirs as flat keys, with what their command line changes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_llama.config.problems import ConfigError, Problem
+
+
+def load(path: Path, overrides: Sequence[str]) -> DictConfig:
+    """The file with the overrides in it."""
+    problems: list[Problem] = []
+    config = _read(path, problems)
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+            if not override.key_or_group or override.is_sweep_override():
+                raise ValueError("one name, one value")
+            if override.is_delete():
+                raise ValueError("nothing can be taken out here; write name=null")
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            rule = f"is no setting of theirs: {str(error).splitlines()[0]}"
+            problems.append(Problem("override", text, rule, "write it as on their command line: model.num_layers=32"))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(path: Path, problems: list[Problem]) -> DictConfig:
+    try:
+        config = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
+        problems.append(Problem("file", str(path), f"can't be read as YAML: {reason}", "name a YAML file"))
+        return OmegaConf.create({})
+    if not isinstance(config, DictConfig) or not isinstance(config.get("model"), DictConfig):
+        rule = "has no model section, as NeMo's, neuronx-nemo-megatron's and NxDT's configs have"
+        problems.append(Problem("file", str(path), rule, "name the YAML that their training script is started with"))
+        return OmegaConf.create({})
+    return config
+
+
+def flat(config: DictConfig) -> dict[str, Any]:
+    """{key: value} of all leaves, with interpolations resolved where they can be; ??? becomes None.
+
+    NxDT's data section gets NeMo's place, so that both are read alike: data.X, not model.data.X.
+    """
+    return {key.removeprefix("model.") if key.startswith("model.data.") else key: v for key, v in _leaves(config, "")}
+
+
+def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in config:
+        key = prefix + str(name)
+        if OmegaConf.is_missing(config, name):
+            yield key, None
+            continue
+        try:
+            value = config[name]
+        except (OmegaConfBaseException, ValueError):
+            # A resolver of theirs (${multiply:...}), or a key that is not there.
+            value = OmegaConf.to_container(config, resolve=False)[name]  # type: ignore[call-overload, index]
+        if isinstance(value, DictConfig) and value and not key.endswith("data_prefix"):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
