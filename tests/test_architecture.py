@@ -145,8 +145,14 @@ def test_floors_are_those_of_the_design() -> None:
     assert all(not set(upper) & set(lower) for upper, lower in pairwise(FLOORS))
 
 
-# Where a device's name may stand: the devices, the list of choices, the planner's table of hardware.
-MAY_NAME_DEVICES = ("megatron_llama/devices/", "megatron_llama/config/settings.py", "megatron_llama/plan/hardware.py")
+# Where a device's name may stand: the devices, the list of choices, the planner's table of hardware; and where other
+# programs' files are read, whose keys have such names.
+MAY_NAME_DEVICES = (
+    "megatron_llama/devices/",
+    "megatron_llama/config/settings.py",
+    "megatron_llama/plan/hardware.py",
+    "megatron_llama/config/nemo/",
+)
 PROGRAM = [ROOT / "train.py", *SOURCES, *sorted((ROOT / "scripts").glob("*.py")), *sorted(ROOT.glob("data_prep/*.py"))]
 IN_CODE = re.compile(r"cuda|neuron|habana|(?<![a-z])hpu|nccl|hccl", re.IGNORECASE)
 # In prose the makers' names are free (CUDA, Trainium, Gaudi, NCCL); names as the program spells them are not.
@@ -155,6 +161,7 @@ IN_PROSE = re.compile(r"\bcuda\b|neuron|habana|\bhpu\b|\bnccl\b|\bhccl\b")
 
 def device_names(source: str) -> Iterator[str]:
     """Where code or what is written about it speaks of a device in the program's own words."""
+    source = source.replace("neuronx-nemo-megatron", "")  # a program's name
     tree = ast.parse(source)
     documentation = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -17,7 +17,7 @@ from megatron_llama.config import Config, ConfigError, compose, resolve
 from megatron_llama.config.nemo import as_yaml, check, command_line, convert, listing
 from megatron_llama.config.nemo.convert import MEANINGLESS, RENAMED, TAKEN, Converted
 from megatron_llama.config.nemo.precision import PRESETS
-from megatron_llama.config.settings import PRECISIONS
+from megatron_llama.config.precision import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -376,7 +376,6 @@ def test_precisions_of_nxdt(tmp_path, changes, precision):
     assert [one.key for one in lost.unsupported] == ["precision.type"] and lost.settings["trainer.zero"] == 0
 
 
-@pytest.mark.skipif("bf16SR" not in PRECISIONS, reason="the Trainium recipe's precisions are not there yet")
 def test_every_precision_that_is_written_exists():
     assert set(PRESETS) <= set(PRECISIONS)
 
