@@ -163,9 +163,7 @@ def shown(terminal: bool, every: int) -> str:
 def test_a_log_file_gets_plain_lines():
     lines = shown(terminal=False, every=5).splitlines()
     assert [line.split()[1] for line in lines] == ["5/12", "7/12", "10/12", "12/12"]
-    assert lines[0] == (
-        "step 5/12  loss 1.6000  lr 5.00e-04  grad norm 2.667  1,234 tokens/s  MFU 34.5%  0:14 left"
-    )
+    assert lines[0] == ("step 5/12  loss 1.6000  lr 5.00e-04  grad norm 2.667  1,234 tokens/s  MFU 34.5%  0:14 left")
     assert "val loss 0.2500" in lines[1]
     assert not any("\x1b" in line or "\r" in line for line in lines)
 
