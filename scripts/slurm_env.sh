@@ -64,7 +64,9 @@ run_step() {
 # The end of what tasks other than the first printed about their failure; the first to fail comes last.
 show_failures() {
     local file
-    for file in $(grep -lE 'Traceback|Fatal|failed|rror|was killed' $(ls -t "$logs"/task_*.txt) | grep -v /task_0.txt | tail -n 3); do
+    # shellcheck disable=SC2046
+    for file in $(grep -lE 'Traceback|Fatal|failed|rror' $(ls -t "$logs"/task_*.txt) | grep -v /task_0.txt | tail -n 3)
+    do
         printf '\n== the end of %s\n' "$file"
         tail -n 40 "$file"
     done

@@ -83,7 +83,7 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
     except ConfigError as error:
         return _refuse(format_problems(error), place), place
     except LaunchFailed as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"The launch failed: {error}.\n")
         return EXIT_FAILED, place
 
 
