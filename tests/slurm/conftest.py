@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -33,11 +34,16 @@ class Lab:
             SLURM_LAB=str(self.home), SLURM_LAB_NET="netns", SLURM_LAB_NS=f"s{os.getpid()}", SLURM_LAB_GPUS="0"
         )
         self.checkout = folder
-        for name in ("train.py", "scripts", "conf", "run.slurm", "compile.slurm"):
-            (folder / name).symlink_to(ROOT / name)
+        self.link(folder)
         self.python = folder / "python"
         self.python.write_text(PYTHON)
         self.python.chmod(0o755)
+
+    def link(self, folder: Path, train: Path = ROOT / "train.py") -> None:
+        """Makes ``folder`` look like a checkout whose train.py is another one."""
+        (folder / "train.py").symlink_to(train)
+        for name in ("scripts", "conf", "run.slurm", "compile.slurm"):
+            (folder / name).symlink_to(ROOT / name)
 
     def set_up(self) -> None:
         """Starts what does not run; skips the test where that fails."""
@@ -68,7 +74,7 @@ class Lab:
 
     def submit(self, options: list[str], arguments: list[str], script: str = "run.slurm", **more: str) -> Job:
         """Submits ``script`` with ``arguments``."""
-        printed = self.command("sbatch", "--output=slurm-%j.out", *options, script, *arguments, **more)
+        printed = self.command("sbatch", f"--output={self.checkout}/slurm-%j.out", *options, script, *arguments, **more)
         return Job(self, int(printed.split()[-1]))
 
     def kill_node(self, name: str) -> None:
@@ -114,8 +120,16 @@ class Job:
         return time.monotonic() - begin
 
     def wait_for_end(self, limit: float = 150.0) -> str:
-        """The state it ends in."""
-        self.wait(lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), limit, "end")
+        """The state it ends in; on the way it may be queued again, and then need not wait for two minutes."""
+
+        def ended() -> bool:
+            facts = self.facts
+            if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
+                self.update("StartTime=now+2")
+                time.sleep(2)
+            return facts["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
+
+        self.wait(ended, limit, "end")
         return self.state
 
     def wait_for_requeue(self, restarts: int, limit: float) -> float:
@@ -154,8 +168,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     if not SETUP.exists():
         pytest.skip(f"there is no {SETUP} (SLURM_LAB_SETUP can name another)")
     made = Lab(tmp_path_factory.mktemp("checkout"))
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end"))  # a limit of time must not leave it
     try:
         made.set_up()
         yield made
     finally:
         made.stop()
+        signal.signal(signal.SIGTERM, before)

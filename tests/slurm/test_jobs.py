@@ -131,19 +131,34 @@ def test_the_restart_limit_is_a_failure(lab: Lab, tmp_path: Path, report: Report
     report.add("stopped with MAX_RESTARTS=0", "FAILED, exit status 75, saved")
 
 
+FAILING_TRAIN = """
+import os, sys
+from megatron_llama.launch import main
+from megatron_llama.train import loop
+
+step = loop.training_step
+
+def fail(number, *more):
+    if number == 2 and os.environ["RANK"] == "2":
+        raise ZeroDivisionError("the weights of rank two")
+    return step(number, *more)
+
+loop.training_step = fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_rank_that_fails_shows_its_traceback(lab: Lab, tmp_path: Path, report: Report) -> None:
-    run = tmp_path / "run"
-    job = lab.submit(
-        ["--nodes=4"],
-        [*LONG, "trainer.steps=100000", f"run.dir={run}"],
-        MAX_RESTARTS="0",
-        SABOTAGE_RANK="2",
-        PYTHONPATH=f"{Path(__file__).parent / 'sabotage'}:{ROOT}",
-    )
+    (tmp_path / "failing.py").write_text(FAILING_TRAIN)
+    (tmp_path / "checkout").mkdir()
+    lab.link(tmp_path / "checkout", tmp_path / "failing.py")
+    options = ["--nodes=4", f"--chdir={tmp_path}/checkout"]
+    job = lab.submit(options, [*LONG, "trainer.steps=100000", f"run.dir={tmp_path}/run"], MAX_RESTARTS="0")
     begin = time.monotonic()
     assert job.wait_for_end() == "FAILED"
     assert job.facts["ExitCode"] == "1:0"
-    assert "ZeroDivisionError: sabotage on rank 2" in job.log and "Traceback" in job.log
+    assert "ZeroDivisionError: the weights of rank two" in job.log and "Traceback" in job.log
+    assert steps(tmp_path / "run") == [1]
     report.add(
         "rank 2 of 4 raises in step 2, MAX_RESTARTS=0",
         f"FAILED, exit status 1, its traceback in the job's log; {time.monotonic() - begin:.0f} s after submission",
