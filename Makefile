@@ -69,6 +69,10 @@ demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in
 test: $(INSTALLED)  ## the whole test suite
 	@$(PY) -m pytest
 
+.PHONY: test-slurm
+test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where it can be set up (root)
+	@$(PY) -m pytest -m slurm
+
 .PHONY: lint
 lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md is fresh
 	$(PY) -m ruff check .

@@ -9,6 +9,7 @@ Needs no device, and imports no torch: a plan for 512 ranks is made on a login n
 
 from megatron_llama.config.compose import compose, from_yaml, to_yaml
 from megatron_llama.config.counting import parameters, parameters_per_stage
+from megatron_llama.config.hosts import Host, hostfile_hosts, listed_hosts
 from megatron_llama.config.memory import Machine, RankMemory, stage_memory
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.precision import PRECISIONS, Precision
@@ -20,6 +21,7 @@ from megatron_llama.config.settings import (
     Config,
     DataConfig,
     DeviceConfig,
+    LaunchConfig,
     LoggingConfig,
     ModelConfig,
     OptimConfig,
@@ -35,6 +37,8 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DeviceConfig",
+    "Host",
+    "LaunchConfig",
     "LoggingConfig",
     "Machine",
     "ModelConfig",
@@ -50,6 +54,8 @@ __all__ = [
     "format_plan",
     "format_problems",
     "from_yaml",
+    "hostfile_hosts",
+    "listed_hosts",
     "parameters",
     "parameters_per_stage",
     "resolve",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_llama.config.counting import head_dim, kv_heads
+from megatron_llama.config.hosts import FORMS, bad_hosts
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.config.values import GOOD_SPLIT
@@ -344,3 +345,15 @@ def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Proble
     if config.logging.sample_prompts and config.data.tokenizer is None:
         advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
         yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
+
+
+@reads("launch.hosts", "launch.hostfile")
+def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hosts have names that ssh takes, each once, from one place."""
+    hosts, file = config.launch.hosts, config.launch.hostfile
+    wrong = bad_hosts(hosts)
+    if wrong:
+        yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {FORMS}")
+    if hosts and file is not None:
+        rule = f"launch.hostfile={file} names the hosts too"
+        yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")

@@ -222,6 +222,19 @@ class CheckpointConfig:
 
 
 @dataclass
+class LaunchConfig:
+    """Other machines to start ranks on, by ssh; torchrun and srun need none of this."""
+
+    hosts: list[Any] = field(default_factory=list)
+    """Machines, each name, user@name or name:ranks; the first one holds rank 0. Without numbers each starts one rank
+    for each of its devices, on a CPU an equal share of tp * pp * dp."""
+    hostfile: str | None = None
+    """File with the machines instead, a line "name slots=N" for each."""
+    ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=2"
+    """Command that is given a host's name and a command line to run there."""
+
+
+@dataclass
 class RunConfig:
     """Where a run lives."""
 
@@ -241,6 +254,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
     """Hugging Face folder whose weights the run starts from."""
     dry_run: bool = False

@@ -17,6 +17,9 @@ _KNOWN = {
     "cpu": "megatron_llama.devices.cpu",
 }  # "auto" takes the first that works
 
+VARIABLES = ("CUDA_", "CUBLAS_", "NCCL_", "NEURON_", "XLA_", "HABANA_", "PT_HPU_", "HLS_")
+"""What the names of the devices' own environment variables begin with."""
+
 
 def get_device(name: str = "auto") -> Device:
     """The device called ``name``; ``auto`` is the first in the table that can be used here.
@@ -37,4 +40,4 @@ def get_device(name: str = "auto") -> Device:
     raise AssertionError("the CPU is always there")
 
 
-__all__ = ["Device", "get_device"]
+__all__ = ["VARIABLES", "Device", "get_device"]

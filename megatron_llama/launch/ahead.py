@@ -120,15 +120,16 @@ def _start(plan: Plan, device: Device) -> int:
     """Runs the representatives, all at once."""
     from megatron_llama.launch import run_dir
     from megatron_llama.launch.start import start_ranks
+    from megatron_llama.launch.variables import variables
 
     plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_by_time(plan.config)
     folder = Path(plan.config.run.dir)
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
-        environment = cli.variables(device, plan)
+        environment = variables(device, plan)
         os.environ.update(environment)
         from megatron_llama.train.ahead import representatives
 
         work, count = partial(compile_one_representative, plan), len(representatives(plan))
-        with run_dir.outputs(folder) as output_dir:
+        with run_dir.outputs(folder, range(count)) as output_dir:
             return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)

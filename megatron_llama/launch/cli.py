@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +18,12 @@ if TYPE_CHECKING:
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 EXIT_FAILED, EXIT_USER = 1, 2
-# A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
-CONSEQUENCE_DELAY_SECONDS = 8.0
 
 USAGE = """\
 python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
 
 Trains a Llama in 3D parallel. Started plainly, it starts one process per device of this machine (on a CPU:
-tp x pp x dp processes); under torchrun or srun it takes its place among the ranks.
+tp x pp x dp processes); under torchrun or srun it takes its place among the ranks, or starts those of its node.
 
   --dry-run   print the plan and start nothing (same as dry_run=true); trainer.dp=N plans for other machines
   --help      this text
@@ -39,6 +36,8 @@ Examples
   python train.py experiment=recipe.yaml trainer.steps=500        a recipe: a file, or a name in conf/experiment/
   torchrun --nnodes 2 --nproc_per_node 8 ... train.py model=llama7b trainer.tp=8
   srun --nodes 4 --ntasks-per-node 8 python train.py model=llama7b trainer.tp=8 trainer.zero=1
+  sbatch --nodes 4 run.slurm model=llama7b trainer.tp=8           the same as a job that survives its time limit
+  python train.py launch.hosts=[a,b,c] model=llama7b trainer.tp=8 the same over ssh
 
 Groups (the files in conf/)
 {groups}
@@ -48,13 +47,24 @@ Exit status: 0 done, 2 a mistake in what was asked, 75 stopped after saving (sta
 
 
 def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int:
-    """Runs ``train.py`` with ``argv``; returns the exit status. ``work`` replaces what a rank does, for tests."""
+    """Runs ``train.py`` with ``argv``; returns the exit status. ``work`` replaces what a rank does."""
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
         return 0
     overrides = ["dry_run=true" if argument == "--dry-run" else argument for argument in argv]
     # Imported here: --help needs none of it.
+    from megatron_llama.launch.run_dir import tell_batch_script
+
+    status, place = _run_as_asked(overrides, work or run_one_rank)
+    if place is None or place.rank == 0:
+        tell_batch_script(status)
+    return status
+
+
+def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[int, Place | None]:
+    """Does what the command line asks for; returns the exit status, and whose it is."""
     from megatron_llama.config import ConfigError, compose, format_plan, format_problems, resolve
+    from megatron_llama.launch.meeting import LaunchFailed
     from megatron_llama.launch.world import place_of
 
     place = None
@@ -69,10 +79,13 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int
             plan = resolve(decision.config, decision.world_size, decision.machine)
             if place is None or place.rank == 0:
                 sys.stdout.write(format_plan(plan).rstrip() + "\n")
-            return 0
-        return _run(config, place, work or run_one_rank)
+            return 0, place
+        return _run(config, place, work, overrides), place
     except ConfigError as error:
-        return _refuse(format_problems(error), place)
+        return _refuse(format_problems(error), place), place
+    except LaunchFailed as error:
+        sys.stderr.write(f"The launch failed: {error}.\n")
+        return EXIT_FAILED, place
 
 
 def _with_broken_rules(error: ConfigError, place: Place | None) -> ConfigError:
@@ -115,6 +128,8 @@ class Decision:
     """None in a dry run that speaks of other machines."""
     problem: Problem | None = None
     """Why the device that was asked for can't be used."""
+    nodes: int = 1
+    """Machines that the ranks are spread over."""
 
     @property
     def machine(self) -> Machine | None:
@@ -123,12 +138,14 @@ class Decision:
 
         if self.device is None:
             return None
-        ranks = 1 if self.device.is_accelerator else self.world_size
+        ranks = 1 if self.device.is_accelerator else self.world_size // self.nodes
         return Machine(self.device.memory_bytes(), ranks, f"this machine's {self.device.name}")
 
 
 def decide(config: Config, place: Place | None) -> Decision:
-    """Which device and how many ranks ``config`` means here. Fills in ``device.name`` and, for a run, ``run.dir``."""
+    """Which device and how many ranks ``config`` means here. Fills in ``device.name``."""
+    from megatron_llama.launch import hosts
+
     asked = max(1, config.trainer.tp) * max(1, config.trainer.pp)
     wanted = asked * max(1, config.trainer.dp or 1)
     elsewhere = config.trainer.dp is not None or config.device.name not in ("auto", "cpu")
@@ -136,14 +153,35 @@ def decide(config: Config, place: Place | None) -> Decision:
         # About devices that need not be here: asking for them would take seconds and say nothing.
         return Decision(config, wanted, None)
     device, problem = _device(config)
+    if place is None and hosts.asked_for(config):
+        return _decide_for_hosts(config, wanted, device)
     if device is None:
         return Decision(config, place.world_size if place else wanted, None, problem)
     config.device.name = device.name
     if place is not None:
-        return Decision(config, place.world_size, device)
+        world = place.world_size
+        if place.one_per_node:  # one task on a node may start as many ranks as it has devices
+            world = sum(place.slots or [_ranks_of_a_node(device, wanted, place.nodes)] * place.nodes)
+        return Decision(config, world, device, nodes=place.nodes)
     if not device.is_accelerator or (config.dry_run and device.count() % asked):
         return Decision(config, wanted, device if not device.is_accelerator else None)
     return Decision(config, device.count(), device)
+
+
+def _decide_for_hosts(config: Config, wanted: int, device: Device | None) -> Decision:
+    """The world that launch.hosts means, if the hosts are like this machine. They look again for themselves."""
+    from megatron_llama.launch.hosts import hosts_of
+
+    hosts = hosts_of(config)
+    if not hosts:  # none of them has a name; a rule will say so
+        return Decision(config, wanted, None)
+    slots = [host.slots for host in hosts if host.slots is not None]
+    return Decision(config, sum(slots or [_ranks_of_a_node(device, wanted, len(hosts))] * len(hosts)), None)
+
+
+def _ranks_of_a_node(device: Device | None, wanted: int, nodes: int) -> int:
+    """One for each device; on a CPU, and where there is none to ask, as many as hold the ``wanted`` ones together."""
+    return device.count() if device is not None and device.is_accelerator else -(-wanted // nodes)
 
 
 def _device(config: Config) -> tuple[Device | None, Problem | None]:
@@ -175,24 +213,29 @@ def _plan(decision: Decision) -> Plan:
     return plan
 
 
-def _run(config: Config, place: Place | None, work: Callable[[Plan], None]) -> int:
-    """Starts all ranks, or is the one that ``place`` says."""
-    from megatron_llama.launch import run_dir
+def _run(config: Config, place: Place | None, work: Callable[[Plan], None], overrides: list[str]) -> int:
+    """Starts all ranks, or is, or starts, those that ``place`` says."""
+    from megatron_llama.launch import hosts, run_dir
+    from megatron_llama.launch.join import join
 
     decision = decide(config, place)
     plan = _plan(decision)  # first: what is wrong must be said before the ranks talk to each other
+    if place is not None:
+        assert decision.device is not None, "_plan refuses a device that is not here"
+        return join(plan, decision.device, place, work)
+    plan.config.run.dir = config.run.dir or run_dir.default_dir_of_job(config, os.environ.get("SLURM_JOB_ID"))
+    run_dir.tell_batch_script("running", plan.config.run.dir)
+    if hosts.asked_for(config):
+        return _with_restarts(plan, lambda: hosts.start_on_hosts(plan, overrides))
     assert decision.device is not None, "_plan refuses a device that is not here"
-    if place is None:
-        plan.config.run.dir = config.run.dir or run_dir.default_dir_by_time(config)
-        return _start_here(plan, decision.device, work)
-    plan.config.run.dir = config.run.dir or run_dir.default_dir_for_all(config, place)
-    return _join(plan, decision.device, place, work)
+    return _start_here(plan, decision.device, work)
 
 
 def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int:
     """Starts the ranks on this machine and waits for them."""
     from megatron_llama.launch import run_dir
     from megatron_llama.launch.start import start_ranks
+    from megatron_llama.launch.variables import variables
 
     folder = Path(str(plan.config.run.dir))
     with run_dir.claimed(folder):
@@ -202,7 +245,7 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
             os.environ.update(environment)
             if work.__module__.startswith("megatron_llama."):
                 import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
-        with run_dir.outputs(folder) as output_dir:
+        with run_dir.outputs(folder, range(plan.world_size)) as output_dir:
             start = partial(
                 start_ranks,
                 partial(work, plan),
@@ -212,14 +255,6 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
                 output_dir=output_dir,
             )
             return _with_restarts(plan, start)
-
-
-def variables(device: Device, plan: Plan) -> dict[str, str]:
-    """What must stand in a rank's environment before it imports torch, without what the user has set."""
-    wanted = device.environment(plan)
-    if plan.config.trainer.compile:
-        wanted |= device.compile_environment(Path(str(plan.config.trainer.compile_cache)))
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _with_restarts(plan: Plan, start: Callable[[], int]) -> int:
@@ -236,53 +271,11 @@ def _with_restarts(plan: Plan, start: Callable[[], int]) -> int:
     return start()
 
 
-def _join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]) -> int:
-    """Is one of the ranks that torchrun or srun started."""
-    from contextlib import ExitStack
-
-    from megatron_llama.config import ConfigError
-    from megatron_llama.launch import rank, run_dir
-
-    rank.die_with(os.getppid())
-    os.environ.update(variables(device, plan))
-    os.environ.update(place.environment())
-    with ExitStack() as stack:
-        if place.rank == 0:
-            folder = Path(str(plan.config.run.dir))
-            stack.enter_context(run_dir.claimed(folder))
-            sys.stdout.write(run_dir.record(plan, folder) + "\n")
-        try:
-            work(plan)
-        except KeyboardInterrupt:
-            return rank.EXIT_INTERRUPTED
-        except ConfigError as error:
-            if place.rank > 0:
-                time.sleep(CONSEQUENCE_DELAY_SECONDS)
-            sys.stderr.write(f"{error}\n")
-            return EXIT_USER
-        except Exception as error:
-            if rank.says_peer_lost(error):
-                time.sleep(CONSEQUENCE_DELAY_SECONDS)
-            _tell_starter(error)
-            traceback.print_exc()
-            sys.stderr.flush()
-            # At once: ending in good order may wait for ranks that wait for this one, and the starter must be first to
-            # hear of the rank that failed of itself.
-            os._exit(rank.EXIT_FAILED)
-    return 0
-
-
-def _tell_starter(error: Exception) -> None:
-    """Leaves the traceback where torchrun looks for it, so that its summary shows the rank that failed first."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
 def _refuse(text: str, place: Place | None) -> int:
     """Says what is wrong with what was asked: once, although every rank has found it."""
     if place is not None and place.rank > 0:
+        from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS
+
         # A starter ends all ranks with the first that ends; rank 0 must have spoken by then.
         time.sleep(CONSEQUENCE_DELAY_SECONDS)
     # Ranks on one machine see the same files and devices. Another machine may lack what the first one has: where the

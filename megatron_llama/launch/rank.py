@@ -23,6 +23,8 @@ from megatron_llama.config import ConfigError
 EXIT_FAILED, EXIT_USER, EXIT_RESTART, EXIT_INTERRUPTED = 1, 2, 75, 130
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 WATCHED = (signal.SIGINT, *FORWARDED)
+# A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
+CONSEQUENCE_DELAY_SECONDS = 8.0
 _PR_SET_PDEATHSIG = 1
 # How a rank learns that another one has gone. Such an error is a consequence, whatever rank it is raised on.
 _PEER_LOST = re.compile(

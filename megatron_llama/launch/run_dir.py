@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -12,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Plan, Problem, format_plan, to_yaml
-from megatron_llama.launch.world import Place
 
 LOCK_NAME = ".lock"
-_STORE_KEY = "megatron_llama/run.dir"
+# Names a file for the exit status of the run and its folder: a batch script learns from it whether all went well.
+STATUS_VARIABLE = "MEGATRON_LLAMA_STATUS"
 
 
 def default_dir(config: Config, suffix: str) -> str:
@@ -28,26 +30,21 @@ def default_dir_by_time(config: Config) -> str:
     return default_dir(config, time.strftime("%Y%m%d-%H%M%S"))
 
 
-def default_dir_for_all(config: Config, place: Place) -> str:
-    """The same folder on all ranks of a job that torchrun or srun started.
+def default_dir_of_job(config: Config, job: str | None) -> str:
+    """The folder of a run that is, or is part of, the named job; for its first process, which tells the others.
 
-    A job's own name is best: the job that is started again finds its checkpoints. Else rank 0 says the time to the
-    others through torchrun's store; a starter with neither can't have them agree, and the user has to choose.
+    Slurm's job numbers start again when its state is lost, so the name holds the time of the first start too. A job
+    that Slurm starts again goes on in the newest folder of its number.
     """
-    if place.job is not None:
-        return default_dir(config, place.job)
-    if place.world_size == 1:
+    if job is None:
         return default_dir_by_time(config)
-    if not place.has_store:
-        rule = "ranks started one by one, without a job name, can't agree on a folder for the run"
-        raise ConfigError([Problem("run.dir", None, rule, "write run.dir=runs/NAME")])
-    from torch.distributed import TCPStore
-
-    store = TCPStore(place.master_addr, place.master_port, is_master=False)
-    if place.rank == 0:
-        # Kept where it was set before: ranks that torchrun starts again go on in the folder of the first attempt.
-        store.compare_set(_STORE_KEY, "", default_dir_by_time(config))
-    return store.get(_STORE_KEY).decode()
+    stem = re.sub(r"[^\w.-]", "_", job)
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        earlier = Path("runs").glob(f"{glob.escape(Path(default_dir(config, stem)).name)}-*")
+        found = sorted(str(path) for path in earlier if re.fullmatch(r"\d{8}-\d{6}", path.name[-15:]))
+        if found:
+            return max(found, key=lambda path: path[-15:])
+    return default_dir(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 @contextmanager
@@ -74,16 +71,28 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def outputs(folder: Path) -> Iterator[Path]:
-    """A folder for what ranks above 0 print; what stays empty is removed at the end."""
-    place = folder / "ranks"
+def outputs(folder: Path, ranks: range) -> Iterator[Path]:
+    """A folder for what ``ranks`` above 0 print; what stays empty of it is removed at the end. A batch script has one
+    for each start."""
+    told = os.environ.get(STATUS_VARIABLE)
+    place = Path(told).parent if told else folder / "ranks"
     place.mkdir(exist_ok=True)
     yield place
-    for path in place.iterdir():
-        if path.stat().st_size == 0:
+    for path in (place / f"rank_{rank:05d}.txt" for rank in ranks):
+        if path.exists() and path.stat().st_size == 0:
             path.unlink()
-    if not any(place.iterdir()):
+    try:
         place.rmdir()
+    except OSError:  # something was printed, or another machine's ranks still print
+        pass
+
+
+def tell_batch_script(status: int | str, folder: str | None = None) -> None:
+    """Leaves the state of the run, "running" or its exit status, where the batch script said, if one did."""
+    path = os.environ.get(STATUS_VARIABLE)
+    if path:
+        known = Path(path).read_text(encoding="utf-8").splitlines()[1:] if os.path.exists(path) else []
+        write_atomically(Path(path), "\n".join([str(status), folder or (known or [""])[0]]) + "\n")
 
 
 def record(plan: Plan, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -11,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from megatron_llama.launch.rank import (
+    CONSEQUENCE_DELAY_SECONDS,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_RESTART,
@@ -33,6 +35,28 @@ FAULT_GRACE_SECONDS = 1.0
 INTERRUPT_GRACE_SECONDS = 3.0
 # After the first rank that asks for a restart: all have saved by then, the others have only to leave.
 RESTART_GRACE_SECONDS = 30.0
+
+
+def _own_port() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0), backlog=1024)
+
+
+@dataclass
+class Share:
+    """The ranks that this process starts, and where they and all others meet."""
+
+    ranks: int
+    world_size: int
+    first_rank: int = 0
+    listener: socket.socket | None = field(default_factory=_own_port)
+    """The port of the store, where that is hosted here."""
+    master: tuple[str, int] | None = None
+    """Address and port of the store for ranks of several machines; None: the listener's, on this one."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all ranks there are."""
+        return self.ranks == self.world_size
 
 
 @dataclass
@@ -92,59 +116,66 @@ class Rank:
 
 def start_ranks(
     work: Callable[[], None],
-    world_size: int,
+    share: Share | int,
     *,
     fork: bool,
     environment: Mapping[str, str] | None = None,
     output_dir: Path | None = None,
+    while_running: Callable[[], None] | None = None,
 ) -> int:
-    """Runs ``work`` in ``world_size`` processes on this machine; returns the exit status of the whole job.
+    """Runs ``work`` in the processes of ``share`` on this machine; returns the exit status of them all. A number means
+    that many ranks, and no others elsewhere.
 
     ``fork`` starts them in a moment from this process, with all it has imported; otherwise each is a Python of its own,
     and ``work`` must be picklable. With ``output_dir``, ranks above 0 print to files there instead of the terminal.
+    ``while_running`` is called once all ranks are started; it must return at once.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    with socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * world_size)) as listener, _Signals() as signals:
-        common = {**(environment or {}), **_environment(listener.getsockname()[1], world_size)}
+    share = Share(share, share) if isinstance(share, int) else share
+    with share.listener or contextlib.nullcontext(), _Signals() as signals:
+        common = {**(environment or {}), **_environment(share)}
         ranks = signals.ranks
-        for number in range(world_size):
-            variables = {**common, "RANK": str(number), "LOCAL_RANK": str(number)}
+        for local in range(share.ranks):
+            number = share.first_rank + local
+            variables = {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
             output = output_dir / f"rank_{number:05d}.txt" if output_dir and number else None
-            ranks.append((_fork if fork else _spawn)(number, work, variables, output, listener))
-        store = _host_store(listener, world_size)
+            ranks.append((_fork if fork else _spawn)(number, work, variables, output, share.listener))
+        store = host_store(share.listener, share.world_size) if share.listener else None
         try:
             signals.open()
+            if while_running is not None:
+                while_running()
             _watch(ranks, signals)
         finally:
             _kill(ranks)
             del store
-        return _verdict(ranks, signals)
+        return _verdict(ranks, signals, share)
 
 
-def _environment(port: int, world_size: int) -> dict[str, str]:
-    """What all ranks are told. The store is hosted here: it outlives every rank and its port is ours already."""
+def _environment(share: Share) -> dict[str, str]:
+    """What all ranks are told. The store is hosted by a starter: it outlives every rank and its port is ours
+    already."""
     variables = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(share.world_size),
+        "LOCAL_WORLD_SIZE": str(share.ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: rank 0 must not host the store
     }
+    if share.master is not None:
+        return variables | {"MASTER_ADDR": share.master[0], "MASTER_PORT": str(share.master[1])}
+    assert share.listener is not None, "ranks on one machine meet here"
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    return variables
+    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(share.listener.getsockname()[1])}
 
 
-def _host_store(listener: socket.socket, world_size: int) -> Any:
+def host_store(listener: socket.socket, world_size: int) -> Any:
     """The store at which the ranks meet, on a port that is already ours. Made after the ranks: it starts a thread."""
     from torch.distributed import TCPStore
 
-    address, port = listener.getsockname()[:2]
-    return TCPStore(
-        address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-    )
+    port, file = listener.getsockname()[1], os.dup(listener.fileno())
+    return TCPStore("127.0.0.1", port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
 
 def _files() -> tuple[IO[bytes], IO[bytes]]:
@@ -153,21 +184,30 @@ def _files() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _fork(
-    number: int, work: Callable[[], None], variables: dict[str, str], output: Path | None, listener: socket.socket
+    number: int,
+    work: Callable[[], None],
+    variables: dict[str, str],
+    output: Path | None,
+    listener: socket.socket | None,
 ) -> Rank:
     """A rank that starts as a copy of this process."""
     report_file, crash_file = _files()
     starter = os.getpid()
     pid = os.fork()
     if pid == 0:
-        listener.close()
+        if listener is not None:
+            listener.close()
         files = os.dup(report_file.fileno()), os.dup(crash_file.fileno())
         run_assignment(Assignment(number, starter, variables, *files, output), work)
     return Rank(number, pid, report_file, crash_file, output)
 
 
 def _spawn(
-    number: int, work: Callable[[], None], variables: dict[str, str], output: Path | None, listener: socket.socket
+    number: int,
+    work: Callable[[], None],
+    variables: dict[str, str],
+    output: Path | None,
+    listener: socket.socket | None,
 ) -> Rank:
     """A rank that is a Python of its own; for devices that do not survive a fork."""
     report_file, crash_file = _files()
@@ -248,7 +288,7 @@ def _watch(ranks: Sequence[Rank], signals: _Signals) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _verdict(ranks: Sequence[Rank], signals: _Signals) -> int:
+def _verdict(ranks: Sequence[Rank], signals: _Signals, share: Share) -> int:
     """The job's exit status; says why it is not 0, last."""
     if signals.interrupted_at is not None:
         _say("Stopped by Ctrl-C." if sys.stderr.isatty() else "Stopped by SIGINT.")
@@ -265,8 +305,10 @@ def _verdict(ranks: Sequence[Rank], signals: _Signals) -> int:
     if cause.report.kind == "user":
         _say(cause.report.text)
         return EXIT_USER
+    if cause.report.consequence and not share.whole:
+        time.sleep(CONSEQUENCE_DELAY_SECONDS)  # the cause is on another machine
     where = f"; what it printed is in {cause.output}" if _has_text(cause.output) else ""
-    _say(f"\nRank {cause.number} of {len(ranks)} failed{where}:\n\n{cause.report.text}")
+    _say(f"\nRank {cause.number} of {share.world_size} failed{where}:\n\n{cause.report.text}")
     return EXIT_FAILED
 
 

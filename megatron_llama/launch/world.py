@@ -1,4 +1,4 @@
-"""What torchrun or srun say about this process. Reads an environment, starts nothing."""
+"""What torchrun, srun or launch.hosts say about this process. Reads an environment, starts nothing."""
 
 from __future__ import annotations
 
@@ -14,24 +14,44 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _FIRST_PORT, _PORTS = 15000, 15000
 
 
+# What launch.hosts tells the one process that it starts on each host.
+NODE, NODES, SLOTS, RUN_ID = (f"MEGATRON_LLAMA_{name}" for name in ("NODE", "NODES", "SLOTS", "RUN_ID"))
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where one rank that somebody else started stands."""
+    """Where a process that somebody else started stands: a rank, or the one task on its node, which may start ranks."""
 
     starter: str
-    """torchrun or srun."""
+    """torchrun, srun or hosts."""
     rank: int
     local_rank: int
-    """Number among the ranks on this machine."""
+    """Number among the processes that were started on this machine."""
     local_ranks: int
-    """Ranks on this machine."""
+    """Processes that were started on this machine."""
     world_size: int
+    """All processes that were started."""
     master_addr: str
     master_port: int
     job: str | None
     """A name that all ranks of the job share and no other job has, if the starter gives one."""
     has_store: bool
     """The starter hosts a store at master_addr:master_port."""
+    node: int = 0
+    """Number of this machine."""
+    nodes: int = 1
+    """Machines."""
+    slots: tuple[int, ...] | None = None
+    """Ranks on each machine, where launch.hosts says so."""
+
+    @property
+    def one_per_node(self) -> bool:
+        """Whether this is the only process on its machine, among several machines."""
+        return self.starter == "hosts" or (self.starter == "srun" and self.nodes == self.world_size)
+
+    def ranks_of_nodes(self, world_size: int) -> tuple[int, ...]:
+        """How many of ``world_size`` ranks each machine has, where there is one process on each."""
+        return self.slots or (world_size // self.nodes,) * self.nodes
 
     def environment(self) -> dict[str, str]:
         """The variables that torch.distributed and ``run_rank`` read."""
@@ -46,10 +66,12 @@ class Place:
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """This process's place as torchrun or srun gave it; None when it was started by hand.
+    """This process's place as its starter gave it; None when it was started by hand.
 
     Raises ConfigError when the variables contradict each other.
     """
+    if NODE in environ:
+        return _from_hosts(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
     if _is_srun_task(environ):
@@ -75,6 +97,26 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
+def _from_hosts(environ: Mapping[str, str]) -> Place:
+    """The place of the process that launch.hosts started on this host."""
+    numbers = _numbers(environ, (NODE, NODES, "MASTER_PORT"))
+    slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
+    return Place(
+        starter="hosts",
+        rank=numbers[NODE],
+        local_rank=0,
+        local_ranks=1,
+        world_size=numbers[NODES],
+        master_addr=environ["MASTER_ADDR"],
+        master_port=numbers["MASTER_PORT"],
+        job=environ[RUN_ID],
+        has_store=False,
+        node=numbers[NODE],
+        nodes=numbers[NODES],
+        slots=slots,
+    )
+
+
 def _from_torchrun(environ: Mapping[str, str]) -> Place:
     """The place in torchrun's variables, which other starters (mpirun wrappers, job services) use as well."""
     numbers = _numbers(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
@@ -82,17 +124,20 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
         raise _missing("MASTER_ADDR", environ)
     # torchrun's own default for the id is the word "none"; it says nothing about the job.
     job = environ.get("TORCHELASTIC_RUN_ID", "none")
+    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]))
     return _checked(
         Place(
             starter="torchrun",
             rank=numbers["RANK"],
             local_rank=numbers["LOCAL_RANK"],
-            local_ranks=int(environ.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])),
+            local_ranks=local_ranks,
             world_size=numbers["WORLD_SIZE"],
             master_addr=environ["MASTER_ADDR"],
             master_port=numbers["MASTER_PORT"],
             job=environ.get("SLURM_JOB_ID") if job == "none" else job,
             has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            node=int(environ.get("GROUP_RANK", numbers["RANK"] // local_ranks)),
+            nodes=int(environ.get("GROUP_WORLD_SIZE", -(-numbers["WORLD_SIZE"] // local_ranks))),
         )
     )
 
@@ -121,25 +166,34 @@ def _from_srun(environ: Mapping[str, str]) -> Place:
     if not address:
         raise _missing("SLURM_JOB_NODELIST", environ)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    node = int(environ.get("SLURM_NODEID", 0))
+    local_ranks = tasks_on_node(tasks, node) or numbers["SLURM_NTASKS"]
+    count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
     return _checked(
         Place(
             starter="srun",
             rank=numbers["SLURM_PROCID"],
             local_rank=numbers["SLURM_LOCALID"],
-            local_ranks=tasks_on_node(tasks, int(environ.get("SLURM_NODEID", 0))) or numbers["SLURM_NTASKS"],
+            local_ranks=local_ranks,
             world_size=numbers["SLURM_NTASKS"],
             master_addr=address,
             master_port=int(environ.get("MASTER_PORT") or _port(job, environ.get("SLURM_STEP_ID"))),
             job=job,
             has_store=False,
+            node=node,
+            nodes=int(count) if count else -(-numbers["SLURM_NTASKS"] // local_ranks),
         )
     )
 
 
 def _port(job: str | None, step: str | None) -> int:
     """A port that all tasks of a step agree on without talking; steps of one job on one node get different ones."""
-    digits = int(re.sub(r"\D", "", job or "") or 0) * 10 + int(re.sub(r"\D", "", step or "") or 0)
-    return _FIRST_PORT + digits % _PORTS
+    return free_port_of(int(re.sub(r"\D", "", job or "") or 0) * 10, int(re.sub(r"\D", "", step or "") or 0))
+
+
+def free_port_of(*numbers: int) -> int:
+    """A port for a rendezvous that follows from ``numbers``, so that different jobs get different ones."""
+    return _FIRST_PORT + sum(numbers) % _PORTS
 
 
 def _numbers(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: finish the step, save, leave with status 75. A second one stops at once."""
+"""SIGTERM and SIGUSR1: finish the step, save, leave with status 75. A second one stops at once, but for under Slurm."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A signal to a whole job reaches a rank directly and again through its starter: that is one wish, not two.
 _ECHO_SECONDS = 1.0
+# Slurm itself says the same thing twice, with seconds between (SIGUSR1 before the limit, SIGTERM at it), and has
+# SIGKILL for those who take too long: there a second one only repeats the first.
+_PATIENT = "SLURM_JOB_ID"
 
 
 class StopSignals:
@@ -41,6 +44,6 @@ class StopSignals:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-        elif now - self._asked_at > _ECHO_SECONDS:
+        elif now - self._asked_at > _ECHO_SECONDS and _PATIENT not in os.environ:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -28,6 +28,19 @@ class Case(NamedTuple):
 WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
 TWO_STAGES = {"trainer.pp": 2}
 CASES = [
+    Case(
+        "hosts_can_be_reached", 4, {"launch.hosts": ["a", "-oProxyCommand=x"]}, {"launch.hosts": ["a", "u@b"]}, "[a,b]"
+    ),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a", "b:0"]}, {"launch.hosts": ["a:1", "b:3"]}, "name:ranks"),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a", "a"]}, {"launch.hosts": ["a", "b"]}, "[a,b]"),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a:2", "b"]}, {"launch.hosts": ["a:2", "b:2"]}, "[a,b]"),
+    Case(
+        "hosts_can_be_reached",
+        4,
+        {"launch.hosts": ["a"], "launch.hostfile": "f"},
+        {"launch.hostfile": "f"},
+        "launch.hosts=[]",
+    ),
     Case("grid_divides_world", 6, {"trainer.tp": 4}, {"trainer.tp": 2, "trainer.global_batch_size": 6}, "trainer.tp=2"),
     Case("grid_divides_world", 8, {"trainer.pp": 3}, {"trainer.pp": 4}, "trainer.pp=2 or 4"),
     Case("grid_divides_world", 4, {"trainer.tp": 4, "trainer.pp": 2}, {"trainer.tp": 2, "trainer.pp": 2}, "8 devices"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,13 +204,20 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path, monkeypatch
     assert "can't be written" in capfd.readouterr().err
 
 
-def test_ranks_started_one_by_one_must_be_told_the_folder():
-    place = Place("torchrun", 1, 1, 2, 2, "localhost", 29500, None, False)
+def test_a_job_that_is_started_again_finds_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    clear_starters(monkeypatch)
     config = compose(TINY, cli.CONF_DIR)
-    with pytest.raises(ConfigError, match="run.dir"):
-        run_dir.default_dir_for_all(config, place)
-    named = Place("srun", 1, 1, 2, 2, "localhost", 29500, "4711", False)
-    assert run_dir.default_dir_for_all(config, named) == "runs/llama_2m-mock-4711"
+    first = run_dir.default_dir_of_job(config, "4711")
+    assert re.fullmatch(r"runs/llama_2m-mock-4711-\d{8}-\d{6}", first)
+    for name in (first, "runs/llama_2m-mock-4711-20200101-000000", "runs/llama_2m-mock-47112-20990101-000000"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr("time.strftime", lambda form: "20330101-000000")
+    # Slurm's numbers start again one day: another job of this number must not go on in that folder.
+    assert run_dir.default_dir_of_job(config, "4711") == "runs/llama_2m-mock-4711-20330101-000000"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run_dir.default_dir_of_job(config, "4711") == first
+    assert run_dir.default_dir_of_job(config, "4712") == "runs/llama_2m-mock-4712-20330101-000000"
 
 
 FAKE_TRAIN = """
@@ -303,7 +311,8 @@ def test_srun_ranks_meet(tmp_path):
     tasks = srun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
     ends = [task.communicate(timeout=100) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], ends
-    folder = tmp_path / "runs" / f"llama_2m-mock-{os.getpid()}"
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith(f"llama_2m-mock-{os.getpid()}-")
     assert [(folder / f"sum{rank}").read_text() for rank in range(2)] == ["1.0", "1.0"]
     places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(2)]
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch.world import first_node, place_of, tasks_on_node
+from megatron_llama.launch.world import NODE, NODES, RUN_ID, SLOTS, first_node, place_of, tasks_on_node
 
 TORCHRUN = {
     "RANK": "9",
@@ -135,3 +135,30 @@ def test_contradictions_are_the_users_mistake(environ, field):
     with pytest.raises(ConfigError) as error:
         place_of(environ)
     assert error.value.problems[0].field == field
+
+
+def test_one_task_per_node():
+    tasks = SRUN | {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+    place = place_of(tasks | {"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_NNODES": "4"})
+    assert place is not None and place.one_per_node
+    assert (place.node, place.nodes, place.rank, place.local_ranks) == (2, 4, 2, 1)
+    assert place.ranks_of_nodes(32) == (8, 8, 8, 8)
+    per_device = place_of(SRUN)
+    assert per_device is not None and not per_device.one_per_node
+    assert (per_device.node, per_device.nodes) == (1, 2)
+
+
+def test_nodes_of_torchrun():
+    place = place_of(TORCHRUN)
+    assert place is not None and (place.node, place.nodes) == (1, 2) and not place.one_per_node
+    uneven = place_of(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
+    assert uneven is not None and (uneven.node, uneven.nodes) == (2, 3)
+
+
+def test_a_process_on_a_host():
+    told = {NODE: "1", NODES: "3", SLOTS: "4,2,2", RUN_ID: "x", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}
+    place = place_of(told | SRUN)
+    assert place is not None and place.starter == "hosts" and place.one_per_node
+    assert (place.rank, place.world_size, place.ranks_of_nodes(8)) == (1, 3, (4, 2, 2))
+    alike = place_of(told | {SLOTS: ""})
+    assert alike is not None and alike.ranks_of_nodes(12) == (4, 4, 4)

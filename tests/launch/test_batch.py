@@ -1,0 +1,146 @@
+"""What run.slurm makes of the end of a step: commands of Slurm's are stood in for, the script is the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.launch.test_cli import ROOT, environment
+
+# Leaves what the first rank would have left, prints its arguments, and ends as it is told to.
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$FOLDER/arguments"
+[ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
+[ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
+[ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; exit $ENDS' USR1; touch "$FOLDER/waiting"; sleep 30 & wait; }
+exit $ENDS
+"""
+SCONTROL = '#!/bin/sh\necho "$@" >>"$FOLDER/scontrol"\n'
+
+
+class Batch(NamedTuple):
+    """The batch script's end."""
+
+    status: int
+    printed: str
+    requeued: bool
+
+
+class Job:
+    """A job that runs the batch script, here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("train.py", "scripts", "run.slurm", "compile.slurm"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "bin").mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def start(self, ends: int, said: str, script: str = "run.slurm", **more: str) -> subprocess.Popen[str]:
+        """Starts the script; srun will end with ``ends``, and the first rank will have ``said``."""
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
+        told = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": said, "WAIT": "", "CHECKPOINT": ""}
+        variables = environment() | slurm | told | {"PATH": path} | more
+        return subprocess.Popen(
+            ["bash", script, "a=b c", "it's"], cwd=self.folder, env=variables, stdout=subprocess.PIPE, text=True
+        )
+
+    def end(self, script: subprocess.Popen[str]) -> Batch:
+        printed, _ = script.communicate(timeout=30)
+        asked = self.folder / "scontrol"
+        requeued = asked.exists() and "requeue 7" in asked.read_text()
+        asked.unlink(missing_ok=True)
+        return Batch(script.returncode, printed, requeued)
+
+    def run(self, ends: int, said: str, **more: str) -> Batch:
+        return self.end(self.start(ends, said, **more))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said", "status", "requeued"),
+    [
+        (0, "0", 0, False),
+        (0, "running", 1, True),  # a rank was lost: never COMPLETED
+        (0, "", 1, True),
+        (75, "75", 75, True),
+        (143, "75", 75, True),  # the others were ended while they left
+        (1, "1", 1, True),
+        (137, "running", 1, True),
+        (1, "0", 1, True),  # a rank failed after the first one had finished
+        (2, "2", 2, False),  # a mistake does not mend itself
+        (137, "2", 2, False),
+    ],
+)
+def test_what_the_end_of_a_step_means(job, ends, said, status, requeued):
+    end = job.run(ends, said)
+    assert (end.status, end.requeued) == (status, requeued), end.printed
+
+
+@pytest.mark.parametrize(("ends", "said", "status"), [(75, "75", 75), (1, "1", 1), (0, "running", 1)])
+def test_the_restart_limit_ends_with_a_failure(job, ends, said, status):
+    last = job.run(ends, said, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
+    assert last.requeued
+    over = job.run(ends, said, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    assert (over.status, over.requeued) == (status, False)
+    assert "MAX_RESTARTS=3" in over.printed
+    # Slurm's own restarts count too.
+    assert job.run(0, "0", SLURM_RESTART_COUNT="4", MAX_RESTARTS="3").status == 1
+
+
+def test_a_failure_that_comes_back_each_time_ends_the_job(job):
+    assert job.run(1, "1", CHECKPOINT="step_00000010").requeued
+    for restart, checkpoint in enumerate(["step_00000010", "step_00000020", "step_00000020"], 1):
+        assert job.run(1, "1", CHECKPOINT=checkpoint, SLURM_RESTART_COUNT=str(restart)).requeued, "there was progress"
+    end = job.run(1, "1", SLURM_RESTART_COUNT="4")
+    assert (end.status, end.requeued) == (1, False)
+    assert "3 times without a new checkpoint" in end.printed
+    assert job.run(1, "1").requeued, "another job with this number starts anew"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_reaches_the_step_and_the_job_comes_back(job, number):
+    script = job.start(138, "running", WAIT="1")
+    while not (job.folder / "waiting").exists():
+        time.sleep(0.02)
+    script.send_signal(number)
+    end = job.end(script)
+    assert (job.folder / "told").exists(), "as SIGUSR1: SIGTERM would have srun kill the ranks"
+    assert (end.status, end.requeued) == (75, True)
+    assert "stopped before it could save" in end.printed
+
+
+def test_arguments_arrive_untouched(job):
+    job.run(0, "0")
+    arguments = (job.folder / "arguments").read_text().splitlines()
+    assert arguments[-3:] == ["train.py", "a=b c", "it's"]
+    assert {"--kill-on-bad-exit=1", "--wait=60", "--ntasks-per-node=1", "--ntasks=2"} <= set(arguments)
+    job.run(0, "0", SLURM_NTASKS_PER_NODE="8")
+    assert {"--ntasks-per-node=8", "--ntasks=16"} <= set((job.folder / "arguments").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("ends", "said", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
+def test_compilation_is_not_queued_again(job, ends, said, status):
+    end = job.end(job.start(ends, said, "compile.slurm"))
+    assert (end.status, end.requeued) == (status, False)
+    assert "scripts/compile.py" in (job.folder / "arguments").read_text()
+
+
+def test_the_users_own_settings_win(job):
+    script = ". scripts/slurm_env.sh; echo $NCCL_DEBUG $NCCL_SOCKET_IFNAME $PYTHON"
+    variables = environment(NCCL_DEBUG="INFO", PYTHON="mine", NCCL_SOCKET_IFNAME="")
+    done = subprocess.run(["bash", "-c", script], cwd=job.folder, env=variables, capture_output=True, text=True)
+    assert done.stdout == "INFO mine\n", done.stderr

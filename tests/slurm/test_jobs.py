@@ -1,0 +1,207 @@
+"""Jobs under a real SLURM: they equal a plain run, survive what clusters do to jobs, and say why they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.train.metrics import read_metrics
+from tests.launch.test_cli import environment
+from tests.launch.test_train_py import losses, steps
+from tests.slurm.conftest import ROOT, Job, Lab, Report
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+TINY = (
+    "model=llama_2m data=mock device=cpu data.seq_length=32 model.num_hidden_layers=2 model.hidden_size=64 "
+    "model.intermediate_size=96 logging.tensorboard=false trainer.tp=2 trainer.dp=2 trainer.global_batch_size=4 "
+    "optim=constant optim.warmup_steps=0"
+).split()
+# Enough work to be in the middle of when Slurm next looks at time limits, which it does every 30 s.
+LONG = [*TINY, "trainer.global_batch_size=16", "trainer.steps=120"]
+
+
+def plain(folder: Path, *arguments: str) -> list[float]:
+    """The losses of an uninterrupted run on this machine, by hand, without Slurm."""
+    command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *arguments, f"run.dir={folder}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return losses(folder)
+
+
+def reached(job: Job, folder: Path, step: int, limit: float = 150.0) -> None:
+    """Waits until the run has logged ``step``."""
+    job.wait(lambda: bool(steps(folder)) and steps(folder)[-1] >= step, limit, f"step {step}")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of three plain steps."""
+    return plain(tmp_path_factory.mktemp("plain") / "run", *TINY, "trainer.steps=3")
+
+
+@pytest.mark.parametrize(
+    ("options", "table"),
+    [
+        (["--nodes=4"], ["0  n1  0  10.77.0.1  eth0", "3  n4  3  10.77.0.4  eth0"]),
+        (["--nodes=2"], ["0  n1  0-1  10.77.0.1  eth0", "1  n2  2-3  10.77.0.2  eth0"]),
+        (["--nodes=2", "--ntasks-per-node=2"], ["0  n1  0-1  10.77.0.1  eth0", "1  n2  2-3  10.77.0.2  eth0"]),
+    ],
+    ids=["4 nodes", "2 nodes, one task on each", "2 nodes, a task for each rank"],
+)
+def test_losses_equal_those_of_a_plain_run(
+    lab: Lab, expected: list[float], report: Report, options: list[str], table: list[str]
+) -> None:
+    begin = time.monotonic()
+    job = lab.submit(options, [*TINY, "trainer.steps=3", "data.name='two words'"])
+    assert job.wait_for_end() == "COMPLETED", job.log
+    (folder,) = (lab.checkout / "runs").glob(f"llama_2m-two words-{job.number}-*")
+    assert losses(folder) == expected, "to the bit"
+    shown = re.sub(r" {2,}", "  ", job.log)
+    assert all(row in shown for row in table), job.log
+    (logs,) = (lab.checkout / "logs" / str(job.number)).iterdir()
+    assert "step 3/3" in (logs / "task_0.txt").read_text() and "step 3/3" in job.log
+    report.add(
+        f"`sbatch {' '.join(options)} run.slurm`, 3 steps, 4 ranks: losses equal those of `python train.py`, "
+        "to the bit",
+        f"{time.monotonic() - begin:.0f} s",
+    )
+
+
+def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path: Path, report: Report) -> None:
+    folder = tmp_path / "run"
+    job = lab.submit(["--nodes=4", "--time=60", "--signal=B:USR1@100"], [*LONG, f"run.dir={folder}"])
+
+    reached(job, folder, 2)
+    job.update("TimeLimit=2")  # minutes: 100 s before the end is now, or will be soon
+    seconds = job.wait_for_requeue(1, 90)
+    assert "stopped, all ranks have saved; queued again, restart 1 of at most 100" in job.log
+    first = steps(folder)[-1]
+    report.add(
+        "time limit: from the limit coming within 100 s to saved and queued again (Slurm looks every 30 s)",
+        f"{seconds:.0f} s, at step {first}",
+    )
+    job.update("TimeLimit=60")
+
+    reached(job, folder, first + 2)
+    assert f"going on from {folder}/checkpoints/step_{first:08d}" in job.log
+    urgent = lab.command(
+        "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    ).split()[-1]
+    seconds = job.wait_for_requeue(2, 60)
+    assert "stopped, all ranks have saved; queued again, restart 2 of at most 100" in job.log
+    second = steps(folder)[-1]
+    assert Job(lab, int(urgent)).wait_for_end() == "COMPLETED"
+    report.add(
+        "preempted by a job of the partition `urgent`: saved and queued again", f"{seconds:.0f} s, at step {second}"
+    )
+
+    reached(job, folder, second + 2)
+    assert f"going on from {folder}/checkpoints/step_{second:08d}" in job.log
+    lab.kill_node("n3")
+    seconds = job.wait_for_requeue(3, 60)
+    assert re.search(r"n3.*(Node failure|NODE FAILURE)|NODE FAILURE|[Cc]onnection closed|failed with status", job.log)
+    lost = steps(folder)[-1]
+    lab.set_up()  # the node comes back
+    report.add("node n3 lost (its processes killed at once): queued again", f"{seconds:.0f} s, at step {lost}")
+
+    assert job.wait_for_end(300) == "COMPLETED", job.log
+    assert steps(folder) == list(range(1, 121)), "each step once"
+    assert losses(folder) == plain(tmp_path / "plain", *LONG), "to the bit"
+    restarts = job.facts["Restarts"]
+    report.add(
+        "that job, 120 steps: losses equal those of an uninterrupted `python train.py`, to the bit, each step "
+        "once in metrics.jsonl",
+        f"{restarts} restarts",
+    )
+
+
+def test_the_restart_limit_is_a_failure(lab: Lab, tmp_path: Path, report: Report) -> None:
+    job = lab.submit(["--nodes=2"], [*LONG, f"run.dir={tmp_path}/run"], MAX_RESTARTS="0")
+    reached(job, tmp_path / "run", 1)
+    job.signal_batch("USR1")
+    assert job.wait_for_end(60) == "FAILED"
+    assert job.facts["ExitCode"] == "75:0"
+    assert "MAX_RESTARTS=0: the end, with status 75" in job.log
+    report.add("stopped with MAX_RESTARTS=0", "FAILED, exit status 75, saved")
+
+
+FAILING_TRAIN = """
+import os, sys
+from megatron_llama.launch import main
+from megatron_llama.train import loop
+
+step = loop.training_step
+
+def fail(number, *more):
+    if number == 2 and os.environ["RANK"] == "2":
+        raise ZeroDivisionError("the weights of rank two")
+    return step(number, *more)
+
+loop.training_step = fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_fails_shows_its_traceback(lab: Lab, tmp_path: Path, report: Report) -> None:
+    (tmp_path / "failing.py").write_text(FAILING_TRAIN)
+    (tmp_path / "checkout").mkdir()
+    lab.link(tmp_path / "checkout", tmp_path / "failing.py")
+    options = ["--nodes=4", f"--chdir={tmp_path}/checkout"]
+    job = lab.submit(options, [*LONG, "trainer.steps=100000", f"run.dir={tmp_path}/run"], MAX_RESTARTS="0")
+    begin = time.monotonic()
+    assert job.wait_for_end() == "FAILED"
+    assert job.facts["ExitCode"] == "1:0"
+    assert "ZeroDivisionError: the weights of rank two" in job.log and "Traceback" in job.log
+    assert steps(tmp_path / "run") == [1]
+    report.add(
+        "rank 2 of 4 raises in step 2, MAX_RESTARTS=0",
+        f"FAILED, exit status 1, its traceback in the job's log; {time.monotonic() - begin:.0f} s after submission",
+    )
+
+
+def test_a_mistake_is_not_tried_again(lab: Lab) -> None:
+    job = lab.submit(["--nodes=4"], [*TINY, "trainer.tp=3", "optim.lr=-1"])
+    assert job.wait_for_end() == "FAILED"
+    assert job.facts["ExitCode"] == "2:0" and job.facts["Restarts"] == "0"
+    assert "trainer.tp" in job.log and "optim.lr" in job.log and "Traceback" not in job.log
+
+
+def test_a_loopback_address_is_refused_by_name(lab: Lab) -> None:
+    job = lab.submit(["--nodes=2"], TINY, MASTER_ADDR="localhost")
+    assert job.wait_for_end() == "FAILED"
+    assert job.facts["ExitCode"] == "2:0"
+    text = re.sub(r"\s+", " ", job.log)
+    assert "MASTER_ADDR = localhost" in text and "on node 0, n1, this is" in text, job.log
+
+
+def test_a_node_that_cannot_reach_the_first_is_named(lab: Lab) -> None:
+    # An address of nobody: the first node listens on its own, and the others knock in vain.
+    job = lab.submit(["--nodes=2"], TINY, MASTER_ADDR="10.77.0.99", MAX_RESTARTS="0")
+    assert job.wait_for_end() == "FAILED"
+    assert re.search(r"node 1, n2, can't reach the first node at 10\.77\.0\.99", job.log), job.log
+
+
+def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float], tmp_path: Path) -> None:
+    # Not through Slurm: the nodes serve as machines with a network of their own, entered instead of by ssh.
+    enter = tmp_path / "enter"
+    enter.write_text('#!/bin/sh\np=$(cat "$LAB/run/$1.pid")\nexec nsenter -t "$p" -n -u -m --wdns="$PWD" sh -c "$2"\n')
+    enter.chmod(0o755)
+    command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *TINY, "trainer.steps=3"]
+    done = subprocess.run(
+        [*command, "launch.hosts=[n2,n3]", f"launch.ssh={enter}", f"run.dir={tmp_path}/run"],
+        env=environment(LAB=str(lab.home), PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == expected
+    shown = re.sub(r" {2,}", "  ", done.stdout)
+    assert "0  n2  0-1  10.77.0.2  eth0" in shown and "1  n3  2-3  10.77.0.3  eth0" in shown
+    assert read_metrics(tmp_path / "run/metrics.jsonl") and os.path.exists(tmp_path / "run/config.yaml")
