@@ -19,10 +19,14 @@ from megatron_llama.launch.hosts import hosts_of
 from tests.launch.test_cli import TINY, environment, script
 from tests.launch.test_faults import gone, pids
 
-# What sshd does: a shell for the command line, in the user's home. "down" is a host that can't be reached.
+# What sshd does: a shell for the command line, in the user's home, in a session that outlives the command that asked
+# for it. "down" is a host that can't be reached.
 SSH = """#!/bin/sh
 test "$1" = down && { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
-cd / && exec sh -c "$2"
+exec 3<&0
+cd / && setsid sh -c "$2" <&3 3<&- &
+exec 3<&-
+wait $!
 """
 # The machines are this one: its address must not look like a loopback, which the start refuses for several nodes.
 ADDRESS = "megatron_llama.launch.meeting.check_first_address = lambda place: None"

@@ -1,0 +1,27 @@
+"""A signal asks for the end once; what a second one means depends on who sends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron_llama.train import stop
+
+
+@pytest.mark.parametrize(("job", "end"), [(None, -signal.SIGTERM), ("7", 0)], ids=["by hand", "under Slurm"])
+def test_a_second_signal(monkeypatch, job, end):
+    """A person means: at once. Slurm says the same thing again."""
+    monkeypatch.setattr(stop, "_ECHO_SECONDS", -1.0)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    child = os.fork()
+    if child == 0:
+        with stop.StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            asked = signals.asked
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0 if asked else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == end
