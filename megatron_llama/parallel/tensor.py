@@ -43,7 +43,8 @@ class ReplicatedGradients:
                 wanted[parallel_state.get_tensor_model_parallel_group()].append(grad)
             elif self.kv_group is not None and shard.name.endswith("qkv_proj.weight"):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
-                wanted[self.kv_group].extend(grad[p.local_slices] for p in kv)
+                if kv:  # a shard may hold query rows alone; the ranks that share the head hold the same rows
+                    wanted[self.kv_group].extend(grad[p.local_slices] for p in kv)
             elif self.tied and shard.name in ("embed_tokens.weight", "lm_head.weight"):
                 wanted[parallel_state.get_embedding_group()].append(grad)
         for group, grads in wanted.items():

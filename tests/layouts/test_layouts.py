@@ -43,6 +43,12 @@ LAYOUTS = [
         ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3"],
         [TIED, "model.vocab_size=61"],
     ),
+    (
+        "tp2·dp3+sp, one kv head, shards without its rows",
+        6,
+        ["trainer.tp=2"],
+        ["model.num_key_value_heads=1", "trainer.global_batch_size=6"],
+    ),
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
     ("tp2·pp2+sp, selective recompute", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=selective"], []),

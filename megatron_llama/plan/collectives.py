@@ -1,0 +1,147 @@
+"""Counts what a rank really sends: every collective that passes torch's dispatcher, by axis and kind.
+
+The other half of ``traffic.py``: bytes come from the tensors that the operators are given, never from a plan. For
+tests and ``scripts/traffic.py``; training does without.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan.traffic import Amount, Line, Traffic, in_order
+
+# Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
+# among its arguments: its payload is the input times the group's size.
+_C10D: dict[str, tuple[str, int, int]] = {
+    "allreduce_": ("all_reduce", 0, 1),
+    "allreduce_coalesced_": ("all_reduce", 0, 1),
+    "_allgather_base_": ("all_gather", 0, 2),
+    "allgather_": ("all_gather", 0, 2),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0, 2),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "reduce_scatter_": ("reduce_scatter", 1, 2),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 2),
+    "send": ("send", 0, 1),
+    "recv_": ("recv", 0, 1),
+}
+_FUNCTIONAL: dict[str, tuple[str, int, int]] = {
+    "all_reduce": ("all_reduce", 0, 2),
+    "all_reduce_": ("all_reduce", 0, 2),
+    "all_gather_into_tensor": ("all_gather", 0, 2),
+    "all_gather_into_tensor_out": ("all_gather", 0, 2),
+    "reduce_scatter_tensor": ("reduce_scatter", 0, 3),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0, 3),
+}
+_OPERATORS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
+_NO_PAYLOAD = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
+
+
+class UnknownCollective(NotImplementedError):
+    """A collective, or a group, that the counter can't put anywhere; leaving it out would be a wrong count."""
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Use as a context; ``taken`` then says what was counted since it was last asked."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        """``axes`` gives the axis of each group by its name, see ``axes_of``."""
+        super().__init__()
+        self._axes = axes
+        self._found: Traffic = {}
+
+    supports_higher_order_operators = True  # the compiler's own, met while it traces; they carry no collective
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Blocks are to run compiled under this mode, as they do without it."""
+        return True
+
+    def taken(self) -> Traffic:
+        """What was counted so far; the next count starts at nothing."""
+        found, self._found = in_order(self._found), {}
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and func.namespace in _OPERATORS:
+            self._count(func.namespace, func._schema.name.split("::")[1], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, namespace: str, name: str, args: tuple[Any, ...]) -> None:
+        if name in _NO_PAYLOAD:
+            return
+        if name not in _OPERATORS[namespace]:
+            raise UnknownCollective(f"{namespace}::{name} is not counted")
+        kind, payload, group_at = _OPERATORS[namespace][name]
+        group = _group(args[group_at])
+        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[payload]))
+        if namespace == "_c10d_functional" and kind == "all_gather":
+            size *= group.size()
+        if group.size() == 1:
+            return
+        between_two = kind in ("send", "recv")
+        line = Line(self._axis(kind, group), kind, 2 if between_two else group.size())
+        before = self._found.get(line, Amount(0, 0))
+        self._found[line] = Amount(before.calls + 1, before.payload + size)
+
+    def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
+        if kind in ("send", "recv"):
+            return "pp"  # between two stages megatron-core takes the world's group for one of the directions
+        axis = self._axes.get(group.group_name)
+        if axis is None:
+            raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
+        # Where there are none but data-parallel ranks, fully_shard borrows the world's group.
+        return "dp" if axis == "world" and _called_from("torch.distributed.fsdp") else axis
+
+
+def axes_of(model: ParallelModel) -> dict[str, str]:
+    """The axis of every group that ``model`` uses, by the group's name."""
+    groups: list[tuple[str, Iterable[dist.ProcessGroup | None]]] = [
+        ("tp", [parallel_state.get_tensor_model_parallel_group(), model.replicated.kv_group]),
+        ("pp", [parallel_state.get_embedding_group(check_initialized=False)]),
+        ("dp", _mesh_groups(model)),
+        ("world", [dist.group.WORLD]),  # last: a mesh may have borrowed it
+    ]
+    return {group.group_name: axis for axis, some in groups for group in some if group is not None}
+
+
+def _mesh_groups(model: ParallelModel) -> list[dist.ProcessGroup]:
+    parameter = model.shards[0].parameter
+    assert isinstance(parameter, DTensor), "fully_shard has been through"
+    return parameter.device_mesh.get_all_groups()
+
+
+def _group(argument: Any) -> dist.ProcessGroup:
+    if isinstance(argument, str):
+        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    return dist.ProcessGroup.unbox(argument)
+
+
+def _tensors(argument: Any) -> Iterable[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    else:
+        for part in argument:
+            yield from _tensors(part)
+
+
+def _called_from(package: str) -> bool:
+    """Whether a module of ``package`` is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(package):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

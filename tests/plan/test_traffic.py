@@ -1,0 +1,138 @@
+"""Predicted traffic against numbers worked out by hand; tests/layouts/test_traffic.py counts what really passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.plan.traffic import Amount, Line, compact, groups_of_ranks, operations, totals, wire
+from tests.layouts.runner import CONF, make_plan
+
+# 7 billion parameters, tp8, sequence 4096, micro batch 1, bf16: s b h in bytes.
+ACTIVATIONS = 4096 * 4096 * 2
+RECIPE = (
+    "model=llama7b",
+    "data=mock",
+    "data.seq_length=4096",
+    "trainer.tp=8",
+    "trainer.precision=bf16",
+    "trainer.recompute=full",
+)
+
+
+def recipe(nodes: int, *overrides: str) -> Plan:
+    """The Trainium recipe's 7B on ``nodes`` nodes of 32 devices, each with the same work: 64 sequences."""
+    work = [f"trainer.dp={4 * nodes}", f"trainer.global_batch_size={64 * nodes}"]
+    return resolve(compose([*RECIPE, *work, *overrides], CONF), 32 * nodes)
+
+
+def of_axis(plan: Plan, axis: str, rank: int = 0) -> dict[Line, Amount]:
+    return {line: amount for line, amount in totals(operations(plan, rank)).items() if line.axis == axis}
+
+
+def test_llama7b_by_hand() -> None:
+    # 16 micro batches, 32 layers. Gathers: 2 forward, 4 backward, 2 again per layer; embedding 1, head 2.
+    # Scatters: 2, 2 and 1 per layer; embedding 1, head 1.
+    found = totals(operations(recipe(1), 0))
+    assert found[Line("tp", "all_gather", 8)] == (16 * (8 * 32 + 3), 16 * (8 * 32 + 3) * ACTIVATIONS)
+    assert found[Line("tp", "reduce_scatter", 8)] == (16 * (5 * 32 + 2), 16 * (5 * 32 + 2) * ACTIVATIONS)
+    # 3 sums of a number per token, fp32, and one of 65 norms' shards of 4096 / 4 values.
+    assert found[Line("tp", "all_reduce", 8)] == (3 * 16 + 1, 3 * 16 * 4096 * 4 + 65 * 4096 // 4 * 4)
+    # All that a tensor-parallel rank holds: its part of 6,738,415,616 parameters, and the norms whole.
+    norms = 65 * 4096
+    held = (6_738_415_616 - norms) // 8 + norms
+    assert found[Line("dp", "all_gather", 4)] == (33, 2 * held)
+    assert found[Line("dp", "reduce_scatter", 4)] == (33, 4 * held)
+    assert found[Line("world", "all_reduce", 32)] == (4, 8 + 4 + 4 + 12)
+    assert len(found) == 6
+
+
+def test_tensor_parallel_without_sp_is_four_sums_per_layer() -> None:
+    # FEATURES' rule of thumb: 2 forward and 2 backward; and the same wire as gathers and scatters with sp, but for the
+    # inputs that are gathered again in the backward.
+    plan = recipe(1, "trainer.sp=false", "trainer.recompute=none")
+    with_sp = recipe(1, "trainer.recompute=none")
+    (line, amount), *others = of_axis(plan, "tp").items()
+    assert not others and line == ("tp", "all_reduce", 8)
+    assert amount == (16 * (4 * 32 + 2 + 3), 16 * ((4 * 32 + 2) * ACTIVATIONS + 3 * 4096 * 4))
+    gathered_again = 16 * (2 * 32 + 1) * ACTIVATIONS * 7 / 8
+    norms = wire(Line("tp", "all_reduce", 8), 65 * 1024 * 4)
+    sent = sum(wire(line, amount.payload) for line, amount in of_axis(with_sp, "tp").items())
+    assert sent == wire(line, amount.payload) + gathered_again + norms
+
+
+@pytest.mark.parametrize(("zero", "gathered", "reduced"), [(1, 1, 1), (2, 1, 16), (3, 32, 16)])
+def test_zero_stages(zero: int, gathered: int, reduced: int) -> None:
+    # Parameters in bf16, gradients in fp32: once per step, or at each of 16 micro batches.
+    held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
+    found = of_axis(recipe(1, f"trainer.zero={zero}"), "dp")
+    assert found == {
+        Line("dp", "all_gather", 4): (33 * gathered, gathered * 2 * held),
+        Line("dp", "reduce_scatter", 4): (33 * reduced, reduced * 4 * held),
+    }
+
+
+def test_zero_0_sums_whole_gradients() -> None:
+    held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
+    assert of_axis(recipe(1, "trainer.zero=0"), "dp") == {Line("dp", "all_reduce", 4): (33, 4 * held)}
+
+
+def test_hybrid_scatters_inside_and_sums_across() -> None:
+    held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
+    found = of_axis(recipe(4, "trainer.shard_group=4"), "dp")
+    assert found == {
+        Line("dp", "all_gather", 4): (33, 2 * held),
+        Line("dp", "reduce_scatter", 4): (33, 4 * held),
+        Line("dp", "all_reduce", 4): (33, held),
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["trainer.pp=4"], ["trainer.pp=4", "trainer.vpp=2"], ["trainer.zero=3"], ["trainer.sp=false"]],
+    ids=["tp8", "tp8·pp4", "tp8·pp4·vpp2", "zero 3", "no sp"],
+)
+def test_more_nodes_with_the_same_work_each(layout: list[str]) -> None:
+    pp = 4 if "trainer.pp=4" in layout else 1
+    plans = {n: recipe(n, *layout, f"trainer.dp={4 * n // pp}") for n in (1, 2, 4)}
+    one = plans[1]
+    for nodes, plan in plans.items():
+        assert plan.num_microbatches == one.num_microbatches
+        for rank in range(0, plan.world_size, 8):
+            stage = rank // (plan.world_size // pp)
+            twin = stage * (one.world_size // pp)
+            # Along tp and pp nothing changes, but that a rank's shard of the norms gets shorter.
+            norms = {Line("tp", "all_reduce", 8)} if plan.sp else set()
+            for axis in ("tp", "pp"):
+                mine, theirs = of_axis(plan, axis, rank), of_axis(one, axis, twin)
+                assert mine.keys() == theirs.keys()
+                assert all(mine[line] == theirs[line] for line in mine.keys() - norms)
+            mine, theirs = of_axis(plan, "dp", rank), of_axis(one, "dp", twin)
+            if plan.dp == 1:
+                assert mine == {}
+                continue
+            # Along dp each weight is gathered and each gradient scattered whole, however many ranks share the work, so
+            # only the ring's (p-1)/p grows.
+            assert {line.ranks for line in mine} == {plan.dp}
+            assert [*mine.values()] == ([*theirs.values()] or [*of_axis(plans[2], "dp", 2 * twin).values()])
+        assert plan.dp == nodes * one.dp
+
+
+def test_ranks_that_communicate_alike_stand_together() -> None:
+    # 61 rows over 3: shards of 21, 21 and 19 rows differ only where gradients of shards are summed.
+    plan = make_plan(6, "trainer.pp=2", "trainer.global_batch_size=12", "model.vocab_size=61")
+    assert [ranks for ranks, _ in groups_of_ranks(plan)] == [[0, 1, 2], [3, 4, 5]]
+    tied = make_plan(
+        6, "trainer.pp=2", "trainer.global_batch_size=12", "model.vocab_size=61", "model.tie_word_embeddings=true"
+    )
+    assert [ranks for ranks, _ in groups_of_ranks(tied)] == [[0, 1], [2], [3, 4], [5]]
+    for ranks, theirs in groups_of_ranks(tied):
+        assert all(operations(tied, rank) == theirs for rank in ranks)
+
+
+def test_one_process_sends_nothing() -> None:
+    assert operations(make_plan(1), 0) == []
+
+
+def test_compact() -> None:
+    assert compact([8, 0, 1, 2, 9, 4]) == "0-2, 4, 8-9"
