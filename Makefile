@@ -67,7 +67,7 @@ demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in
 
 .PHONY: test
 test: $(INSTALLED)  ## the whole test suite
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where it can be set up (root)
