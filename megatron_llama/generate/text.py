@@ -46,7 +46,11 @@ class Text(ABC):
         """The id that ends a text."""
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation in the tokenizer's own template, up to where the assistant's answer begins.
+        """Ids of a conversation, up to where the assistant's answer begins; see ``chat_text``."""
+        return self.encode_more(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        """A conversation in the tokenizer's own template, up to where the assistant's answer begins.
 
         Raises ConfigError where there is no template or it refuses the conversation.
         """
@@ -133,11 +137,11 @@ class HuggingFace(Text):
     def end(self) -> int | None:
         return self._end
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat_text(self, messages: Sequence[Message]) -> str:
         if not self.has_template:
-            return super().chat(messages)
+            return super().chat_text(messages)
         try:
-            text = self._template.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            return self._template.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except ImportError as error:
             raise ConfigError([_missing("transformers", self.path)]) from error
         except Exception as error:  # a template may raise whatever it likes
@@ -145,7 +149,6 @@ class HuggingFace(Text):
             raise ConfigError(
                 [Problem("--chat", str(self.path), rule, "leave out --system, or use --prompt")]
             ) from None
-        return self.encode_more(text)
 
     @cached_property
     def _template(self) -> Any:

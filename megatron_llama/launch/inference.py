@@ -132,5 +132,6 @@ def start(work: Callable[[], None], plan: Plan) -> int:
     environment = cli.variables(device, plan)
     if device.forkable:
         os.environ.update(environment)
-        import megatron_llama.generate.generator  # noqa: F401  imported once here, and not in each rank
+        import megatron_llama.evaluate.answers
+        import megatron_llama.generate.chat  # noqa: F401  imported once here, and not in each rank
     return start_ranks(work, plan.world_size, fork=device.forkable, environment=environment)

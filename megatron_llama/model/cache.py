@@ -7,6 +7,7 @@ slots 0 .. p, and what lies beyond is a longer row's padding, overwritten when t
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.rotary import rotary_table
@@ -20,18 +21,25 @@ class LayerCache:
         self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # zeros: 0 * NaN of a hidden slot is NaN
         self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in the keys and values [b, kv heads, s, d] of the tokens at hand; returns all there are up to the
-        furthest row."""
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Queries [b, heads, s, d] of the tokens at hand to what they find, in the same shape. Their keys and values
+        [b, kv heads, s, d] are taken in first."""
+        (k, v), mask = self._extended(k, v), self._cache.mask
+        if q.shape[2] == 1:
+            # The queries of a group see the same: as one query each they would be looked at apart, as rows of one
+            # matrix together.
+            out = F.scaled_dot_product_attention(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, mask)
+            return out.reshape(q.shape)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    def _extended(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values up to the furthest row, with these in their places."""
         rows, positions = self._cache.rows, self._cache.positions
         self._keys[rows, :, positions] = keys.transpose(1, 2)
         self._values[rows, :, positions] = values.transpose(1, 2)
         return self._keys[:, :, : self._cache.furthest], self._values[:, :, : self._cache.furthest]
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """Which slots each query sees, [b, 1, s, furthest]; None where plain causal attention says the same."""
-        return self._cache.mask
 
 
 class KVCache:
@@ -58,6 +66,7 @@ class KVCache:
         self.wanted = None if wanted is None else wanted.to(self.device)
         from_the_start = bool((starts == 0).all())
         seen = self._slots[: self.furthest] <= self.positions[:, :, None]
+        # Which slots each query sees, [b, 1, s, furthest]; None where plain causal attention says the same.
         self.mask = None if from_the_start else seen[:, None]
         return self
 

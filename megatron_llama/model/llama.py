@@ -88,10 +88,10 @@ class Attention(nn.Module):
         q, k, v = qkv.view(s, b, -1, self.head_dim).split(sizes, dim=2)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (rotate(q, *rotary), rotate(k, *rotary), v))  # [b, heads, s, d]
         grouped = self.num_heads != self.num_kv_heads
-        mask = None
         if cache is not None:
-            (k, v), mask = cache.extend(k, v), cache.mask
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+            out = cache.attend(q, k, v)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
 
 

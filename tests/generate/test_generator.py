@@ -143,12 +143,12 @@ def test_tokens_are_told_as_they_come(folder: Path, greedy: list[list[int]]) -> 
 def test_a_cache_that_forgets_would_be_seen(
     folder: Path, greedy: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extend = LayerCache.extend
+    extended = LayerCache._extended
 
     def without_the_first(self: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        keys, values = extend(self, keys, values)
+        keys, values = extended(self, keys, values)
         values[:, :, 0] = 0
         return keys, values
 
-    monkeypatch.setattr(LayerCache, "extend", without_the_first)
+    monkeypatch.setattr(LayerCache, "_extended", without_the_first)
     assert [answer.ids for answer in write(folder)] != greedy
