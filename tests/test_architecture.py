@@ -18,7 +18,8 @@ PACKAGE = ROOT / "megatron_llama"
 # Rooms that may import from all floors below their own, but not from each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("launch",),
-    ("train",),
+    ("train", "evaluate"),
+    ("generate",),  # above checkpoint, which it loads from; evaluation has it write
     ("checkpoint", "compare", "data", "optim", "plan"),
     ("parallel",),
     ("model",),

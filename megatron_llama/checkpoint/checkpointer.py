@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.files import Damaged
-from megatron_llama.checkpoint.folder import clean, folder_name, saved_steps, set_aside
+from megatron_llama.checkpoint.folder import (
+    BEST,
+    POINTER,
+    clean,
+    folder_name,
+    point_to_best,
+    saved_steps,
+    set_aside,
+)
 from megatron_llama.checkpoint.huggingface import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
@@ -38,6 +47,7 @@ class Checkpointer:
         """Bytes that this rank asked of the files it was last loaded from."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
+        self._validated: tuple[int, float] = (-1, math.nan)
         self._origin: tuple[str | None, str] = (None, plan.precision.stored)
 
     def resume(self) -> int:
@@ -82,6 +92,10 @@ class Checkpointer:
         if stop:
             self.saver.wait()
         return stop
+
+    def note_validation(self, step: int, val_loss: float) -> None:
+        """Remember the validation loss after ``step``, for its checkpoint if it gets one."""
+        self._validated = step, val_loss
 
     def finish(self, step: int) -> None:
         """Save the last step and wait until all is on disk."""
@@ -134,6 +148,8 @@ class Checkpointer:
             settings=asdict(config),
             hf_folder=self._origin[0],
             dtype=self._origin[1],
+            # A loss that is no number would be neither better nor worse than any other.
+            val_loss=self._validated[1] if self._validated[0] == step and math.isfinite(self._validated[1]) else None,
         )
 
     def _candidates(self) -> list[Path]:
@@ -145,6 +161,8 @@ class Checkpointer:
             if aside is not None:
                 self._tell(f"starting anew; the checkpoints of the earlier run are now in {aside}")
             return []
+        if self.plan.config.checkpoint.keep_best and self.checkpoints.is_dir():
+            point_to_best(self.checkpoints)
         try:
             own = [self.checkpoints / folder_name(step) for step in saved_steps(self.checkpoints)]
         except Damaged as error:
@@ -156,6 +174,8 @@ class Checkpointer:
         # A path is where a run begins. Started again by the same command, it goes on from what it has saved itself;
         # a path among its own checkpoints is a wish to go back to that one.
         chosen = Path(os.path.abspath(resume))
+        if chosen.name in (POINTER, BEST) and chosen.is_file():
+            chosen = find_checkpoint(chosen)
         inside = chosen.parent == Path(os.path.abspath(self.checkpoints))
         return [chosen] if inside or not own else own
 

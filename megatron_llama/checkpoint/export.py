@@ -15,12 +15,11 @@ import torch
 from megatron_llama.checkpoint.files import (
     Damaged,
     Stored,
-    plain_name,
     safetensors_header,
     sync_folder,
     write_synced,
 )
-from megatron_llama.checkpoint.folder import POINTER
+from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
 from megatron_llama.checkpoint.huggingface import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, read_manifest
 from megatron_llama.checkpoint.storage import rows_of
@@ -60,17 +59,18 @@ class Exported:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest of a run's folder; raises ConfigError."""
-    for folder in (path, path / "checkpoints"):
+    """The checkpoint that ``path`` means: itself, the newest of a run's folder, or what a pointer (``latest``,
+    ``best``) names; raises ConfigError."""
+    places = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
+    places += [(path, POINTER), (path / "checkpoints", POINTER)]
+    for folder, pointer in places:
         if (folder / NAME).is_file():
             return folder
-        if (folder / POINTER).is_file():
+        if (folder / pointer).is_file():
             try:
-                return folder / plain_name((folder / POINTER).read_text(encoding="utf-8").strip())
-            except (OSError, UnicodeDecodeError, Damaged) as error:
-                raise ConfigError(
-                    [Problem("CHECKPOINT", str(path), f"its {POINTER} is unusable: {error}", "")]
-                ) from error
+                return pointed(folder, pointer)
+            except Damaged as error:
+                raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
     rule = f"there is no {NAME} in it, so it is no checkpoint"
     raise ConfigError(
         [Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_..., or the run's folder")]

@@ -7,10 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_llama.checkpoint.files import Damaged, replace_text, sync_folder, write_synced
-from megatron_llama.checkpoint.manifest import NAME, State, merge
+from megatron_llama.checkpoint.files import Damaged, plain_name, replace_text, sync_folder, write_synced
+from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 
-POINTER = "latest"
+POINTER, BEST = "latest", "best"
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -45,7 +45,49 @@ def clean(checkpoints: Path) -> None:
             _delete(entry)
 
 
-def publish(checkpoints: Path, state: State, keep: int | None, keep_every: int | None) -> None:
+def pointed(checkpoints: Path, pointer: str) -> Path:
+    """The checkpoint that ``latest`` or ``best`` names; raises Damaged where it names none."""
+    path = checkpoints / pointer
+    try:
+        return checkpoints / plain_name(path.read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError, Damaged) as error:
+        raise Damaged(f"{path} is unusable: {error}") from error
+
+
+def best_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss, by their manifests, the first of equals; None without any."""
+    found: list[tuple[float, int]] = []
+    for step in saved_steps(checkpoints):
+        try:
+            loss = read_manifest(checkpoints / folder_name(step)).state.val_loss
+        except Damaged:
+            continue
+        if loss is not None:
+            found.append((loss, step))
+    return checkpoints / folder_name(min(found)[1]) if found else None
+
+
+def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
+    """Have ``best`` name the best checkpoint, and return that. ``new``, which has just been saved, is only compared
+    with the one it names already; without it all are looked at, which also mends what a killed run left undone."""
+    best: Path | None
+    try:
+        known = pointed(checkpoints, BEST)
+        old = None if new is None or known.name == folder_name(new.step) else read_manifest(known).state.val_loss
+    except Damaged:
+        old = None
+    if new is None or old is None:
+        best = best_checkpoint(checkpoints)
+    else:
+        best = checkpoints / folder_name(new.step) if new.val_loss is not None and new.val_loss < old else known
+    if best is None:
+        (checkpoints / BEST).unlink(missing_ok=True)
+    elif old is None or best != known:
+        replace_text(checkpoints / BEST, best.name + "\n")
+    return best
+
+
+def publish(checkpoints: Path, state: State, keep: int | None, keep_every: int | None, keep_best: bool = False) -> None:
     """Make a checkpoint of what all ranks have written: describe it, rename it, point to it, then drop old ones.
 
     Raises OSError or Damaged; until the rename nothing of the earlier checkpoints has changed.
@@ -61,7 +103,8 @@ def publish(checkpoints: Path, state: State, keep: int | None, keep_every: int |
     os.rename(aside, final)
     sync_folder(checkpoints)
     replace_text(checkpoints / POINTER, final.name + "\n")
-    prune(checkpoints, state.step, keep, keep_every)
+    best = point_to_best(checkpoints, state) if keep_best else None  # before the one it named may go
+    prune(checkpoints, state.step, keep, keep_every, best)
 
 
 def discard(checkpoints: Path, step: int) -> None:
@@ -69,14 +112,15 @@ def discard(checkpoints: Path, step: int) -> None:
     _delete(partial_folder(checkpoints, step))
 
 
-def prune(checkpoints: Path, newest: int, keep: int | None, keep_every: int | None) -> None:
-    """Drop all but the ``keep`` newest of the checkpoints up to ``newest``, and those at multiples of
-    ``keep_every``."""
+def prune(checkpoints: Path, newest: int, keep: int | None, keep_every: int | None, best: Path | None = None) -> None:
+    """Drop all but the ``keep`` newest of the checkpoints up to ``newest``, those at multiples of ``keep_every``, and
+    ``best``."""
     if keep is None:
         return
     for step in [step for step in saved_steps(checkpoints) if step <= newest][keep:]:
-        if not (keep_every and step % keep_every == 0):
-            _remove(checkpoints / folder_name(step))
+        folder = checkpoints / folder_name(step)
+        if not (keep_every and step % keep_every == 0) and folder != best:
+            _remove(folder)
 
 
 def set_aside(checkpoints: Path) -> Path | None:

@@ -49,6 +49,8 @@ class State:
     """The Hugging Face folder that the run started from, for its tokenizer."""
     dtype: str = "float32"
     """The dtype of that folder's weights; exports have it too unless told otherwise."""
+    val_loss: float | None = None
+    """Validation loss after this very step; None where the run did not validate then."""
 
 
 @dataclass

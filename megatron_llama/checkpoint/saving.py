@@ -84,8 +84,8 @@ class Saver:
             return
         self._publishing = True
         if self.rank == 0:
-            keep, keep_every = self.settings.keep, self.settings.keep_every
-            self._run(lambda: publish(self.checkpoints, state, keep, keep_every))
+            kept = self.settings.keep, self.settings.keep_every, self.settings.keep_best
+            self._run(lambda: publish(self.checkpoints, state, *kept))
 
     def _fail(self, step: int) -> None:
         """Take back what was written, and say on all ranks what happened on which."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_llama.config.counting import head_dim, kv_heads
@@ -357,3 +358,26 @@ def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
     if hosts and file is not None:
         rule = f"launch.hostfile={file} names the hosts too"
         yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
+
+
+@reads(
+    "checkpoint.keep_best",
+    "checkpoint.every_steps",
+    "checkpoint.save_last",
+    "trainer.val_every_steps",
+    "trainer.steps",
+)
+def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
+    """Only a checkpoint of a step that was validated can be the best."""
+    checkpoint, every, steps = config.checkpoint, config.trainer.val_every_steps, config.trainer.steps
+    if not checkpoint.keep_best or steps == 0:
+        return
+    if every is None:
+        advice = f"write trainer.val_every_steps={checkpoint.every_steps or steps}, or checkpoint.keep_best=false"
+        yield Problem("checkpoint.keep_best", True, "needs validation losses, and the run never validates", advice)
+        return
+    both = math.lcm(every, checkpoint.every_steps) if checkpoint.every_steps else steps + 1
+    if both > steps and not (checkpoint.save_last and steps % every == 0):
+        saved = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else "only at the end"
+        rule = f"no checkpoint is of a validated step: the run validates every {every} steps and saves {saved}"
+        yield Problem("checkpoint.keep_best", True, rule, f"write checkpoint.every_steps={every}")

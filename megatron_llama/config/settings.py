@@ -211,6 +211,9 @@ class CheckpointConfig:
     """Checkpoints kept, newest first; none keeps all."""
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are kept for good, whatever ``keep`` says."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss too; checkpoints/best names it. Counts those of steps that
+    trainer.val_every_steps validates."""
     resume: str = "auto"
     """auto goes on from the newest good checkpoint in run.dir, never starts anew, a path loads that checkpoint."""
     save_last: bool = True

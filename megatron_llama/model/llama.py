@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
+from megatron_llama.model.cache import KVCache, LayerCache
 from megatron_llama.model.loss import hide_padding, token_losses
 from megatron_llama.model.rotary import rotary_table, rotate
 
@@ -71,23 +72,26 @@ class Attention(nn.Module):
             skip_bias_add=False,
         )
 
-    def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotary, cache: LayerCache | None = None) -> torch.Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         qkv, _ = self.qkv_proj(x)
         if self.recompute_core and torch.is_grad_enabled():
             core = checkpoint(self._core, qkv, rotary, use_reentrant=False, preserve_rng_state=False)
         else:
-            core = self._core(qkv, rotary)
+            core = self._core(qkv, rotary, cache)
         return self.o_proj(core)[0]
 
-    def _core(self, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def _core(self, qkv: torch.Tensor, rotary: Rotary, cache: LayerCache | None = None) -> torch.Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
         s, b = qkv.shape[:2]
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.view(s, b, -1, self.head_dim).split(sizes, dim=2)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (rotate(q, *rotary), rotate(k, *rotary), v))  # [b, heads, s, d]
         grouped = self.num_heads != self.num_kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if cache is not None:
+            out = cache.attend(q, k, v)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
 
 
@@ -136,14 +140,18 @@ class Block(nn.Module):
         self.mlp = FeedForward(model, mcore, recompute == "selective")
         self.recompute = recompute == "full"
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(x, cos, sin)
+        return self._forward(x, cos, sin, cache)
 
-    def _forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        h = x + self.self_attn(self.input_layernorm(x), (cos, sin))
+    def _forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        h = x + self.self_attn(self.input_layernorm(x), (cos, sin), cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -200,11 +208,14 @@ class Llama(nn.Module):
         """Take the activations [s(/t), b, h] of the stage before."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> torch.Tensor:
         """Token ids [b, s] to what this chunk makes of them.
 
         The last chunk gives the loss of each token [s, b], fp32, when it has labels [b, s] (next token ids), else
-        this rank's logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h].
+        this rank's logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h]. With a ``cache``,
+        which is for generating, without sequence parallelism, the tokens follow what is in it.
         """
         if self.is_first:
             # With sequence parallelism megatron-core turns [b, s] round itself, and keeps this rank's part of s.
@@ -214,9 +225,15 @@ class Llama(nn.Module):
             # megatron-core asks for the gradient of what it receives even where there will be none; a compiled block
             # would then differ from those that follow.
             x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
-        cos, sin = self._rotary_for(tokens)
-        for block in self.layers.values():
-            x = block(x, cos, sin)
+        if cache is None:
+            cos, sin = self._rotary_for(tokens)
+            for block in self.layers.values():
+                x = block(x, cos, sin)
+        else:
+            cos, sin = cache.rotary
+            for number, block in self.layers.items():
+                x = block(x, cos, sin, cache.layers[int(number)])
+            x = cache.only_wanted(x)
         if not self.is_last:
             return x
         borrowed = self.embed_tokens.weight if self.lm_head.weight is None else None

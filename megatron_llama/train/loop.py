@@ -53,6 +53,7 @@ def train(
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
             if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
                 metrics["val_loss"] = validate(plan, model, data.validation)
+                checkpointer.note_validation(step, metrics["val_loss"])
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:

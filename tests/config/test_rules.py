@@ -48,6 +48,20 @@ CASES = [
         "dp_is_what_is_left", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
     ),
     Case(
+        "best_has_a_loss",
+        1,
+        {"checkpoint.keep_best": True, "checkpoint.every_steps": 20},
+        {"checkpoint.keep_best": True, "checkpoint.every_steps": 20, "trainer.val_every_steps": 10},
+        "trainer.val_every_steps=20",
+    ),
+    Case(
+        "best_has_a_loss",
+        1,
+        {"checkpoint.keep_best": True, "checkpoint.every_steps": 33, "trainer.val_every_steps": 40},
+        {"checkpoint.keep_best": True, "trainer.val_every_steps": 50},
+        "checkpoint.every_steps=40",
+    ),
+    Case(
         "heads_divide_by_tp",
         16,
         {**WIDE, "model.num_attention_heads": 12, "model.hidden_size": 240, "trainer.tp": 8},

@@ -1,0 +1,117 @@
+"""Questions with known answers: what a file holds, and the template that makes prompts of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.config import ConfigError, Problem
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Template:
+    """From a record to a prompt, and where its answer stands."""
+
+    prompt: str
+    """With the record's fields in braces."""
+    answer: str
+    """The field of the right answer."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """For labelled sets: what the model would write for each value of the answer's field."""
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields that a record must have."""
+        return {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name} | {self.answer}
+
+
+TEMPLATES: Mapping[str, Template] = {
+    "qnli": Template(
+        "Question: {question}\nSentence: {sentence}\nDoes the sentence answer the question, yes or no?\nAnswer:",
+        "label",
+        {"entailment": " yes", "not_entailment": " no"},
+    ),
+    "gsm8k": Template("Question: {question}\nAnswer:", "answer"),
+}
+
+
+@dataclass
+class Records:
+    """What can be asked, and what had to be left out, by reason."""
+
+    good: list[Record] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, reason: str) -> None:
+        """Count one that is left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def find_template(name: str) -> Template:
+    """One of ours by its name, or a JSON file with prompt, answer and, for labelled sets, labels."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    instead = f"write --template {' or '.join(TEMPLATES)}, or a JSON file with prompt, answer and labels"
+    if not Path(name).is_file():
+        raise ConfigError([Problem("--template", name, "there is no template of this name, and no such file", instead)])
+    try:
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        template = Template(content["prompt"], content["answer"], content.get("labels", {}))
+        template.fields  # noqa: B018  whether its braces can be read
+        if not all(isinstance(text, str) and text for text in (*template.labels, *template.labels.values())):
+            raise ValueError("labels are texts")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError([Problem("--template", name, f"can't be used: {error!r}", instead)]) from None
+    return template
+
+
+def read_records(path: Path, template: Template, limit: int | None = None) -> Records:
+    """The records of a .tsv (with a head) or .jsonl file, at most the first ``limit`` good ones.
+
+    What can't be asked is left out and counted. Raises ConfigError for a file that can't be read or has nothing good.
+    """
+    records, wanted = Records(), template.fields
+    try:
+        for record in _rows(path):
+            if len(records.good) == limit:
+                break
+            if record is None:
+                records.skip("unreadable")
+            elif any(not str(record.get(name) or "").strip() for name in wanted):
+                records.skip("lacks a field")
+            elif template.labels and str(record[template.answer]) not in template.labels:
+                records.skip("unknown label")
+            else:
+                records.good.append(record)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [Problem("FILE", str(path), f"can't be read: {error}", "name a .tsv or .jsonl file")]
+        ) from None
+    if not records.good:
+        rule = f"has no record with {', '.join(sorted(wanted))} ({records.skipped or 'it is empty'})"
+        raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
+    return records
+
+
+def _rows(path: Path) -> Iterator[Record | None]:
+    """Each record; None for one that can't be read."""
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix == ".tsv":
+            # GLUE's files have quotes that are only characters.
+            yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            return
+        for line in file:
+            if not line.strip():
+                continue
+            try:
+                content = json.loads(line)
+            except ValueError:
+                content = None
+            yield content if isinstance(content, dict) else None

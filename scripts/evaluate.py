@@ -1,0 +1,13 @@
+"""Say how good a model is: python scripts/evaluate.py CHECKPOINT --dataset PREFIX (see --help)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from megatron_llama.launch.evaluate import main
+
+    sys.exit(main(sys.argv[1:]))

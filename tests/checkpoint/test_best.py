@@ -1,0 +1,118 @@
+"""The checkpoint with the lowest validation loss is named, and stays, whatever else goes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.checkpoint import folder
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.export import find_checkpoint
+from megatron_llama.checkpoint.folder import best_checkpoint, pointed, saved_steps
+from megatron_llama.checkpoint.manifest import read_manifest
+from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import run
+from tests.ranks import RankFailed
+
+KEEP = ["checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.keep_best=true", "trainer.val_every_steps=1"]
+LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 6: math.nan, 8: 2.0}
+"""By step; the others are not validated."""
+
+
+def validating(losses: dict[int, float]) -> Callable[[Checkpointer], None]:
+    """Has the run find these validation losses."""
+
+    def tamper(checkpointer: Checkpointer) -> None:
+        after_step = checkpointer.after_step
+
+        def noted(step: int, stop: bool = False) -> bool:
+            if step in losses:
+                checkpointer.note_validation(step, losses[step])
+            return after_step(step, stop)
+
+        checkpointer.after_step = noted  # type: ignore[method-assign]
+
+    return tamper
+
+
+def best(run_dir: Path) -> str:
+    """What the marker says."""
+    return (run_dir / "checkpoints" / "best").read_text()
+
+
+def test_it_is_never_pruned(tmp_path: Path) -> None:
+    run(2, tmp_path, *KEEP, until=7, tamper=validating(LOSSES))
+    assert saved_steps(tmp_path / "checkpoints") == [7, 2]  # the first of two that are equal
+    assert best(tmp_path) == "step_00000002\n"
+    found = find_checkpoint(tmp_path / "checkpoints" / "best")
+    assert read_manifest(found).state.val_loss == 3.0
+    assert find_checkpoint(tmp_path).name == "step_00000007"
+
+
+def test_a_resumed_run_keeps_it_until_there_is_a_better_one(tmp_path: Path) -> None:
+    run(1, tmp_path, *KEEP, until=5, tamper=validating(LOSSES))
+    assert run(1, tmp_path, *KEEP, until=7, tamper=validating(LOSSES)).started_at == 5
+    assert saved_steps(tmp_path / "checkpoints") == [7, 2]
+    run(1, tmp_path, *KEEP, until=9, tamper=validating(LOSSES))
+    assert saved_steps(tmp_path / "checkpoints") == [9, 8]
+    assert best(tmp_path) == "step_00000008\n"
+    back = f"checkpoint.resume={tmp_path}/checkpoints/best"
+    assert run(1, tmp_path, *KEEP, back, until=8, tamper=validating(LOSSES)).started_at == 8
+
+
+def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
+    run(1, tmp_path, *KEEP, until=3)
+    assert saved_steps(tmp_path / "checkpoints") == [3]
+    assert not (tmp_path / "checkpoints" / "best").exists()
+    run(1, tmp_path / "other", *KEEP[:2], until=3, tamper=validating(LOSSES))  # not asked for
+    assert saved_steps(tmp_path / "other" / "checkpoints") == [3]
+
+
+@pytest.mark.parametrize("moment", ["before the marker", "before the pruning"])
+def test_killed_while_it_changes(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(1, tmp_path, *KEEP, until=7, tamper=validating(LOSSES))
+
+    def killed(*arguments: object) -> None:
+        raise OSError(5, "killed", "here")
+
+    name = "point_to_best" if moment == "before the marker" else "prune"
+
+    def kill(checkpointer: Checkpointer) -> None:  # after the start, which looks at the marker too
+        validating(LOSSES)(checkpointer)
+        monkeypatch.setattr(folder, name, killed)
+
+    with pytest.raises(RankFailed, match="killed"):
+        run(1, tmp_path, *KEEP, until=8, tamper=kill)
+    monkeypatch.undo()
+    checkpoints = tmp_path / "checkpoints"
+    assert saved_steps(checkpoints) == [8, 7, 2]
+    assert best(tmp_path) == ("step_00000002\n" if moment == "before the marker" else "step_00000008\n")
+    run(1, tmp_path, *KEEP, until=9, tamper=validating(LOSSES))
+    assert (saved_steps(checkpoints), best(tmp_path)) == ([9, 8], "step_00000008\n")
+
+
+@pytest.mark.parametrize("marker", ["step_00000077\n", "../../elsewhere\n", "\n", None])
+def test_a_marker_that_is_wrong_is_mended(tmp_path: Path, marker: str | None) -> None:
+    run(1, tmp_path, *KEEP, until=4, tamper=validating(LOSSES))
+    path = tmp_path / "checkpoints" / "best"
+    path.unlink() if marker is None else path.write_text(marker)
+    run(1, tmp_path, *KEEP, until=5, tamper=validating(LOSSES))
+    assert best(tmp_path) == "step_00000002\n"
+
+
+def test_the_loop_says_its_validation_losses(tmp_path: Path) -> None:
+    every = ["trainer.steps=9", "checkpoint.every_steps=2", "checkpoint.keep_best=true", "trainer.val_every_steps=3"]
+    job = Job(tmp_path / "run", *every, "trainer.val_steps=1", "optim.lr=0.05", "trainer.tp=2")
+    assert job.wait() == 0, job.said
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert saved_steps(checkpoints) == [9, 8, 6, 4, 2] and sorted(found) == [3, 6, 9]
+    for step in saved_steps(checkpoints):
+        assert read_manifest(checkpoints / f"step_{step:08d}").state.val_loss == found.get(step)
+    lowest = min((found[step], step) for step in (6, 9))[1]
+    assert pointed(checkpoints, "best") == best_checkpoint(checkpoints) == checkpoints / f"step_{lowest:08d}"

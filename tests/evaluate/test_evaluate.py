@@ -1,0 +1,216 @@
+"""The figures are transformers', on any number of ranks; and what can't be asked is counted."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_llama.config import ConfigError
+from megatron_llama.evaluate import answers
+from megatron_llama.evaluate.answers import ask, final_number, share
+from megatron_llama.evaluate.perplexity import windows
+from megatron_llama.evaluate.records import TEMPLATES, Template, find_template, read_records
+from megatron_llama.generate.text import HuggingFace
+from megatron_llama.launch import evaluate
+from tests.generate.models import make_folder
+from tests.generate.test_cli import CPU, command
+from tests.ranks import run_ranks
+
+HEAD = "index\tquestion\tsentence\tlabel\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "hf", max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray]:
+    """(prefix, ids) of an indexed dataset of several documents."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path_factory.mktemp("data") / "some_text_document")
+    generator, documents = np.random.default_rng(0), []
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for length in (40, 3, 111, 57):
+        documents.append(generator.integers(0, 290, length))
+        builder.add_item(torch.from_numpy(documents[-1]))
+        builder.end_document()
+    builder.finalize(prefix + ".idx")
+    return prefix, np.concatenate(documents)
+
+
+def report(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON of a run of the script."""
+    path = tmp_path / "report.json"
+    done = command(evaluate.main, *arguments, *CPU, "--output", path)
+    assert done.status == 0, done.err
+    return json.loads(path.read_text())
+
+
+def _their_losses(rank: int, folder: Path, rows: list[np.ndarray]) -> list[tuple[float, int]]:
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        tokens = [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
+        return [(llama(row, labels=row).loss.item(), row.shape[1] - 1) for row in tokens]
+
+
+def test_windows_predict_every_token_once() -> None:
+    for count in (2, 16, 17, 18, 33, 100):
+        spans = list(windows(count, 16))
+        assert [place for a, b in spans for place in range(a + 1, b + 1)] == list(range(1, count))
+        assert all(b - a == 16 for a, b in spans[:-1]) and 0 < spans[-1][1] - spans[-1][0] <= 16
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_perplexity_is_their_loss_weighted_by_tokens(
+    folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path, tp: int
+) -> None:
+    prefix, ids = dataset
+    found = report(tmp_path, folder, "--dataset", prefix, "--seq-length", 48, "--tp", tp)
+    rows = [ids[a : b + 1] for a, b in windows(len(ids), 48)]
+    losses = run_ranks(_their_losses, 1, folder, rows)[0]
+    expected = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    assert sum(count for _, count in losses) == len(ids) - 1 == found["tokens"]
+    assert len({count for _, count in losses}) > 1, "windows of one length would not show a mean of means"
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
+    assert report(tmp_path, folder, "--dataset", prefix, "--max-tokens", 50)["tokens"] == 49
+
+
+def _their_label_scores(rank: int, folder: Path, pairs: list[list[tuple[list[int], list[int]]]]) -> list[list[float]]:
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(folder).eval()
+
+    def score(prompt: list[int], label: list[int]) -> float:
+        with torch.no_grad():
+            likelihoods = llama(torch.tensor([prompt + label])).logits[0].double().log_softmax(-1)
+        return sum(likelihoods[len(prompt) - 1 + place, one].item() for place, one in enumerate(label))
+
+    return [[score(*pair) for pair in labels] for labels in pairs]
+
+
+LABELS = Template("{question} and {sentence}", "label", {"entailment": " the cat", "not_entailment": " a"})
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(records, template) of sentences of different lengths, with two that can't be asked."""
+    place = tmp_path_factory.mktemp("labelled")
+    words = ["cat", "dog", "mat", "Hello", "the", "on", "sat", "é"]
+    generator, lines = np.random.default_rng(1), []
+    for number in range(24):
+        question, sentence = (" ".join(generator.choice(words, generator.integers(1, 7))) for _ in range(2))
+        lines.append(f"{number}\t{question}\t{sentence}\t{'not_' if number % 3 else ''}entailment\n")
+    lines += ["24\ta\tb\tneither\n", "25\ta\n", f"26\t{'cat ' * 300}\tb\tentailment\n"]
+    (place / "some.tsv").write_text(HEAD + "".join(lines))
+    (place / "template.json").write_text(json.dumps(LABELS.__dict__))
+    return place / "some.tsv", place / "template.json"
+
+
+def test_labels_are_compared_by_their_likelihoods(
+    folder: Path, labelled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, template = labelled
+    text = HuggingFace(folder)
+    records = read_records(file, LABELS)
+    asked = ask(records, LABELS, text, chat=False, room=256)
+    assert len(asked) == 24 and len({len(label) for one in asked for label in one.labels}) > 1
+    assert all(text.decode(one.prompt + one.labels[0]).endswith(" the cat") for one in asked)
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
+    names = list(LABELS.labels)
+    chosen = [names[scores.index(max(scores))] for scores in theirs]
+    right = sum(guess == one.record["label"] for guess, one in zip(chosen, asked, strict=True))
+    assert len(set(chosen)) == 2, "a model that says the same to all would show little"
+    for more in (["--batch-size", 5], ["--tp", 2, "--batch-size", 24], ["--batch-size", 1]):
+        found = report(tmp_path, folder, "--labelled", file, "--template", template, *more)
+        assert found["accuracy"]["right"] == right and found["accuracy"]["of"] == 24
+        assert [found["labels"][name]["chosen"] for name in names] == [chosen.count(name) for name in names]
+    assert found["majority"] == {"label": "not_entailment", "share": 16 / 24}
+    assert found["skipped"] == {"unknown label": 1, "lacks a field": 1, "too long": 1}
+    assert report(tmp_path, folder, "--labelled", file, "--template", template, "--limit", 7)["accuracy"]["of"] == 7
+
+
+def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
+    from tests.generate.test_generator import with_generator
+
+    asked = ask(read_records(labelled[0], LABELS), LABELS, HuggingFace(folder), chat=False, room=256)[:10]
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
+    ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
+    torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
+    text, records = HuggingFace(folder), read_records(path, LABELS)
+    (one,) = ask(records, LABELS, text, chat=True, room=256)
+    assert one.prompt == text.chat([{"role": "user", "content": "cat and dog"}])
+    assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
+    assert records.skipped == {"unreadable": 1}
+
+
+def test_written_answers(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": "4\n#### 4"}) + "\n" for q in ("2 + 2", "cat", "a b")))
+    found = report(tmp_path, folder, "--generative", path, "--template", "gsm8k", "--max-new-tokens", 6)
+    assert found["well_formed"]["of"] == found["exact_match"]["of"] == 3
+    assert found["exact_match"]["right"] == 0 and len(found["examples"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("2 + 2 = 4\n#### 4", 4),
+        ("#### 1,234.50\n", Decimal("1234.5")),
+        ("#### -7\nQuestion: more\n#### 8", -7),
+        ("#### $12", 12),
+        ("the answer is #### 4", None),
+        ("#### four", None),
+        ("#### 4 ducks", None),
+        ("### 4", None),
+        ("", None),
+    ],
+)
+def test_final_numbers(said: str, number: Any) -> None:
+    assert final_number(said) == number
+
+
+def test_the_interval_is_wilsons() -> None:
+    # Newcombe 1998, table I: 81 of 263 and 0 of 20
+    assert (share(81, 263).low, share(81, 263).high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert (share(0, 20).low, share(0, 20).high) == pytest.approx((0, 0.1611), abs=5e-5)
+
+
+def test_templates() -> None:
+    assert all(template.fields for template in TEMPLATES.values())
+    with pytest.raises(ConfigError, match="qnli or gsm8k"):
+        find_template("qnl")
+
+
+def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
+    done = command(evaluate.main, folder, *CPU, "--tp", 3, "--batch-size", 0, "--output", tmp_path / "no" / "file")
+    assert done.status == 2 and "Traceback" not in done.err
+    for named in ("--tp", "--batch-size", "--output", "nothing is asked for"):
+        assert named in done.err, named
+    for arguments, named in (
+        (["--dataset", tmp_path / "nothing"], "can't be read"),
+        (["--dataset", dataset[0], "--seq-length", 512], "256 positions"),
+        (["--labelled", tmp_path / "nothing.tsv", "--template", "qnli"], "can't be read"),
+        (["--labelled", tmp_path / "nothing.tsv"], "--template qnli"),
+        (["--labelled", tmp_path / "nothing.tsv", "--template", "gsm8k"], "no labels"),
+        (["--generative", tmp_path / "x.jsonl", "--dataset", dataset[0]], "one is evaluated at a time"),
+    ):
+        done = command(evaluate.main, folder, *CPU, *arguments)
+        assert done.status == 2 and named in done.err, (arguments, done.err)
+    done = command(evaluate.main, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
+    assert done.status == 2 and "vocabulary ends at 99" in done.err

@@ -1,0 +1,73 @@
+"""A tiny Llama of transformers' with random weights and a tokenizer, as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.ranks import run_ranks
+
+TEXTS = ["the cat sat on the mat", "a dog and a cat", "é ü 😀", "system user assistant answer question Hello"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROPE_SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_theta": 10000.0, **ROPE_SCALING},
+    "initializer_range": 0.3,  # so that the likeliest ids differ from place to place
+    "tie_word_embeddings": False,
+}
+
+
+def make_folder(folder: Path, template: bool = True, **shape: Any) -> Path:
+    """Write the folder; returns it."""
+    size = write_tokenizer(folder, template)
+    run_ranks(_save, 1, folder, {**SHAPE, "vocab_size": size, **shape})
+    return folder
+
+
+def write_tokenizer(folder: Path, template: bool) -> int:
+    """A byte-level tokenizer; returns the number of its ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    if template:
+        settings["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer.get_vocab_size()
+
+
+def _save(rank: int, folder: Path, shape: dict[str, Any]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=0))
+    for name, parameter in llama.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    llama.save_pretrained(folder)
