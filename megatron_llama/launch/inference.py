@@ -127,9 +127,10 @@ def start(work: Callable[[], None], plan: Plan) -> int:
     """Runs ``work`` on the plan's ranks, on this machine; returns the exit status."""
     from megatron_llama.devices import get_device
     from megatron_llama.launch.start import start_ranks
+    from megatron_llama.launch.variables import variables
 
     device = get_device(plan.config.device.name)
-    environment = cli.variables(device, plan)
+    environment = variables(device, plan)
     if device.forkable:
         os.environ.update(environment)
         import megatron_llama.evaluate.answers

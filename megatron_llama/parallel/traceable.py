@@ -2,7 +2,8 @@
 
 megatron-core starts collectives in the backward pass and waits for them by hand, to overlap them with products; that
 splits a graph. Here they are functional collectives in the graph, which the compiler may overlap itself. Sums are the
-same, and so is what is kept for the backward pass: under sequence parallelism the shard, gathered again there.
+same. Under sequence parallelism the shard is what is kept for the backward pass, and gathered again there; a compiler
+may decide to keep the whole instead, as Inductor does (docs/traffic.md).
 """
 
 from __future__ import annotations

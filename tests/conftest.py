@@ -1,0 +1,6 @@
+"""One thread for torch in the process that ranks are forked from: a pool of threads does not survive a fork, and a child
+that needs one waits for ever."""
+
+import torch
+
+torch.set_num_threads(1)
