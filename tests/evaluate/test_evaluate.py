@@ -99,6 +99,7 @@ def _their_label_scores(rank: int, folder: Path, pairs: list[list[tuple[list[int
     return [[score(*pair) for pair in labels] for labels in pairs]
 
 
+BALANCED = Template("{question} and {sentence}", "label", {"entailment": " cat", "not_entailment": " mat"})
 LABELS = Template("{question} and {sentence}", "label", {"entailment": " the cat", "not_entailment": " a"})
 
 
@@ -113,21 +114,18 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         lines.append(f"{number}\t{question}\t{sentence}\t{'not_' if number % 3 else ''}entailment\n")
     lines += ["24\ta\tb\tneither\n", "25\ta\n", f"26\t{'cat ' * 300}\tb\tentailment\n"]
     (place / "some.tsv").write_text(HEAD + "".join(lines))
-    (place / "template.json").write_text(json.dumps(LABELS.__dict__))
+    (place / "template.json").write_text(json.dumps(BALANCED.__dict__))
     return place / "some.tsv", place / "template.json"
 
 
-def test_labels_are_compared_by_their_likelihoods(
-    folder: Path, labelled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFace(folder)
-    records = read_records(file, LABELS)
-    asked = ask(records, LABELS, text, chat=False, room=256)
-    assert len(asked) == 24 and len({len(label) for one in asked for label in one.labels}) > 1
-    assert all(text.decode(one.prompt + one.labels[0]).endswith(" the cat") for one in asked)
+    asked = ask(read_records(file, BALANCED), BALANCED, text, chat=False, room=256)
+    assert len(asked) == 24
+    assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
-    names = list(LABELS.labels)
+    names = list(BALANCED.labels)
     chosen = [names[scores.index(max(scores))] for scores in theirs]
     right = sum(guess == one.record["label"] for guess, one in zip(chosen, asked, strict=True))
     assert len(set(chosen)) == 2, "a model that says the same to all would show little"
@@ -144,6 +142,7 @@ def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> No
     from tests.generate.test_generator import with_generator
 
     asked = ask(read_records(labelled[0], LABELS), LABELS, HuggingFace(folder), chat=False, room=256)[:10]
+    assert len({len(label) for one in asked for label in one.labels}) > 1
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
     ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
     torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)

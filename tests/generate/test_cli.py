@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork, as is
+import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
-import megatron_llama.generate.chat  # noqa: F401
+import megatron_llama.generate.chat  # noqa: F401  the same
 from megatron_llama.launch import generate
 from tests.checkpoint.jobs import Job
 from tests.generate.models import make_folder
