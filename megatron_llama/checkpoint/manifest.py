@@ -49,6 +49,8 @@ class State:
     """The Hugging Face folder that the run started from, for its tokenizer."""
     dtype: str = "float32"
     """The dtype of that folder's weights; exports have it too unless told otherwise."""
+    base: str | None = None
+    """For LoRA the fingerprint of the frozen weights, which are not in the checkpoint."""
 
 
 @dataclass

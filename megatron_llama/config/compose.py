@@ -50,6 +50,8 @@ KNOWN_ELSEWHERE = {
     "num_query_groups": "model.num_key_value_heads",
     "ffn_hidden_size": "model.intermediate_size",
     "gradient_clip_val": "optim.clip",
+    "lora_r": "finetune.lora_rank",
+    "target_modules": "finetune.lora_target_modules",
 }
 
 

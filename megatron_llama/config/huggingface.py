@@ -12,6 +12,7 @@ from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import ModelConfig, RopeScaling
 
 FROM_HF = "from_hf"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What config.json may leave out, and what transformers' LlamaConfig takes then.
 _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
