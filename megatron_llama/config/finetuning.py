@@ -50,9 +50,8 @@ def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
     if finetune.lora_rank > sizes[module]:
         rows, columns = matrix_shape(config.model, module)
         rule = f"is above the rank that {module} itself can have, which is {rows} x {columns}"
-        yield Problem(
-            "finetune.lora_rank", finetune.lora_rank, rule, f"write finetune.lora_rank={sizes[module]} or less"
-        )
+        instead = f"write finetune.lora_rank={sizes[module]} or less"
+        yield Problem("finetune.lora_rank", finetune.lora_rank, rule, instead)
 
 
 @reads("finetune.modules_to_save", "model.tie_word_embeddings")

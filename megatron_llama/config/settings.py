@@ -193,13 +193,14 @@ class FinetuneConfig:
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
     modules_to_save: list[str] = field(default_factory=list)
-    """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT every norm, by the ending), input_layernorm,
-    post_attention_layernorm."""
+    """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
+    input_layernorm, post_attention_layernorm."""
     frozen_dtype: str | None = None
-    """How LoRA keeps what is not trained, fp32 or bf16; products run in the precision's dtype whatever this is. Derived:
-    the dtype of the precision's products."""
+    """How LoRA keeps what is not trained, fp32 or bf16; products run in the precision's dtype whatever this is.
+    Derived: that dtype."""
     adapter: str | None = None
-    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that LoRA goes on from."""
+    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that LoRA goes on from; rank, alpha and
+    modules are then the adapter's."""
 
 
 @dataclass

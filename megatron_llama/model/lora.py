@@ -1,4 +1,4 @@
-"""LoRA: low-rank additions to frozen matrices (Hu et al. 2021, arXiv:2106.09685), under tensor and sequence parallelism.
+"""LoRA: low-rank additions to frozen matrices (Hu et al. 2021, arXiv:2106.09685), tensor- and sequence-parallel.
 
     y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank]
 
@@ -35,8 +35,8 @@ from megatron_llama.model.names import is_saved_module
 class LoraLinear(nn.Module):
     """A frozen parallel matrix and what LoRA adds to it. Takes the place of the matrix and answers like it.
 
-    ``rows`` are the rows of the matrix on this rank by Hugging Face module, in their order; those that ``finetune`` does
-    not name as targets are left alone.
+    ``rows`` are the rows of the matrix on this rank by Hugging Face module, in their order; those that ``finetune``
+    does not name as targets are left alone.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LoraLinear(nn.Module):
         self.targets = targets
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[s(/t), b, in(/t)] to [s(/t), b, out(/t)], as the matrix itself; the second value is the bias it never has."""
+        """[s(/t), b, in(/t)] to [s(/t), b, out(/t)], as the matrix itself, with the bias that it never has."""
         y, _ = self.base_layer(x)
         lows = self._between(self._into(x)).split(self.rank, dim=-1)
         added = [
@@ -96,7 +96,7 @@ def add_lora(chunk: Llama, plan: Plan) -> None:
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_saved_module(name, finetune))
     for block in chunk.layers.values():
-        _wrap(block, finetune)
+        _wrap(block, finetune)  # type: ignore[arg-type]
     frozen_dtype = torch_dtype(plan.frozen_dtype)
     for parameter in chunk.parameters():
         if not parameter.requires_grad:
@@ -124,6 +124,8 @@ def _wrap(block: Block, finetune: FinetuneConfig) -> None:
 
 
 def _ask_for_gradient(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-    """Have the first block's input ask for a gradient, as all others do: PEFT's enable_input_require_grads. Recomputation
-    of the reentrant kind would else give no gradients, and a compiled first block would be another graph."""
+    """Have the first block's input ask for a gradient, as all others do (PEFT's enable_input_require_grads).
+
+    Recomputation of the reentrant kind would give no gradients without, and a compiled first block be another graph.
+    """
     return output.requires_grad_() if torch.is_grad_enabled() else output
