@@ -39,7 +39,7 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
             yield Problem(name, value, rule, f"write finetune=lora, or leave {name} out")
 
 
-@reads("finetune.lora_rank", "finetune.lora_target_modules", "model", "trainer.tp")
+@reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
 def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
     """A rank above a matrix's own would cost more than the matrix and add nothing."""
     finetune = config.finetune

@@ -46,9 +46,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, split: bool) -> torch.Tensor:
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, weight
-        )  # a frozen weight's gradient is not asked for
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no x
         ctx.group, ctx.split = group, split
         return torch.matmul(all_gather_tensor(x, 0, group) if split else x, weight.t())
 
