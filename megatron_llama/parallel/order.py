@@ -117,6 +117,9 @@ def build_model(
         shard_chunk(chunk, mesh, plan)
         chunk.to_empty(device=torch_device)
         chunks.append(chunk)
+    if plan.config.finetune.lora_dropout:
+        # Ranks that share a matrix must drop the same values, others need not: tp is left out of the seed.
+        torch.manual_seed(trainer.seed + topology.rank // topology.tp)
     shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
     initialise(shards, plan)
     return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)
