@@ -21,7 +21,7 @@ def lora(**changes: Any):
 @pytest.mark.parametrize(
     ("changes", "field", "advice"),
     [
-        ({"finetune.lora_rank": 97}, "finetune.lora_rank", "write finetune.lora_rank=96 or less"),
+        ({"finetune.lora_rank": 193}, "finetune.lora_rank", "write finetune.lora_rank=192 or less"),
         ({"finetune.lora_rank": 0}, "finetune.lora_rank", "write finetune.lora_rank=8"),
         ({"finetune.lora_dropout": 1.0}, "finetune.lora_dropout", "write finetune.lora_dropout=0"),
         ({"finetune.lora_alpha": 0.0}, "finetune.lora_alpha", "write finetune.lora_alpha=16"),

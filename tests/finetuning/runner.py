@@ -47,6 +47,8 @@ class Tuned:
     first_grads: Tensors = field(default_factory=dict)
     trained: Tensors = field(default_factory=dict)
     frozen: Tensors = field(default_factory=dict)
+    dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
+    """Of what is trained and of what is frozen, on the first rank."""
     moments: int = 0
     """Values that the optimizer remembers on the first rank."""
 
@@ -90,6 +92,7 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
             optimizer.step(norm)
         checkpointer.finish(max(first, steps))
         tuned.moments = sum(moment.numel() for _, _, moment in optimizer.moments())
+        tuned.dtypes = tuple({s.local.dtype for s in model.shards if s.is_trained is t} for t in (True, False))  # type: ignore[assignment]
         return tuned, grads, _held(model, trained=True), _held(model, trained=False)
 
 

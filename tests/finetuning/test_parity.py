@@ -26,13 +26,6 @@ LAYOUTS = {
     "zero 2": (2, ["trainer.zero=2"]),
     "zero 3": (2, ["trainer.zero=3"]),
 }
-MORE = {
-    "tp4, kv heads < tp": (4, ["trainer.tp=4", "trainer.sp=false"]),
-    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4"]),
-    "tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"]),
-    "dp4, zero 3, fewer rows than ranks": (4, ["trainer.zero=3", "finetune.modules_to_save=[]"]),
-    "full recompute": (1, ["trainer.recompute=full"]),
-}
 
 
 def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
