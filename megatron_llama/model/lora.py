@@ -80,13 +80,14 @@ class LoraLinear(nn.Module):
     def _between(self, low: torch.Tensor) -> torch.Tensor:
         """[.., rank] from A's side of tensor parallelism to B's. Gradients are summed on the way back where ranks of a
         column-parallel matrix see only what their own rows make of it."""
+        group = self.base_layer.tp_group  # by name: megatron-core warns where it has to look for it, and splits a graph
         if self.is_column:
             if self.sequence_parallel:
-                return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-            return copy_to_tensor_model_parallel_region(low)
+                return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+            return copy_to_tensor_model_parallel_region(low, group=group)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low)
-        return reduce_from_tensor_model_parallel_region(low)
+            return reduce_scatter_to_sequence_parallel_region(low, group=group)
+        return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
 def add_lora(chunk: Llama, plan: Plan) -> None:

@@ -121,11 +121,11 @@ def save_base(plan: Plan, folder: Path) -> None:
     llama.save_pretrained(folder)
 
 
-def their_base(folder: Path) -> Any:
+def their_base(folder: Path, attention: str = "sdpa") -> Any:
     """The folder's model as transformers has it."""
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
 
 
 def their_lora(base: Any, plan: Plan) -> Any:

