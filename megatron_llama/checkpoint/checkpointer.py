@@ -122,7 +122,8 @@ class Checkpointer:
         report = self._agreed(lambda: load(Path(folder)))
         if report is not None:
             raise ConfigError([Problem(field, folder, report, "get the folder again, or name another")])
-        self._tell(f"starting from {folder}")
+        what = "frozen weights" if self._lora and field == "init_from" else "starting"
+        self._tell(f"{what} from {folder}")
 
     def _load_weights(self, folder: Path) -> None:
         stored = open_hf_folder(folder, self.plan.model)

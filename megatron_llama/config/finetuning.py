@@ -8,7 +8,7 @@ from dataclasses import fields
 from megatron_llama.config.counting import matrix_shape
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.precision import PRECISIONS
-from megatron_llama.config.problems import Problem
+from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.rules import reads
 from megatron_llama.config.settings import Config, FinetuneConfig
 
@@ -23,7 +23,7 @@ def fine_tuning_has_a_start(config: Config, world_size: int) -> Iterator[Problem
     method = config.finetune.method
     if method != "none" and config.init_from is None and not (config.data.mock or config.dry_run):
         rule = f"finetune.method={method} goes on from a model that is there already"
-        instead = "write init_from=FOLDER, or finetune=none to train from nothing"
+        instead = "write init_from=FOLDER, or finetune.method=none to train from nothing"
         yield Problem("init_from", None, rule, instead)
 
 
@@ -36,7 +36,7 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
         name, value = f"finetune.{field.name}", getattr(config.finetune, field.name)
         if field.name != "method" and value != settings_by_name()[name].default:
             rule = f"means nothing with finetune.method={config.finetune.method}"
-            yield Problem(name, value, rule, f"write finetune=lora, or leave {name} out")
+            yield Problem(name, value, rule, f"write finetune.method=lora, or leave {name} out")
 
 
 @reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
@@ -60,7 +60,8 @@ def tied_tables_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
     tables = [name for name in config.finetune.modules_to_save if name in ("embed_tokens", "lm_head")]
     if config.finetune.method == "lora" and config.model.tie_word_embeddings and tables:
         rule = f"{tables[0]} is tied to the other table in this model, and PEFT's files can't say so"
-        instead = f"leave {' and '.join(tables)} out, or write finetune=full"
+        others = [name for name in config.finetune.modules_to_save if name not in tables]
+        instead = f"write finetune.modules_to_save={shown(others)}, or finetune.method=full"
         yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
 
 

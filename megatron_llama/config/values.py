@@ -127,7 +127,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "trainer.recompute": settings.RECOMPUTE,
     "optim.name": settings.OPTIMIZERS,
     "finetune.method": settings.FINETUNE_METHODS,
-    "finetune.frozen_dtype": settings.FROZEN_DTYPES,
     "device.name": settings.DEVICES,
     "model.rope_scaling.rope_type": ("llama3",),
 }
@@ -164,7 +163,8 @@ LIMITS: Mapping[str, Limit] = {
         "must be paths only, or weight, path, weight, path, ... with weights above 0",
         "[0.7,path/one,0.3,path/two]",
     ),
-    "finetune.lora_dropout": Limit(lambda share: 0 <= share < 1, "must be at least 0 and below 1"),
+    "finetune.frozen_dtype": Limit(settings.FROZEN_DTYPES.__contains__, "must be fp32 or bf16", "bf16"),
+    "finetune.lora_dropout": Limit(lambda share: 0 <= share < 1, "must be a share, at least 0 and below 1"),
     "finetune.lora_target_modules": Limit(
         lambda names: bool(names) and _some_of(settings.LORA_TARGETS)(names),
         f"must be some of {', '.join(settings.LORA_TARGETS)}, each once",

@@ -118,8 +118,8 @@ def build_model(
         chunk.to_empty(device=torch_device)
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
-        # Ranks that share a matrix must drop the same values, others need not: tp is left out of the seed.
-        torch.manual_seed(trainer.seed + topology.rank // topology.tp)
+        # Other values on each rank, but where tensor-parallel ranks have the same input: their copies would drift.
+        torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
     shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
     initialise(shards, plan)
     return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)

@@ -43,19 +43,19 @@ def lora(**changes: Any):
         (
             {"finetune.modules_to_save": ["embed_tokens", "norm"], "model.tie_word_embeddings": True},
             "finetune.modules_to_save",
-            "leave embed_tokens out, or write finetune=full",
+            "write finetune.modules_to_save=[norm], or finetune.method=full",
         ),
         ({"finetune.method": "qlora"}, "finetune.method", "write finetune.method=lora"),
         ({"finetune.frozen_dtype": "int8"}, "finetune.frozen_dtype", "write finetune.frozen_dtype="),
         (
             {"finetune.method": "full", "finetune.lora_rank": 4},
             "finetune.lora_rank",
-            "write finetune=lora, or leave finetune.lora_rank out",
+            "write finetune.method=lora, or leave finetune.lora_rank out",
         ),
         (
             {"finetune.method": "none", "finetune.adapter": "folder"},
             "finetune.adapter",
-            "write finetune=lora, or leave finetune.adapter out",
+            "write finetune.method=lora, or leave finetune.adapter out",
         ),
     ],
 )
@@ -68,7 +68,7 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], field: str, advice: str)
 def test_fine_tuning_goes_on_from_a_model(method: str) -> None:
     config = make(**{"finetune.method": method, "data.mock": False, "data.prefixes": ["x"]})
     (problem,) = problems_of(config, exists=lambda path: True)
-    assert problem.field == "init_from" and "finetune=none" in problem.instead
+    assert problem.field == "init_from" and "finetune.method=none" in problem.instead
     plan = resolve(make(**{"finetune.method": method}), 1)  # made-up data: only a measurement
     assert any("starts from random weights" in note for note in plan.notes)
     assert not resolve(make(), 1).notes

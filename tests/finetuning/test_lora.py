@@ -64,7 +64,8 @@ def test_dropout(world: World, tmp_path: Path) -> None:
     assert drops.losses == again.losses
     assert all(torch.equal(tensor, again.trained[name]) for name, tensor in drops.trained.items())
     assert drops.losses[1:] != tune(1, tmp_path / "none", *world.fresh, steps=3).losses[1:]
-    tune(2, tmp_path / "tp2", *chosen, *SP, steps=3)  # copies are compared
+    for name, layout in {"sp": SP, "tp": [*SP, "trainer.sp=false"]}.items():
+        tune(2, tmp_path / name, *chosen, *layout, steps=3)  # copies are compared
     still = run_ranks(_gradients_of_one_batch, 1, make_plan(1, tmp_path, *LORA, "finetune.lora_dropout=0.3"))[0]
     assert not torch.equal(*still)
 

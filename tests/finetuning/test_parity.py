@@ -80,7 +80,7 @@ def test_lora_in_harder_layouts(ranks: int, layout: list[str], world: World, tmp
 
 def test_whole_modules_beside_lora(world: World, tmp_path: Path) -> None:
     """Embedding, head and every norm train too, as peft's modules_to_save."""
-    saved = ["finetune.modules_to_save=[embed_tokens,lm_head,norm]", "finetune.lora_target_modules=[q_proj,down_proj]"]
+    saved = ["finetune.modules_to_save=[embed_tokens,lm_head,norm]", "finetune.lora_target_modules=[v_proj,up_proj]"]
     plan = make_plan(1, tmp_path, *runner.RANK, *saved)
     adapter = tmp_path / "adapter"
     run_ranks(_save_adapter, 1, plan, world.base, adapter)
