@@ -1,5 +1,6 @@
 """Turn a checkpoint into a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
 
+That of a LoRA run becomes a PEFT adapter or, with --merge, the whole model with what was trained added to its weights.
 Needs no GPU and no ranks, and holds a few dozen megabytes in memory however large the model is.
 """
 
@@ -17,6 +18,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
     parser.add_argument("out", type=Path, help="the folder to write; must not be there yet")
+    parser.add_argument("--merge", action="store_true", help="of a LoRA run: write the whole model, not the adapter")
+    parser.add_argument("--base", type=Path, help="the model that LoRA was trained on, where its folder has moved")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -32,7 +35,14 @@ def main() -> int:
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
-        made = export(checkpoint, arguments.out, arguments.dtype, int(arguments.max_shard_gb * 1e9))
+        made = export(
+            checkpoint,
+            arguments.out,
+            arguments.dtype,
+            int(arguments.max_shard_gb * 1e9),
+            merge=arguments.merge,
+            base=arguments.base,
+        )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

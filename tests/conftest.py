@@ -1,5 +1,5 @@
-"""One thread for torch in the process that ranks are forked from: a pool of threads does not survive a fork, and a child
-that needs one waits for ever."""
+"""One thread for torch in the process that ranks are forked from: a pool of threads does not survive a fork, and who
+needs one there waits for ever."""
 
 import torch
 

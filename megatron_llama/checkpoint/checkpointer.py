@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.checkpoint import state as contents
+from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.files import Damaged
 from megatron_llama.checkpoint.folder import (
@@ -31,6 +32,7 @@ from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.topology import Topology
@@ -49,6 +51,8 @@ class Checkpointer:
         self._saved: int | None = None
         self._validated: tuple[int, float] = (-1, math.nan)
         self._origin: tuple[str | None, str] = (None, plan.precision.stored)
+        self._lora = plan.config.finetune.method == "lora"
+        self._base: str | None = None
 
     def resume(self) -> int:
         """Load the newest good checkpoint, or the weights that the run is to start from; returns the steps already
@@ -58,13 +62,15 @@ class Checkpointer:
         but none is good: a run must not start anew by mistake.
         """
         candidates = self._on_rank_0(self._candidates)
+        if self._lora:
+            self._load_base()  # it is in no checkpoint
         reports = []
         for folder in candidates:
             report = self._try(folder)
             if report is None:
                 found = read_manifest(folder).state
                 self.optimizer.restore(found.updates, found.step)
-                self._origin = found.hf_folder, found.dtype
+                self._origin = self._origin if self._lora else (found.hf_folder, found.dtype)
                 self._saved = found.step if folder.parent == self.checkpoints else None
                 self._tell(f"going on from {folder}, step {found.step}{self._converted(found)}")
                 return found.step
@@ -76,8 +82,10 @@ class Checkpointer:
             )
             rule = f"no checkpoint can be used: {'; '.join(reports)}"
             raise ConfigError([Problem("checkpoint.resume", self.plan.config.checkpoint.resume, rule, instead)])
-        if self.plan.config.init_from is not None:
-            self._start_from(Path(self.plan.config.init_from))
+        if self._lora and self.plan.config.finetune.adapter is not None:
+            self._start_from("finetune.adapter", self.plan.config.finetune.adapter, self._load_adapter)
+        elif not self._lora and self.plan.config.init_from is not None:
+            self._start_from("init_from", self.plan.config.init_from, self._load_weights)
         return 0
 
     def after_step(self, step: int, stop: bool = False) -> bool:
@@ -106,7 +114,7 @@ class Checkpointer:
     def export(self) -> None:
         """Write the run's last checkpoint as a Hugging Face folder, on rank 0, where that was asked for."""
         if self.plan.config.checkpoint.export_hf and self.topology.rank == 0:
-            made = export(find_checkpoint(self.checkpoints), self.checkpoints.with_name("hf"))
+            made = export(find_checkpoint(self.checkpoints), self.checkpoints.with_name("hf"), merge=self._lora)
             self._tell(f"exported to {made.folder}, {made.dtype}")
 
     def _converted(self, found: State) -> str:
@@ -114,23 +122,37 @@ class Checkpointer:
         ours, theirs = self.plan.config.trainer.precision, found.settings.get("trainer", {}).get("precision")
         return "" if theirs in (None, ours) else f"; saved with trainer.precision={theirs}, going on with {ours}"
 
-    def _start_from(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder; raises ConfigError on all ranks where they can't be used."""
-        report = self._agreed(lambda: self._load_weights(folder))
+    def _load_base(self) -> None:
+        """The weights that LoRA leaves as they are, and what tells them from others."""
+        trainer, model, folder = self.plan.config.trainer, self.plan.model, self.plan.config.init_from
+        if folder is None:
+            self._base = f"random weights of trainer.seed={trainer.seed}, {model.initializer_range:g}"
+            return
+        self._start_from("init_from", folder, self._load_weights)
+        self._base = self._on_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
+
+    def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
+        """Load the weights of a folder; raises ConfigError on all ranks where they can't be used."""
+        report = self._agreed(lambda: load(Path(folder)))
         if report is not None:
-            raise ConfigError([Problem("init_from", str(folder), report, "get the folder again, or name another")])
-        self._tell(f"starting from {folder}")
+            raise ConfigError([Problem(field, folder, report, "get the folder again, or name another")])
+        what = "frozen weights" if self._lora and field == "init_from" else "starting"
+        self._tell(f"{what} from {folder}")
 
     def _load_weights(self, folder: Path) -> None:
         stored = open_hf_folder(folder, self.plan.model)
-        self.bytes_read = load_into(contents.weights(self.model.shards), stored)
+        wanted = contents.weights(shard for shard in self.model.shards if not is_lora(shard.name))
+        self.bytes_read = load_into(wanted, stored)
         self._origin = os.path.abspath(folder), dtype_of(stored)
+
+    def _load_adapter(self, folder: Path) -> None:
+        self.bytes_read += load_into(contents.weights(self.model.trained), open_adapter(folder, self.plan))
 
     def _save(self, step: int) -> None:
         if step == self._saved:
             return
         updates = self.optimizer.updates
-        tensors = contents.weights(self.model.shards, owned=True)
+        tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
             tensors |= contents.moments(self.optimizer, owned=True)
         tensors |= contents.random_state(self.topology.rank, self.model.device)
@@ -150,6 +172,7 @@ class Checkpointer:
             dtype=self._origin[1],
             # A loss that is no number would be neither better nor worse than any other.
             val_loss=self._validated[1] if self._validated[0] == step and math.isfinite(self._validated[1]) else None,
+            base=self._base,
         )
 
     def _candidates(self) -> list[Path]:
@@ -190,7 +213,11 @@ class Checkpointer:
         """Fill weights, moments and counts; raises Damaged, or ConfigError for a checkpoint of another kind of run."""
         found, tensors = manifest.state, manifest.stored.tensors
         check_fits(self.plan, manifest)
-        wanted = contents.weights(self.model.shards)
+        if found.base != self._base:
+            rule = f"is not the model that the checkpoint {manifest.stored.folder} was trained on"
+            instead = "write init_from=FOLDER with that model"
+            raise ConfigError([Problem("init_from", self.plan.config.init_from, rule, instead)])
+        wanted = contents.weights(self.model.trained)
         if found.step > 0:
             wanted |= contents.moments(self.optimizer)
         missing = sorted(name for name in wanted if name not in tensors)
@@ -242,12 +269,18 @@ class Checkpointer:
             sys.stderr.write(f"checkpoint: {text}\n")
 
 
+# Of LoRA's settings. The others say which tensors there are, and how much they count.
+_MAY_CHANGE = ("lora_dropout", "frozen_dtype", "adapter")
+
+
 def check_fits(plan: Plan, manifest: Manifest) -> None:
     """Raises ConfigError where going on from the checkpoint would not be the run that was asked for."""
     ours, theirs = asdict(plan.config), manifest.state.settings
     problems = []
     names = [f"model.{name}" for name in ours["model"] if name not in ("name", "initializer_range")]
     names += ["optim.name"]
+    if "lora" in (ours["finetune"]["method"], theirs.get("finetune", {}).get("method")):
+        names += [f"finetune.{name}" for name in ours["finetune"] if name not in _MAY_CHANGE]
     if manifest.state.step > 0:  # the position in the data is a number of samples of this many tokens, in this order
         names += ["trainer.global_batch_size", "trainer.seed", "data.seq_length"]
     for name in names:

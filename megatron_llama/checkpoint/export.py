@@ -12,19 +12,27 @@ from typing import Any
 
 import torch
 
+from megatron_llama.checkpoint.adapter import (
+    Rows,
+    adapter_config,
+    adapter_tensors,
+    finetune_of,
+    merged_rows,
+    only_trained,
+    open_base,
+    stored_rows,
+)
 from megatron_llama.checkpoint.files import (
     Damaged,
-    Stored,
     safetensors_header,
     sync_folder,
     write_synced,
 )
 from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
 from megatron_llama.checkpoint.huggingface import INDEX, SINGLE
-from megatron_llama.checkpoint.manifest import NAME, Manifest, read_manifest
-from megatron_llama.checkpoint.storage import rows_of
+from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
-from megatron_llama.config.huggingface import hf_config, read_hf_config
+from megatron_llama.config.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
 from megatron_llama.model.names import Shape, hf_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,26 +85,54 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def export(checkpoint: Path, out: Path, dtype: str = "auto", max_shard_bytes: int = MAX_SHARD_BYTES) -> Exported:
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "auto",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    merge: bool = False,
+    base: Path | None = None,
+) -> Exported:
     """Write ``out``, which must not be there yet; it appears when it is complete.
 
-    ``auto`` is the dtype of the folder that the run started from, else float32. Raises ConfigError for what can't be
-    done, Damaged where the checkpoint's values are not what was written.
+    A LoRA run's checkpoint becomes a PEFT adapter; with ``merge`` the whole model, its frozen weights taken from the
+    folder that the run started from, or from ``base`` where that has moved. ``auto`` is the dtype of that folder, for
+    an adapter the dtype it was trained in, else float32. Raises ConfigError for what can't be done, Damaged where the
+    checkpoint's values are not what was written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([Problem("OUT", str(out), "is there already", "write a folder that is not there yet")])
     manifest = read_manifest(checkpoint)
     manifest.check_sizes()
-    model = model_of(manifest)
+    model, finetune = model_of(manifest), finetune_of(manifest)
+    is_adapter = finetune.method == "lora" and not merge
+    if merge and finetune.method != "lora":
+        rule = "the checkpoint's weights are whole: there is nothing to merge into them"
+        raise ConfigError([Problem("--merge", None, rule, "leave --merge out")])
     name = manifest.state.dtype if dtype == "auto" else dtype
     name = name if name in DTYPES else "float32"
+    if finetune.method == "lora":
+        trained = only_trained(manifest, model, finetune)
+        name = dtype_of(trained) if is_adapter and dtype == "auto" else name
+    if is_adapter:
+        shapes, rows = adapter_tensors(trained)
+    elif merge:
+        shapes, rows = hf_shapes(model), merged_rows(trained, open_base(manifest, model, base), finetune)
+    else:
+        shapes, rows = whole_shapes(manifest, model), stored_rows(manifest.stored)
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        files, size = _write_weights(manifest.stored, model, DTYPES[name], max_shard_bytes, aside)
-        token_ids, tokenizer = _write_companions(manifest, aside)
-        _write_json(aside / "config.json", hf_config(model, name, token_ids))
+        tokenizer = False
+        if is_adapter:
+            files, size = _write_adapter(shapes, rows, DTYPES[name], aside)
+            _write_json(aside / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
+        else:
+            files, size = _write_weights(shapes, rows, DTYPES[name], max_shard_bytes, aside)
+            token_ids, tokenizer = _write_companions(manifest, aside)
+            _write_json(aside / "config.json", hf_config(model, name, token_ids))
         sync_folder(aside)
         if out.exists():
             out.rmdir()
@@ -113,13 +149,19 @@ def model_of(manifest: Manifest) -> ModelConfig:
         values = dict(manifest.state.settings["model"])
         scaling = values.pop("rope_scaling", None)
         model = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
-        shapes = hf_shapes(model)
+        hf_shapes(model)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{manifest.stored.folder / NAME}: its model is not described as ours are ({error})") from error
+    return model
+
+
+def whole_shapes(manifest: Manifest, model: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of a model that is whole in the checkpoint; raises Damaged where it is not."""
+    shapes = hf_shapes(model)
     for name, shape in shapes.items():
         if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
             raise Damaged(f"{manifest.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
-    return model
+    return shapes
 
 
 def shards(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list[dict[str, Shape]]:
@@ -136,15 +178,21 @@ def shards(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list
     return files
 
 
+def _write_adapter(shapes: dict[str, Shape], rows: Rows, dtype: torch.dtype, folder: Path) -> tuple[list[str], int]:
+    """An adapter's one file; returns its name and the bytes of all values."""
+    _write_shard(rows, shapes, dtype, folder / ADAPTER_WEIGHTS)
+    return [ADAPTER_WEIGHTS], sum(math.prod(shape) * dtype.itemsize for shape in shapes.values())
+
+
 def _write_weights(
-    stored: Stored, model: ModelConfig, dtype: torch.dtype, max_bytes: int, folder: Path
+    shapes: dict[str, Shape], rows: Rows, dtype: torch.dtype, max_bytes: int, folder: Path
 ) -> tuple[list[str], int]:
     """The safetensors files and, for several, their index; returns their names and the bytes of all values."""
-    parts = shards(hf_shapes(model), dtype, max_bytes)
+    parts = shards(shapes, dtype, max_bytes)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     names = [SINGLE] if len(parts) == 1 else names
     for name, part in zip(names, parts, strict=True):
-        _write_shard(stored, part, dtype, folder / name)
+        _write_shard(rows, part, dtype, folder / name)
     size = sum(math.prod(shape) * dtype.itemsize for part in parts for shape in part.values())
     if len(parts) > 1:
         places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
@@ -152,15 +200,14 @@ def _write_weights(
     return names, size
 
 
-def _write_shard(stored: Stored, part: dict[str, Shape], dtype: torch.dtype, path: Path) -> None:
+def _write_shard(rows: Rows, part: dict[str, Shape], dtype: torch.dtype, path: Path) -> None:
     head, _ = safetensors_header({name: (dtype, shape) for name, shape in part.items()}, {"format": "pt"})
     with path.open("xb") as file:
         file.write(head)
         for name, shape in part.items():
-            alone = Stored(stored.folder, {name: stored.tensors[name]}, stored.block_bytes)
-            rows = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * 4))
-            for first in range(0, shape[0], rows):
-                block = rows_of(alone, name, first, min(first + rows, shape[0])).to(dtype)
+            count = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * 4))
+            for first in range(0, shape[0], count):
+                block = rows(name, first, min(first + count, shape[0])).to(dtype)
                 file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())

@@ -51,6 +51,8 @@ class State:
     """The dtype of that folder's weights; exports have it too unless told otherwise."""
     val_loss: float | None = None
     """Validation loss after this very step; None where the run did not validate then."""
+    base: str | None = None
+    """For LoRA the fingerprint of the frozen weights, which are not in the checkpoint."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ Needs no device, and imports no torch: a plan for 512 ranks is made on a login n
 """
 
 from megatron_llama.config.compose import compose, from_yaml, to_yaml
-from megatron_llama.config.counting import parameters, parameters_per_stage
+from megatron_llama.config.counting import parameters, parameters_per_stage, trained_parameters
 from megatron_llama.config.hosts import Host, hostfile_hosts, listed_hosts
 from megatron_llama.config.memory import Machine, RankMemory, stage_memory
 from megatron_llama.config.plan import Plan
@@ -21,6 +21,7 @@ from megatron_llama.config.settings import (
     Config,
     DataConfig,
     DeviceConfig,
+    FinetuneConfig,
     LaunchConfig,
     LoggingConfig,
     ModelConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DeviceConfig",
+    "FinetuneConfig",
     "Host",
     "LaunchConfig",
     "LoggingConfig",
@@ -61,4 +63,5 @@ __all__ = [
     "resolve",
     "stage_memory",
     "to_yaml",
+    "trained_parameters",
 ]

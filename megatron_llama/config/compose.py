@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
-from megatron_llama.config.huggingface import FROM_HF, fill_from_hf
+from megatron_llama.config.huggingface import FROM_HF, fill_from_adapter, fill_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, nearest, shown
 from megatron_llama.config.settings import Config
 
@@ -52,6 +52,8 @@ KNOWN_ELSEWHERE = {
     "num_query_groups": "model.num_key_value_heads",
     "ffn_hidden_size": "model.intermediate_size",
     "gradient_clip_val": "optim.clip",
+    "lora_r": "finetune.lora_rank",
+    "target_modules": "finetune.lora_target_modules",
 }
 
 
@@ -74,6 +76,9 @@ def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
         config.data.prepare = None
     if config.model.name == FROM_HF:
         fill_from_hf(config.init_from, by_hand, lambda name, value: _set(config, name, value, problems), problems)
+    if config.finetune.adapter is not None:
+        adapter = config.finetune.adapter
+        fill_from_adapter(adapter, by_hand, lambda name, value: _set(config, name, value, problems), problems)
     typed = _typed(config, problems)
     if problems or typed is None:
         raise ConfigError(problems, typed)

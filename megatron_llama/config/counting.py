@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_llama.config.settings import ModelConfig
+from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 
 if TYPE_CHECKING:
     from megatron_llama.config.plan import Plan
@@ -58,8 +58,69 @@ def parameters(model: ModelConfig) -> int:
     return tables * table + model.num_hidden_layers * parameters_per_layer(model) + model.hidden_size
 
 
+def matrix_shape(model: ModelConfig, module: str) -> tuple[int, int]:
+    """(out, in) of one of a block's matrices, by Hugging Face's name."""
+    hidden, ffn, dim = model.hidden_size, model.intermediate_size, head_dim(model)
+    queries, keys = model.num_attention_heads * dim, kv_heads(model) * dim
+    shapes = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (ffn, hidden),
+        "up_proj": (ffn, hidden),
+        "down_proj": (hidden, ffn),
+    }
+    return shapes[module]
+
+
+def lora_parameters_per_layer(model: ModelConfig, finetune: FinetuneConfig, tp: int = 1) -> int:
+    """What LoRA adds to one block on one tensor-parallel rank: one of A and B is cut as the matrix is, one is whole."""
+    count = 0
+    for module in finetune.lora_target_modules if finetune.method == "lora" else ():
+        rows, columns = matrix_shape(model, module)
+        if module in ("o_proj", "down_proj"):
+            columns //= tp
+        elif module in ("k_proj", "v_proj"):
+            rows = max(1, kv_heads(model) // tp) * head_dim(model)
+        else:
+            rows //= tp
+        count += finetune.lora_rank * (rows + columns)
+    return count
+
+
+def lora_parameters(model: ModelConfig, finetune: FinetuneConfig) -> int:
+    """What LoRA adds to the whole model; 0 for other methods."""
+    return model.num_hidden_layers * lora_parameters_per_layer(model, finetune)
+
+
+def trained_parameters(model: ModelConfig, finetune: FinetuneConfig) -> int:
+    """Parameters of the whole model that get gradients, copies not counted."""
+    if finetune.method != "lora":
+        return parameters(model)
+    # A model of one rank has no padding and no copies.
+    return stage_trained(model, finetune, model.num_hidden_layers, 1, first=True, last=True)
+
+
+def stage_trained(
+    model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int, *, first: bool, last: bool
+) -> int:
+    """Of the parameters that one rank of a pipeline stage holds, those that get gradients."""
+    if finetune.method != "lora":
+        return stage_parameters(model, layers, tp, first=first, last=last)
+
+    def saved(module: str) -> bool:
+        return module.endswith(tuple(finetune.modules_to_save))
+
+    table = padded_vocab_size(model.vocab_size, tp) // tp * model.hidden_size
+    norms = layers * (saved("input_layernorm") + saved("post_attention_layernorm")) + (last and saved("norm"))
+    count = layers * lora_parameters_per_layer(model, finetune, tp) + norms * model.hidden_size
+    return count + (first and saved("embed_tokens")) * table + (last and saved("lm_head")) * table
+
+
 def stage_parameters(model: ModelConfig, layers: int, tp: int, *, first: bool, last: bool) -> int:
-    """Parameters that one rank of a pipeline stage with ``layers`` blocks holds, padding and copies included."""
+    """Parameters of the model itself that one rank of a pipeline stage with ``layers`` blocks holds, padding and copies
+    included."""
     table = padded_vocab_size(model.vocab_size, tp) // tp * model.hidden_size
     count = layers * parameters_per_layer(model, tp)
     if first:
@@ -78,9 +139,19 @@ def layers_per_stage(stage_layers: Sequence[Sequence[int]], pp: int) -> list[int
 
 
 def parameters_per_stage(plan: Plan) -> list[int]:
-    """Parameters that one rank of each pipeline stage holds."""
+    """Parameters that one rank of each pipeline stage holds, LoRA's among them."""
+    pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
+    added = lora_parameters_per_layer(plan.model, plan.config.finetune, tp)
+    return [
+        stage_parameters(plan.model, layers, tp, first=stage == 0, last=stage == pp - 1) + layers * added
+        for stage, layers in enumerate(layers_per_stage(plan.stage_layers, pp))
+    ]
+
+
+def trained_per_stage(plan: Plan) -> list[int]:
+    """Of those, the ones that get gradients."""
     pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
     return [
-        stage_parameters(plan.model, layers, tp, first=stage == 0, last=stage == pp - 1)
+        stage_trained(plan.model, plan.config.finetune, layers, tp, first=stage == 0, last=stage == pp - 1)
         for stage, layers in enumerate(layers_per_stage(plan.stage_layers, pp))
     ]

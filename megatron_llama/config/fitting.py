@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_llama.config.counting import kv_heads, stage_parameters
+from megatron_llama.config.counting import kv_heads, lora_parameters_per_layer, stage_parameters, stage_trained
 from megatron_llama.config.memory import GIB, Machine, RankMemory, rank_memory, stage_memory
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.problems import Problem
@@ -68,13 +68,20 @@ def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
         for tp in sizes:
             pp = devices // tp
             if 1 <= pp <= model.num_hidden_layers and tp * pp == devices:
-                most_layers = -(-model.num_hidden_layers // pp)
-                first = stage_parameters(model, most_layers, tp, first=True, last=pp == 1)
-                last = stage_parameters(model, model.num_hidden_layers // pp, tp, first=pp == 1, last=True)
-                if rank_memory(max(first, last), alone).total <= budget:
+                first = _stage(alone, -(-model.num_hidden_layers // pp), tp, first=True, last=pp == 1)
+                last = _stage(alone, model.num_hidden_layers // pp, tp, first=pp == 1, last=True)
+                if max(first.total, last.total) <= budget:
                     return tp, pp
         devices *= 2
     return None
+
+
+def _stage(plan: Plan, layers: int, tp: int, *, first: bool, last: bool) -> RankMemory:
+    """Memory of one rank of a pipeline stage."""
+    model, finetune = plan.model, plan.config.finetune
+    count = stage_parameters(model, layers, tp, first=first, last=last)
+    count += layers * lora_parameters_per_layer(model, finetune, tp)
+    return rank_memory(count, plan, stage_trained(model, finetune, layers, tp, first=first, last=last))
 
 
 def _trainer(plan: Plan, **changes: Any) -> Config:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_llama.config.problems import Problem
+from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import ModelConfig, RopeScaling
 
 FROM_HF = "from_hf"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What config.json may leave out, and what transformers' LlamaConfig takes then.
 _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
@@ -31,10 +32,38 @@ _ONLY: dict[str, Any] = {
     "quantization_config": None,
 }
 
+# PEFT's names of what an adapter fixes, and ours.
+_LORA_SETTINGS = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "modules_to_save",
+}
+# Settings of adapter_config.json that would make it other than plain LoRA: the only value that may stand there.
+_ONLY_LORA: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "layers_to_transform": None,
+    "exclude_modules": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+    "layer_replication": None,
+}
+
 
 def read_hf_config(folder: str) -> dict[str, Any]:
     """The folder's config.json; raises ValueError, with the reason, where that is no object that can be read."""
-    path = os.path.join(folder, "config.json")
+    return _read_object(folder, "config.json")
+
+
+def _read_object(folder: str, name: str) -> dict[str, Any]:
+    path = os.path.join(folder, name)
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -129,6 +158,41 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
         "dtype": dtype,
         **token_ids,
     }
+
+
+def fill_from_adapter(
+    folder: str, by_hand: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
+) -> None:
+    """Assign rank, alpha and modules from a PEFT adapter's adapter_config.json, which alone may give them."""
+    try:
+        content = _read_object(folder, ADAPTER_CONFIG)
+        if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
+            raise ValueError(f"there is no {ADAPTER_WEIGHTS} in it")
+    except ValueError as error:
+        instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+        problems.append(Problem("finetune.adapter", folder, str(error), instead))
+        return
+    wrong = other_than_lora(content)
+    problems += [Problem("finetune.adapter", folder, clause, "name an adapter of plain LoRA") for clause in wrong]
+    for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
+        name, value = f"finetune.{ours}", content.get(theirs) or []
+        if name in by_hand:
+            rule = f"is what the adapter in {folder} says: {shown(value)}"
+            problems.append(Problem(name, None, rule, f"leave {name} out"))
+        else:
+            assign(name, sorted(value) if isinstance(value, list) else value)
+
+
+def other_than_lora(content: dict[str, Any]) -> list[str]:
+    """What in an adapter_config.json asks for something other than plain LoRA, as clauses."""
+    found = [
+        f"its {name} is {content[name]!r}, and only {only!r} is supported"
+        for name, only in _ONLY_LORA.items()
+        if content.get(name) not in (only, None, {}, [])
+    ]
+    if not isinstance(content.get("target_modules"), list):
+        found.append("its target_modules are no list of names")
+    return found
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:

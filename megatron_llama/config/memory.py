@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config.counting import parameters_per_stage
+from megatron_llama.config.counting import parameters_per_stage, trained_per_stage
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.precision import BYTES
 
@@ -42,13 +42,17 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def rank_memory(parameters: int, plan: Plan) -> RankMemory:
-    """Bytes that ``parameters`` on one rank need under the plan's precision, ZeRO stage and optimizer."""
+def rank_memory(parameters: int, plan: Plan, trained: int | None = None) -> RankMemory:
+    """Bytes that ``parameters`` on one rank need under the plan's precision, ZeRO stage and optimizer.
+
+    ``trained`` of them, all where None, have gradients and moments; the others lie there in the plan's frozen_dtype.
+    """
     trainer = plan.config.trainer
-    shard = -(-parameters // plan.shard_size)
+    trained = parameters if trained is None else trained
+    shard, frozen = -(-trained // plan.shard_size), -(-(parameters - trained) // plan.shard_size)
     # What the optimizer updates: this rank's share from ZeRO 1 on.
     stored = BYTES[plan.precision.stored]
-    updated = stored * shard
+    kept = stored * shard + BYTES[plan.frozen_dtype] * frozen
     # What the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank too; ZeRO 3
     # does so block by block, which is little.
     working = 0 if trainer.zero == 3 else parameters * BYTES[plan.precision.weights]
@@ -57,14 +61,15 @@ def rank_memory(parameters: int, plan: Plan) -> RankMemory:
     one_micro_batch = plan.num_microbatches == 1
     gradients = stored * shard
     if trainer.zero < 2 and not one_micro_batch:
-        gradients = max(gradients, parameters * BYTES[plan.precision.accumulation])
+        gradients = max(gradients, trained * BYTES[plan.precision.accumulation])
     if one_micro_batch:
         # Each block lets go of its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
     moments = BYTES[plan.precision.moments] * MOMENTS[plan.config.optim.name]
-    return RankMemory(updated + working, gradients, moments * shard)
+    return RankMemory(kept + working, gradients, moments * shard)
 
 
 def stage_memory(plan: Plan) -> list[RankMemory]:
     """Bytes on one rank of each pipeline stage."""
-    return [rank_memory(count, plan) for count in parameters_per_stage(plan)]
+    counts = zip(parameters_per_stage(plan), trained_per_stage(plan), strict=True)
+    return [rank_memory(count, plan, trained) for count, trained in counts]

@@ -39,6 +39,11 @@ class Plan:
         return PRECISIONS[self.config.trainer.precision]
 
     @property
+    def frozen_dtype(self) -> str:
+        """torch's name of the dtype of weights that are not trained."""
+        return {"fp32": "float32", "bf16": "bfloat16"}[self.config.finetune.frozen_dtype or self.precision.products]
+
+    @property
     def shard_size(self) -> int:
         """Data-parallel ranks that share one copy of what is sharded; 1 where zero=0."""
         return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.dp)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from megatron_llama.config.counting import layers_per_stage, parameters, parameters_per_stage
+from megatron_llama.config.counting import (
+    layers_per_stage,
+    lora_parameters,
+    parameters,
+    parameters_per_stage,
+    trained_parameters,
+)
 from megatron_llama.config.memory import GIB, RankMemory, stage_memory
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.problems import format_problems
@@ -43,6 +49,24 @@ def _head(plan: Plan) -> Iterator[str]:
     on_a_rank = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     share = f" in all · {on_a_rank} on a rank" if plan.world_size > 1 else ""
     yield _line("parameters", f"{parameters(model):,}{share}")
+    yield from _trained(plan)
+
+
+def _trained(plan: Plan) -> Iterator[str]:
+    """What LoRA trains, and its share of all parameters, its own included, as PEFT prints it."""
+    finetune, model = plan.config.finetune, plan.model
+    if finetune.method != "lora":
+        return
+    trained, added = trained_parameters(model, finetune), lora_parameters(model, finetune)
+    percent = 100 * trained / (parameters(model) + added)
+    yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {finetune.frozen_dtype}")
+    dropout = f" · dropout {finetune.lora_dropout:g}" if finetune.lora_dropout else ""
+    yield _line("LoRA", f"rank {finetune.lora_rank} · alpha {finetune.lora_alpha:g}{dropout}")
+    yield _line("", f"on {', '.join(finetune.lora_target_modules)}")
+    if finetune.modules_to_save:
+        yield _line("", f"and all of {', '.join(finetune.modules_to_save)}")
+    if finetune.adapter:
+        yield _line("", f"going on from {finetune.adapter}")
 
 
 def _positions(plan: Plan) -> str:

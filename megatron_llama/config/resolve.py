@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from megatron_llama.config.counting import padded_vocab_size
 from megatron_llama.config.files import check_data, check_files
+from megatron_llama.config.finetuning import derive_finetuning
 from megatron_llama.config.fitting import check_memory
 from megatron_llama.config.memory import Machine
 from megatron_llama.config.plan import Plan
@@ -91,6 +92,7 @@ def derived(config: Config, world_size: int, notes: list[str]) -> Config:
         trainer.compile_cache = os.path.join(home, "megatron_llama", "compile")
     trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache))
     _derive_sequence_parallelism(config, notes)
+    derive_finetuning(config, notes)
     chunks = split_layers(model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(len(chunk) for chunk in chunks[stage :: trainer.pp]) for stage in range(trainer.pp)]
     if optim.min_lr is None:

@@ -14,6 +14,10 @@ DEVICES = ("auto", "cpu", "cuda", "neuron", "hpu")
 RECOMPUTE = ("none", "selective", "full")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 ZERO_STAGES = (0, 1, 2, 3)
+FINETUNE_METHODS = ("none", "full", "lora")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
+FROZEN_DTYPES = ("fp32", "bf16")
 
 
 @dataclass
@@ -174,6 +178,32 @@ class OptimConfig:
 
 
 @dataclass
+class FinetuneConfig:
+    """Which weights are trained. Names and meanings are PEFT's."""
+
+    method: str = "none"
+    """none and full train every weight, full a model that is there already (init_from); lora trains low-rank additions
+    to matrices that stay as they are."""
+    lora_rank: int = 8
+    """Rank of the additions (PEFT's r)."""
+    lora_alpha: float = 16.0
+    """What is added is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Share of the additions' inputs that is dropped in training; the masks depend on the layout."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
+    input_layernorm, post_attention_layernorm."""
+    frozen_dtype: str | None = None
+    """How LoRA keeps what is not trained, fp32 or bf16; products run in the precision's dtype whatever this is.
+    Derived: that dtype."""
+    adapter: str | None = None
+    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that LoRA goes on from; rank, alpha and
+    modules are then the adapter's."""
+
+
+@dataclass
 class DeviceConfig:
     """The kind of device and what is known of it."""
 
@@ -253,6 +283,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

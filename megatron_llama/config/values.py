@@ -98,6 +98,10 @@ def _good_prefixes(prefixes: list[Any]) -> bool:
     )
 
 
+def _some_of(legal: tuple[str, ...]) -> Callable[[list[str]], bool]:
+    return lambda names: set(names) <= set(legal) and len(set(names)) == len(names)
+
+
 def _at_least(names: str, least: float) -> dict[str, Limit]:
     return {
         name: Limit(lambda value: value >= least, f"must be at least {least:g}", _legal(name, least))
@@ -122,6 +126,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "trainer.precision": tuple(PRECISIONS),
     "trainer.recompute": settings.RECOMPUTE,
     "optim.name": settings.OPTIMIZERS,
+    "finetune.method": settings.FINETUNE_METHODS,
     "device.name": settings.DEVICES,
     "model.rope_scaling.rope_type": ("llama3",),
 }
@@ -134,7 +139,7 @@ LIMITS: Mapping[str, Limit] = {
         "model.num_key_value_heads model.head_dim model.max_position_embeddings data.seq_length trainer.tp trainer.pp "
         "trainer.vpp trainer.dp trainer.shard_group trainer.micro_batch_size trainer.global_batch_size "
         "trainer.val_every_steps trainer.val_steps logging.every_steps logging.sample_tokens checkpoint.every_steps "
-        "checkpoint.keep checkpoint.keep_every model.rope_scaling.factor "
+        "checkpoint.keep checkpoint.keep_every finetune.lora_rank model.rope_scaling.factor "
         "model.rope_scaling.original_max_position_embeddings",
         1,
     ),
@@ -144,6 +149,7 @@ LIMITS: Mapping[str, Limit] = {
         0,
     ),
     **_above_zero(
+        "finetune.lora_alpha "
         "trainer.hang_timeout_seconds model.rms_norm_eps model.rope_theta model.initializer_range "
         "model.rope_scaling.low_freq_factor "
         "model.rope_scaling.high_freq_factor optim.lr optim.eps optim.clip device.peak_tflops device.memory_gib"
@@ -156,6 +162,17 @@ LIMITS: Mapping[str, Limit] = {
         _good_prefixes,
         "must be paths only, or weight, path, weight, path, ... with weights above 0",
         "[0.7,path/one,0.3,path/two]",
+    ),
+    "finetune.frozen_dtype": Limit(settings.FROZEN_DTYPES.__contains__, "must be fp32 or bf16", "bf16"),
+    "finetune.lora_dropout": Limit(lambda share: 0 <= share < 1, "must be a share, at least 0 and below 1"),
+    "finetune.lora_target_modules": Limit(
+        lambda names: bool(names) and _some_of(settings.LORA_TARGETS)(names),
+        f"must be some of {', '.join(settings.LORA_TARGETS)}, each once",
+    ),
+    "finetune.modules_to_save": Limit(
+        _some_of(settings.SAVED_MODULES),
+        f"must be some of {', '.join(settings.SAVED_MODULES)}, each once",
+        "[embed_tokens,norm]",
     ),
     "checkpoint.resume": Limit(lambda resume: bool(resume.strip()), "must be auto, never or the path of a checkpoint"),
 }

@@ -164,7 +164,7 @@ def load(source: Source, plan: Plan, topology: Topology, device: torch.device) -
     with torch.device("meta"):
         llama = Llama(plan.model, mcore_config(plan), plan.stage_layers[0], padded_vocab_size=plan.padded_vocab_size)
     llama.to_empty(device=device).requires_grad_(False).eval()
-    shards = shards_of(llama, plan.model, topology, plan.padded_vocab_size)
+    shards = shards_of(llama, plan, topology)
     for shard in shards:
         shard.local.zero_()  # rows that pad the vocabulary are nowhere on disk
     load_into(weights(shards), source.stored)

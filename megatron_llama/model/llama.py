@@ -139,13 +139,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
         self.mlp = FeedForward(model, mcore, recompute == "selective")
         self.recompute = recompute == "full"
+        self.draws_random_numbers = False
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            random = self.draws_random_numbers
+            return checkpoint(self._forward, x, cos, sin, use_reentrant=False, preserve_rng_state=random)
         return self._forward(x, cos, sin, cache)
 
     def _forward(

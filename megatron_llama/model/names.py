@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import FinetuneConfig, ModelConfig
 
 Shape = tuple[int, ...]
+# What PEFT puts before a model's own names in an adapter's file.
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,48 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def pieces(parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int) -> list[Piece]:
+def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
+    """Every tensor that LoRA adds and its shape, under PEFT's names: A is [rank, in], B is [out, rank]."""
+    shapes: dict[str, Shape] = {}
+    for name, (rows, columns) in ((n, s) for n, s in hf_shapes(model).items() if len(s) == 2):
+        if name.split(".")[-2] in finetune.lora_target_modules:
+            shapes[lora_name(name, "lora_A")] = (finetune.lora_rank, columns)
+            shapes[lora_name(name, "lora_B")] = (rows, finetune.lora_rank)
+    return shapes
+
+
+def lora_name(weight: str, side: str) -> str:
+    """PEFT's name of what LoRA adds to the matrix of a Hugging Face name; ``side`` is lora_A or lora_B."""
+    return f"{PEFT_PREFIX}{weight.removesuffix('weight')}{side}.weight"
+
+
+def is_lora(name: str) -> bool:
+    """Whether a tensor's or a parameter's name is that of something that LoRA added."""
+    return name.removesuffix(".weight").endswith((".lora_A", ".lora_B"))
+
+
+def is_saved_module(name: str, finetune: FinetuneConfig) -> bool:
+    """Whether LoRA trains this weight of the model itself, whole. As PEFT matches modules_to_save: by the ending."""
+    return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
+
+
+def pieces(
+    parameter: str,
+    model: ModelConfig,
+    tp: TensorParallel,
+    padded_vocab_size: int,
+    finetune: FinetuneConfig | None = None,
+) -> list[Piece]:
     """The rectangles that make up one of our parameters on one tensor-parallel rank.
 
-    ``parameter`` is a name of ``Llama.named_parameters()``. Rows that pad the vocabulary belong to no rectangle.
+    ``parameter`` is a name of ``Llama.named_parameters()``; those of LoRA need ``finetune``. Rows that pad the
+    vocabulary belong to no rectangle.
     """
+    if is_lora(parameter):
+        assert finetune is not None, "LoRA's tensors have the shape that the settings give them"
+        return _lora_pieces(parameter, model, tp, padded_vocab_size, finetune)
     shapes = hf_shapes(model)
+    parameter = parameter.replace(".base_layer.", ".")  # what LoRA has wrapped is still the same matrix
     stem = parameter.removesuffix(".weight")
     if stem in ("embed_tokens", "lm_head"):
         tied_copy = stem == "lm_head" and model.tie_word_embeddings
@@ -143,3 +181,21 @@ def _qkv_pieces(name: str, shapes: dict[str, Shape], model: ModelConfig, tp: Ten
     head, copy = tp.rank // copies, tp.rank % copies
     kv = [_row_part(n, shapes[n], head, tp.size // copies, copy) for n in (k, v)]
     return _stack([_row_part(q, shapes[q], tp.rank, tp.size), *kv])
+
+
+def _lora_pieces(
+    parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int, finetune: FinetuneConfig
+) -> list[Piece]:
+    """A shares its matrix's columns and B its rows; what tensor parallelism does not cut is whole on every rank."""
+    owner, _, side = parameter.rpartition(".")
+    rank, parts = finetune.lora_rank, []
+    for matrix in pieces(f"{owner}.weight", model, tp, padded_vocab_size):
+        if matrix.name.split(".")[-2] not in finetune.lora_target_modules:
+            continue
+        (rows, columns), name = matrix.global_shape, lora_name(matrix.name, side)
+        if side == "lora_A":
+            shape, offset, size = (rank, columns), (0, matrix.offset[1]), (rank, matrix.size[1])
+        else:
+            shape, offset, size = (rows, rank), (matrix.offset[0], 0), (matrix.size[0], rank)
+        parts.append(Piece(name, shape, offset, (0, 0), size, tp.rank if size == shape else matrix.replica))
+    return _stack(parts)

@@ -97,7 +97,8 @@ class Optimizer:
 
     def _shards_in_order(self) -> list[Shard]:
         """The shards in the order of the parameter groups: with weight decay, without."""
-        return [s for s in self.model.shards if decays(s.name)] + [s for s in self.model.shards if not decays(s.name)]
+        trained = self.model.trained
+        return [s for s in trained if decays(s.name)] + [s for s in trained if not decays(s.name)]
 
 
 def decays(name: str) -> bool:
@@ -108,15 +109,16 @@ def decays(name: str) -> bool:
 def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     """The optimizer and schedule that the config names."""
     optim = plan.config.optim
-    views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in model.shards}
+    trained = model.trained
+    views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in trained}
     groups = [
-        {"params": [views[id(s)] for s in model.shards if decays(s.name)], "weight_decay": optim.weight_decay},
-        {"params": [views[id(s)] for s in model.shards if not decays(s.name)], "weight_decay": 0.0},
+        {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
+        {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
     ]
     if plan.precision.stored == "float32":
         inner = _INNER[optim.name](groups, plan)
     else:
-        pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in model.shards}
+        pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in trained}
         inner = _low_precision(groups, plan, pieces)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip)
 

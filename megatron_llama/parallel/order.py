@@ -1,6 +1,7 @@
 """The order in which a Llama is made parallel, on one screen.
 
-    meta device  →  tensor and sequence parallel layers  →  recompute  →  compile  →  data-parallel sharding  →  weights
+    meta device  →  tensor and sequence parallel layers  →  LoRA  →  recompute  →  compile  →  data-parallel sharding  →
+    weights
 
 Tensor parallelism comes first since it decides what a rank's matrices are; recomputation is part of a block, so that
 what is compiled includes it; sharding wraps compiled blocks, since its hooks can't be compiled; weights come last,
@@ -19,7 +20,9 @@ from megatron_llama.config import Plan
 from megatron_llama.devices import Device
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
+from megatron_llama.model.lora import add_lora
 from megatron_llama.model.megatron import mcore_config
+from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import data_mesh, shard_chunk
 from megatron_llama.parallel.pipeline import MicroBatch, run_logits, run_schedule
@@ -40,6 +43,11 @@ class ParallelModel:
     replicated: ReplicatedGradients = field(repr=False)
     compiler: Compiler | None = None
     """Where blocks are compiled, what knows their graphs."""
+
+    @property
+    def trained(self) -> list[Shard]:
+        """The shards that get gradients and updates: all of them, but for LoRA."""
+        return [shard for shard in self.shards if shard.is_trained]
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
         """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its
@@ -99,6 +107,8 @@ def build_model(
                 is_first=stage == 0,
                 is_last=stage == topology.pp * topology.vpp - 1,
             )
+            if plan.config.finetune.method == "lora":
+                add_lora(chunk, plan)
         if compiler is not None:
             # Each block's forward alone: the hooks of fully_shard can't be compiled.
             for block in chunk.layers.values():
@@ -107,7 +117,10 @@ def build_model(
         shard_chunk(chunk, mesh, plan)
         chunk.to_empty(device=torch_device)
         chunks.append(chunk)
-    shards = [s for chunk in chunks for s in shards_of(chunk, plan.model, topology, plan.padded_vocab_size)]
+    if plan.config.finetune.lora_dropout:
+        # Other values on each rank, but where tensor-parallel ranks have the same input: their copies would drift.
+        torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
+    shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
     initialise(shards, plan)
     return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)
 
@@ -117,11 +130,11 @@ def initialise(shards: list[Shard], plan: Plan) -> None:
     """Fill the weights with values that depend on seed, name and position alone, to nearest where they are bf16; rows
     that pad the vocabulary with zeros.
 
-    With ``init_from`` the folder's weights take their place before the first step, so none are made.
+    With ``init_from`` the folder's weights take their place before the first step, so only what LoRA adds is made.
     """
     for shard in shards:
         shard.local.zero_()
-        if plan.config.init_from is not None:
+        if plan.config.init_from is not None and not is_lora(shard.name):
             continue
         for piece in shard.pieces:
             shard.local[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))

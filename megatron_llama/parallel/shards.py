@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import Plan
 from megatron_llama.model.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.topology import Topology
 
@@ -28,8 +28,14 @@ class Shard:
     """Whether this data-parallel copy is the one that counts for norms and is written to checkpoints."""
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it gets gradients and updates; else it stays as it was loaded."""
+        return self.parameter.requires_grad
+
+    @property
     def local(self) -> torch.Tensor:
-        """The rows themselves, in the precision's ``stored`` dtype, a view: writing to it writes the parameter."""
+        """The rows themselves, in the precision's ``stored`` dtype, or the plan's ``frozen_dtype`` where they are not
+        trained; a view: writing to it writes the parameter."""
         return _local(self.parameter.data)
 
     @property
@@ -43,11 +49,12 @@ class Shard:
             yield from (tensor[piece.local_slices] for piece in self.pieces if piece.replica == 0)
 
 
-def shards_of(chunk: nn.Module, model: ModelConfig, topology: Topology, padded_vocab_size: int) -> list[Shard]:
+def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
     """The shards of a chunk that ``fully_shard`` has been through, in the order of its parameters."""
     shards = []
     for name, parameter in chunk.named_parameters():
-        parts = pieces(name, model, TensorParallel(topology.tp_rank, topology.tp), padded_vocab_size)
+        tp = TensorParallel(topology.tp_rank, topology.tp)
+        parts = pieces(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
         start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)
         assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard cut other rows than expected"
         shards.append(Shard(name, parameter, keep_rows(parts, start, stop), topology.replica_rank == 0))

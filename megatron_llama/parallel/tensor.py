@@ -1,9 +1,10 @@
 """Tensor and sequence parallelism: the gradient sums that megatron-core's layers leave to the trainer.
 
-Three kinds of weight are held by several ranks whose gradients each see only a part of the work:
+Four kinds of weight are held by several ranks whose gradients each see only a part of the work:
 
 * norm weights under sequence parallelism: each tensor-parallel rank saw its part of the sequence;
-* kv heads that several tensor-parallel ranks share: each rank saw its own query heads;
+* the same holds for the side of LoRA that is whole on each rank: it works on the part of the sequence;
+* kv heads that several tensor-parallel ranks share, and LoRA's B of them: each rank saw its own query heads;
 * tied embeddings on a pipeline: the first stage saw the lookup, the last the logits.
 
 They are summed on the local shards after the data-parallel reduction; both are sums, so their order does not matter.
@@ -23,12 +24,16 @@ from megatron_llama.model.names import kv_copies
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.topology import Topology
 
+# Whole on every tensor-parallel rank, and at work on its part of the sequence under sequence parallelism.
+ON_THE_SEQUENCE = ("norm.weight", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
+KV_HEADS = ("qkv_proj.weight", "qkv_proj.lora_B")
+
 
 class ReplicatedGradients:
     """Sums the gradients of weights that several tensor- or pipeline-parallel ranks hold."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
-        self.sums_norms = plan.sp
+        self.sums_over_sequence = plan.sp
         self.tied = plan.model.tie_word_embeddings and topology.pp > 1
         self.kv_group = _kv_group(topology, kv_copies(plan.model, topology.tp))
 
@@ -39,9 +44,9 @@ class ReplicatedGradients:
             grad = shard.grad
             if grad is None:
                 continue
-            if self.sums_norms and shard.name.endswith("norm.weight"):
+            if self.sums_over_sequence and shard.name.endswith(ON_THE_SEQUENCE):
                 wanted[parallel_state.get_tensor_model_parallel_group()].append(grad)
-            elif self.kv_group is not None and shard.name.endswith("qkv_proj.weight"):
+            elif self.kv_group is not None and shard.name.endswith(KV_HEADS):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
                 if kv:  # a shard may hold query rows alone; the ranks that share the head hold the same rows
                     wanted[self.kv_group].extend(grad[p.local_slices] for p in kv)

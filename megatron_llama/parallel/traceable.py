@@ -47,18 +47,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, split: bool) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no x
         ctx.group, ctx.split = group, split
         return torch.matmul(all_gather_tensor(x, 0, group) if split else x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        whole = all_gather_tensor(x, 0, ctx.group) if ctx.split else x
         partial = torch.matmul(grad, weight)
         if ctx.split:
             grad_x = reduce_scatter_tensor(partial, "sum", 0, ctx.group)
         else:
             grad_x = all_reduce(partial, "sum", ctx.group)
+        if x is None:
+            return grad_x, None, None, None
+        whole = all_gather_tensor(x, 0, ctx.group) if ctx.split else x
         grad_weight = torch.matmul(grad.flatten(0, 1).t(), whole.flatten(0, 1))
         return grad_x, grad_weight, None, None

@@ -3,15 +3,16 @@
 A matrix product takes 2 FLOPs per weight and token forwards and 4 backwards. Attention's two products with the sequence
 come on top, by either of two conventions: ``causal`` counts the half of the square that is not masked (Megatron-LM),
 ``full`` counts all of it (torchtitan, PaLM, NVIDIA's recipes). The input embedding is a look-up and costs nothing;
-norms, rotations and the softmax are not counted; what recomputation does a second time is not counted either.
+norms, rotations and the softmax are not counted; what recomputation does a second time is not counted either. A weight
+that LoRA leaves frozen takes 4 FLOPs, not 6: it has no gradient of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config import ModelConfig, parameters
-from megatron_llama.config.counting import head_dim
+from megatron_llama.config import FinetuneConfig, ModelConfig, parameters
+from megatron_llama.config.counting import head_dim, lora_parameters
 
 FORWARD_AND_BACKWARD = 3  # the backward is two products for each one of the forward
 CAUSAL, FULL = 6, 12
@@ -35,9 +36,13 @@ def matmul_parameters(model: ModelConfig) -> int:
     return parameters(model) - norms - (0 if model.tie_word_embeddings else table)
 
 
-def flops_per_token(model: ModelConfig, seq_length: int) -> FlopsPerToken:
+def flops_per_token(model: ModelConfig, seq_length: int, finetune: FinetuneConfig | None = None) -> FlopsPerToken:
     """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is no useful work."""
     products = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
+    if finetune is not None and finetune.method == "lora":
+        head = model.vocab_size * model.hidden_size if "lm_head" in finetune.modules_to_save else 0
+        products -= 2 * (matmul_parameters(model) - head)
+        products += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune)
     attention = model.num_hidden_layers * model.num_attention_heads * head_dim(model) * seq_length
     return FlopsPerToken(products + CAUSAL * attention, products + FULL * attention)
 

@@ -56,7 +56,7 @@ class MetricsLogger:
     def __init__(self, plan: Plan, run_dir: Path, peak: Peak, start_step: int = 0) -> None:
         """``start_step`` is the step of the checkpoint that the run goes on from; what was logged later is cut off."""
         self.plan, self.run_dir, self.peak = plan, run_dir, peak
-        self._per_token = flops_per_token(plan.model, plan.config.data.seq_length)
+        self._per_token = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._said: Sequence[str] = ()
         self._path = run_dir / METRICS_FILE

@@ -26,6 +26,7 @@ class Case(NamedTuple):
 
 
 WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
+LORA = {"finetune.method": "lora"}
 TWO_STAGES = {"trainer.pp": 2}
 CASES = [
     Case(
@@ -221,6 +222,28 @@ CASES = [
         {"logging.sample_prompts": ["Hello"], "data.tokenizer": "t.model"},
         "data.tokenizer=",
     ),
+    Case(
+        "fine_tuning_has_a_start",
+        1,
+        {"finetune.method": "full", "data.mock": False, "data.prefixes": ["a"]},
+        {"finetune.method": "none", "data.mock": False, "data.prefixes": ["a"]},
+        "init_from=",
+    ),
+    Case("lora_settings_are_for_lora", 1, {"finetune.lora_rank": 4}, {**LORA, "finetune.lora_rank": 4}, "method=lora"),
+    Case(
+        "rank_is_low",
+        1,
+        {**LORA, "model.num_key_value_heads": 2, "finetune.lora_rank": 97},
+        {**LORA, "model.num_key_value_heads": 2, "finetune.lora_rank": 96},
+        "finetune.lora_rank=96",
+    ),
+    Case(
+        "tied_tables_stay_tied",
+        1,
+        {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm", "embed_tokens"]},
+        {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm"]},
+        "finetune.modules_to_save=[norm]",
+    ),
 ]
 
 
@@ -286,6 +309,11 @@ def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
             [["a"], ["a", "b"], [0.5, "a", "0.5", "b"]],
         ),
         "checkpoint.resume": (["", " "], ["auto", "never"]),
+        "finetune.method": (["qlora", "LoRA"], ["none", "full", "lora"]),
+        "finetune.frozen_dtype": (["int8", "bfloat16"], ["fp32", "bf16", None]),
+        "finetune.lora_dropout": ([-0.1, 1.0], [0.0, 0.99]),
+        "finetune.lora_target_modules": ([[], ["c_attn"], ["q_proj", "q_proj"]], [["down_proj", "q_proj"]]),
+        "finetune.modules_to_save": ([["wte"], ["norm", "norm"]], [[], ["lm_head", "norm"]]),
     }
     for name in LIMITS:
         if LIMITS[name].rule.startswith("must be at least"):

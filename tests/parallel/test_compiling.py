@@ -15,8 +15,9 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
 from megatron_llama.topology import build_topology
+from tests.finetuning.runner import LORA, tune
 from tests.layouts.runner import RaggedSamples, make_plan, run_layout
-from tests.layouts.test_layouts import worst
+from tests.layouts.test_layouts import distance, worst
 from tests.ranks import RankFailed, run_ranks
 
 REASON = get_device("cpu").compiler_missing()
@@ -70,6 +71,19 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
     again = compiled(cache, *layout)
     assert all(graph.cached for graphs in again for graph in graphs), "not found again"
     assert {graph.key for graphs in again for graph in graphs} == distinct
+
+
+@needs_compiler
+def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
+    layout = ("trainer.tp=2", *LORA)
+    first = compiled(cache, *layout, "model.num_hidden_layers=2", world=2)
+    assert all(len(graphs) == 2 and not any(g.late or g.failure for g in graphs) for graphs in first)
+    # With the embedding frozen, the first block's input would ask for no gradient and be another graph.
+    assert len({graph.key for graphs in first for graph in graphs}) == 2
+    fused = tune(2, tmp_path / "fused", *layout, *COMPILE, f"trainer.compile_cache={cache}", steps=3)
+    eager = tune(2, tmp_path / "eager", *layout, steps=3)
+    assert fused.losses == pytest.approx(eager.losses, rel=1e-5) and fused.norms != eager.norms
+    assert all(distance(tensor, eager.trained[name]) <= 1e-5 for name, tensor in fused.trained.items())
 
 
 @needs_compiler

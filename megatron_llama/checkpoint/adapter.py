@@ -1,0 +1,170 @@
+"""What LoRA has trained, as PEFT's adapters have it; and the model that it was added to, which a checkpoint only names.
+
+A checkpoint of a LoRA run holds what is trained and its moments. The frozen weights stay in the folder that init_from
+names; the checkpoint keeps a fingerprint of them, so that they can't be mistaken for others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.checkpoint.files import Damaged, Stored, StoredTensor, read_safetensors_header
+from megatron_llama.checkpoint.huggingface import open_hf_folder
+from megatron_llama.checkpoint.manifest import Manifest
+from megatron_llama.checkpoint.storage import rows_of
+from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Plan, Problem
+from megatron_llama.config.huggingface import ADAPTER_WEIGHTS
+from megatron_llama.model.names import PEFT_PREFIX, Shape, hf_shapes, is_lora, is_saved_module, lora_name, lora_shapes
+
+Rows = Callable[[str, int, int], torch.Tensor]
+"""Rows [first, last) of a tensor."""
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
+    """All that LoRA trains: what it adds, under PEFT's names, and what it trains whole, under Hugging Face's."""
+    whole = {name: shape for name, shape in hf_shapes(model).items() if is_saved_module(name, finetune)}
+    return {**lora_shapes(model, finetune), **whole}
+
+
+def fingerprint(stored: Stored) -> str:
+    """A digest of names, shapes, dtypes, and of up to 64 KiB from all over each tensor.
+
+    Cheap for any size: it tells another model, or the same one trained further, from this one, and does not look for
+    damage.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        for chunk in tensor.chunks:
+            size = tensor.dtype.itemsize * torch.Size(chunk.size).numel()
+            try:
+                with (stored.folder / chunk.file).open("rb") as file:
+                    for sample in range(_SAMPLES):
+                        start = max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+                        file.seek(chunk.start + start)
+                        digest.update(file.read(min(size, _SAMPLE_BYTES)))
+            except OSError as error:
+                raise Damaged(f"{stored.folder / chunk.file}: {error.strerror}") from error
+    return digest.hexdigest()[:32]
+
+
+def open_adapter(folder: Path, plan: Plan) -> Stored:
+    """A PEFT adapter's tensors under the names that ``trained_shapes`` gives them. Reads the head only.
+
+    That its adapter_config.json asks for what the plan does is known from ``resolve``. Raises ConfigError where its
+    tensors are others, and Damaged for a file that is not whole or not sound.
+    """
+    shapes = trained_shapes(plan.model, plan.config.finetune)
+    found = read_safetensors_header(folder / ADAPTER_WEIGHTS)
+    tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in found.items()}
+    wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
+    if wrong or tensors.keys() - shapes.keys():
+        name = (wrong or sorted(tensors.keys() - shapes.keys()))[0]
+        there = f"in the shape {list(tensors[name].shape)}" if name in tensors else "not there"
+        wanted = f"this run has it as {list(shapes[name])}" if name in shapes else "this run has no such tensor"
+        rule = f"{name} is {there}, and {wanted}"
+        raise ConfigError([Problem("finetune.adapter", str(folder), rule, "name an adapter of this model")])
+    return Stored(folder, tensors)
+
+
+def finetune_of(manifest: Manifest) -> FinetuneConfig:
+    """How the run that saved a checkpoint trained; raises Damaged where that is not said as ours do."""
+    try:
+        return FinetuneConfig(**manifest.state.settings.get("finetune", {}))
+    except TypeError as error:
+        raise Damaged(f"{manifest.stored.folder}: its fine-tuning is not described as ours is ({error})") from error
+
+
+def check_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> None:
+    """Raises Damaged unless the checkpoint has all that LoRA trains."""
+    for name, shape in trained_shapes(model, finetune).items():
+        if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
+            raise Damaged(f"{manifest.stored.folder}: {name} is not there in the shape {list(shape)}")
+
+
+def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Stored:
+    """The frozen weights of a LoRA run: in ``folder``, or where they were; raises ConfigError where they are not."""
+    where = folder or (None if manifest.state.hf_folder is None else Path(manifest.state.hf_folder))
+    if where is None:
+        rule = "the run began from random weights, which are in no folder, so there is nothing to merge with"
+        raise ConfigError([Problem("--merge", None, rule, "leave --merge out, to export the adapter alone")])
+    stored = open_hf_folder(where, model)
+    if fingerprint(stored) != manifest.state.base:
+        rule = "does not hold the weights that this run was trained on"
+        raise ConfigError([Problem("--base", str(where), rule, "write --base FOLDER, with the model of init_from")])
+    return stored
+
+
+def stored_rows(stored: Stored) -> Rows:
+    """Rows as they are stored."""
+
+    def rows(name: str, first: int, last: int) -> torch.Tensor:
+        # One tensor's description at a time: torch plans over all that it is told of.
+        alone = Stored(stored.folder, {name: stored.tensors[name]}, stored.block_bytes)
+        return rows_of(alone, name, first, last)
+
+    return rows
+
+
+def merged_rows(trained: Stored, base: Stored, finetune: FinetuneConfig) -> Rows:
+    """W + alpha / rank · B A in fp32, for every tensor of the model that LoRA was added to."""
+    of_base, of_trained = stored_rows(base), stored_rows(trained)
+    scaling = finetune.lora_alpha / finetune.lora_rank
+
+    @lru_cache(maxsize=1)
+    def whole(name: str) -> torch.Tensor:
+        return of_trained(name, 0, trained.tensors[name].shape[0]).float()
+
+    def rows(name: str, first: int, last: int) -> torch.Tensor:
+        if name in trained.tensors:
+            return of_trained(name, first, last)
+        values, a = of_base(name, first, last).float(), lora_name(name, "lora_A")
+        if a not in trained.tensors:
+            return values
+        b = of_trained(lora_name(name, "lora_B"), first, last).float()
+        return values.add_(torch.matmul(b, whole(a)).mul_(scaling))
+
+    return rows
+
+
+def adapter_tensors(trained: Stored) -> tuple[dict[str, Shape], Rows]:
+    """Names and shapes in a PEFT adapter's file, and their rows."""
+    sources = {name if is_lora(name) else PEFT_PREFIX + name: name for name in trained.tensors}
+    rows = stored_rows(trained)
+    shapes = {theirs: trained.tensors[name].shape for theirs, name in sources.items()}
+    return shapes, lambda name, first, last: rows(sources[name], first, last)
+
+
+def only_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> Stored:
+    """A checkpoint's trained tensors, without the optimizer's."""
+    check_trained(manifest, model, finetune)
+    tensors: dict[str, StoredTensor] = {name: manifest.stored.tensors[name] for name in trained_shapes(model, finetune)}
+    return Stored(manifest.stored.folder, tensors, manifest.stored.block_bytes)
+
+
+def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]:
+    """adapter_config.json; what it does not say is PEFT's default."""
+    alpha = finetune.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": finetune.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": finetune.lora_dropout,
+        "target_modules": finetune.lora_target_modules,
+        "modules_to_save": finetune.modules_to_save or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }

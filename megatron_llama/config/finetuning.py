@@ -1,0 +1,73 @@
+"""How the settings of fine-tuning must go together, and what is derived of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron_llama.config.counting import matrix_shape
+from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.precision import PRECISIONS
+from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.rules import reads
+from megatron_llama.config.settings import Config, FinetuneConfig
+
+FROM_NOTHING = (
+    "finetune.method={method} starts from random weights here, which is of use for measuring only: init_from is not set"
+)
+
+
+@reads("finetune.method", "init_from")
+def fine_tuning_has_a_start(config: Config, world_size: int) -> Iterator[Problem]:
+    """Fine-tuning goes on from a model; only made-up data and dry runs do without."""
+    method = config.finetune.method
+    if method != "none" and config.init_from is None and not (config.data.mock or config.dry_run):
+        rule = f"finetune.method={method} goes on from a model that is there already"
+        instead = "write init_from=FOLDER, or finetune.method=none to train from nothing"
+        yield Problem("init_from", None, rule, instead)
+
+
+@reads("finetune")
+def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Problem]:
+    """A rank or an adapter that is given and would do nothing was meant otherwise."""
+    if config.finetune.method == "lora":
+        return
+    for field in fields(FinetuneConfig):
+        name, value = f"finetune.{field.name}", getattr(config.finetune, field.name)
+        if field.name != "method" and value != settings_by_name()[name].default:
+            rule = f"means nothing with finetune.method={config.finetune.method}"
+            yield Problem(name, value, rule, f"write finetune.method=lora, or leave {name} out")
+
+
+@reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
+def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
+    """A rank above a matrix's own would cost more than the matrix and add nothing."""
+    finetune = config.finetune
+    if finetune.method != "lora":
+        return
+    sizes = {module: min(matrix_shape(config.model, module)) for module in finetune.lora_target_modules}
+    module = min(sizes, key=lambda name: sizes[name])
+    if finetune.lora_rank > sizes[module]:
+        rows, columns = matrix_shape(config.model, module)
+        rule = f"is above the rank that {module} itself can have, which is {rows} x {columns}"
+        instead = f"write finetune.lora_rank={sizes[module]} or less"
+        yield Problem("finetune.lora_rank", finetune.lora_rank, rule, instead)
+
+
+@reads("finetune.modules_to_save", "model.tie_word_embeddings")
+def tied_tables_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
+    """PEFT's files have the table and the head apart, and what reads them would untie the two."""
+    tables = [name for name in config.finetune.modules_to_save if name in ("embed_tokens", "lm_head")]
+    if config.finetune.method == "lora" and config.model.tie_word_embeddings and tables:
+        rule = f"{tables[0]} is tied to the other table in this model, and PEFT's files can't say so"
+        others = [name for name in config.finetune.modules_to_save if name not in tables]
+        instead = f"write finetune.modules_to_save={shown(others)}, or finetune.method=full"
+        yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
+
+
+def derive_finetuning(config: Config, notes: list[str]) -> None:
+    """Fill in what follows from other settings."""
+    if config.finetune.method == "lora" and config.finetune.frozen_dtype is None:
+        config.finetune.frozen_dtype = PRECISIONS[config.trainer.precision].products
+    if config.finetune.method != "none" and config.init_from is None:
+        notes.append(FROM_NOTHING.format(method=config.finetune.method))

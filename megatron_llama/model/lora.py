@@ -1,0 +1,132 @@
+"""LoRA: low-rank additions to frozen matrices (Hu et al. 2021, arXiv:2106.09685), tensor- and sequence-parallel.
+
+    y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank]
+
+Each Hugging Face module has its own A and B, as in PEFT. Those of matrices that are one matrix here (q, k, v; gate, up)
+are stacked by rows into one parameter, so that x is multiplied once; model/names.py says which rows are whose.
+
+What tensor parallelism cuts, LoRA cuts alike: B like the rows of a column-parallel W, A like the columns of a
+row-parallel one. The other side is whole on each rank. Between the two lies only [s, b, rank]: that is what is gathered
+or summed, never another copy of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+from megatron_llama.config import FinetuneConfig, Plan
+from megatron_llama.model.llama import Block, Llama
+from megatron_llama.model.megatron import torch_dtype
+from megatron_llama.model.names import is_saved_module
+
+
+class LoraLinear(nn.Module):
+    """A frozen parallel matrix and what LoRA adds to it. Takes the place of the matrix and answers like it.
+
+    ``rows`` are the rows of the matrix on this rank by Hugging Face module, in their order; those that ``finetune``
+    does not name as targets are left alone.
+    """
+
+    def __init__(
+        self, base_layer: ColumnParallelLinear | RowParallelLinear, rows: Mapping[str, int], finetune: FinetuneConfig
+    ) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.is_column = isinstance(base_layer, ColumnParallelLinear)
+        self.sequence_parallel = base_layer.config.sequence_parallel
+        self.rank, self.scaling = finetune.lora_rank, finetune.lora_alpha / finetune.lora_rank
+        self.dropout = finetune.lora_dropout
+        self.rows = list(rows.values())
+        self.is_target = [module in finetune.lora_target_modules for module in rows]
+        targets = [count for count, wanted in zip(self.rows, self.is_target, strict=True) if wanted]
+        weight = base_layer.weight
+        self.lora_A = nn.Parameter(weight.new_empty(len(targets) * self.rank, weight.shape[1]))
+        self.lora_B = nn.Parameter(weight.new_empty(sum(targets), self.rank))
+        self.targets = targets
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[s(/t), b, in(/t)] to [s(/t), b, out(/t)], as the matrix itself, with the bias that it never has."""
+        y, _ = self.base_layer(x)
+        lows = self._between(self._into(x)).split(self.rank, dim=-1)
+        added = [
+            F.linear(low, b) * self.scaling for low, b in zip(lows, self.lora_B.split(self.targets, dim=0), strict=True)
+        ]
+        if len(added) == 1 and len(self.rows) == 1:
+            return y + added[0], None
+        parts = []
+        for part, wanted in zip(y.split(self.rows, dim=-1), self.is_target, strict=True):
+            parts.append(part + added.pop(0) if wanted else part)
+        return torch.cat(parts, dim=-1), None
+
+    def _into(self, x: torch.Tensor) -> torch.Tensor:
+        """x Aᵀ of each target side by side; each has its own dropout, as in PEFT."""
+        if not (self.dropout and self.training):
+            return F.linear(x, self.lora_A)
+        sides = self.lora_A.split(self.rank, dim=0)
+        return torch.cat([F.linear(F.dropout(x, self.dropout), a) for a in sides], dim=-1)
+
+    def _between(self, low: torch.Tensor) -> torch.Tensor:
+        """[.., rank] from A's side of tensor parallelism to B's. Gradients are summed on the way back where ranks of a
+        column-parallel matrix see only what their own rows make of it."""
+        group = self.base_layer.tp_group  # by name: megatron-core warns where it has to look for it, and splits a graph
+        if self.is_column:
+            if self.sequence_parallel:
+                return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+            return copy_to_tensor_model_parallel_region(low, group=group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=group)
+        return reduce_from_tensor_model_parallel_region(low, group=group)
+
+
+def add_lora(chunk: Llama, plan: Plan) -> None:
+    """Freeze a chunk (on the meta device) but for ``modules_to_save``, keep what is frozen in ``frozen_dtype``, and add
+    A and B to the targets, without values yet."""
+    finetune = plan.config.finetune
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(is_saved_module(name, finetune))
+    for block in chunk.layers.values():
+        _wrap(block, finetune)  # type: ignore[arg-type]
+    frozen_dtype = torch_dtype(plan.frozen_dtype)
+    for parameter in chunk.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(frozen_dtype)
+    if chunk.is_first and not chunk.embed_tokens.weight.requires_grad:
+        chunk.embed_tokens.register_forward_hook(_ask_for_gradient)
+
+
+def _wrap(block: Block, finetune: FinetuneConfig) -> None:
+    attention, mlp = block.self_attn, block.mlp
+    dim = attention.head_dim
+    heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads, "v_proj": attention.num_kv_heads}
+    half = mlp.gate_up_proj.weight.shape[0] // 2
+    matrices = (
+        (attention, "qkv_proj", {module: count * dim for module, count in heads.items()}),
+        (attention, "o_proj", {"o_proj": attention.o_proj.weight.shape[0]}),
+        (mlp, "gate_up_proj", {"gate_proj": half, "up_proj": half}),
+        (mlp, "down_proj", {"down_proj": mlp.down_proj.weight.shape[0]}),
+    )
+    for owner, name, rows in matrices:
+        if set(rows) & set(finetune.lora_target_modules):
+            setattr(owner, name, LoraLinear(getattr(owner, name), rows, finetune))
+    # A block that is computed again must drop the same values again.
+    block.draws_random_numbers = finetune.lora_dropout > 0
+
+
+def _ask_for_gradient(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    """Have the first block's input ask for a gradient, as all others do (PEFT's enable_input_require_grads).
+
+    Recomputation of the reentrant kind would give no gradients without, and a compiled first block be another graph.
+    """
+    return output.requires_grad_() if torch.is_grad_enabled() else output

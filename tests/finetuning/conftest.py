@@ -1,0 +1,68 @@
+"""One base model, one adapter that peft wrote, and what transformers and peft make of them; shared by all tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import Plan
+from tests.finetuning import runner
+from tests.finetuning.runner import LORA, Tuned, make_plan
+from tests.ranks import run_ranks
+
+
+@dataclass
+class World:
+    """Folders, and the oracle's answers."""
+
+    base: Path
+    """A Hugging Face folder."""
+    adapter: Path
+    """A PEFT adapter to it, B not zero."""
+    plan: Plan
+    """LoRA in one process."""
+
+    @property
+    def full(self) -> list[str]:
+        """Full fine-tuning of the base."""
+        return ["finetune=full", f"init_from={self.base}"]
+
+    @property
+    def lora(self) -> list[str]:
+        """LoRA from the adapter on."""
+        return ["finetune=lora", f"finetune.adapter={self.adapter}", f"init_from={self.base}"]
+
+    @property
+    def fresh(self) -> list[str]:
+        """LoRA from its own start."""
+        return [*LORA, f"init_from={self.base}"]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    # Imported before any rank is forked: it takes seconds.
+    pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
+    pytest.importorskip("peft", reason="peft, the oracle, is a development dependency")
+    folder = tmp_path_factory.mktemp("finetuning")
+    made = World(folder / "base", folder / "adapter", make_plan(1, folder, *LORA))
+    run_ranks(_prepare, 1, made)
+    return made
+
+
+def _prepare(rank: int, made: World) -> None:
+    runner.save_base(made.plan, made.base)
+    runner.save_adapter(made.plan, made.base, made.adapter)
+
+
+@pytest.fixture(scope="session")
+def theirs_full(world: World) -> Tuned:
+    """Full fine-tuning by transformers and torch.optim."""
+    return run_ranks(runner.run_full, 1, world.plan, world.base, runner.STEPS)[0]
+
+
+@pytest.fixture(scope="session")
+def theirs_lora(world: World) -> Tuned:
+    """LoRA by peft."""
+    return run_ranks(runner.run_lora, 1, world.plan, world.base, world.adapter, runner.STEPS)[0]

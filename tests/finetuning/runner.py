@@ -1,0 +1,203 @@
+"""Fine-tune a small Llama by ours in any layout, and by transformers and peft in a plain loop, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.optim.optimizer import decays
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.checkpoint.runner import assembled
+from tests.layouts.runner import CONF, SHAPE, RaggedSamples, Tensors
+from tests.model.llamas import CPU, hf_config, load, whole_batch
+from tests.ranks import run_ranks
+
+STEPS = 20
+SETTINGS = (
+    *(setting for setting in SHAPE if "global_batch_size" not in setting),
+    "trainer.global_batch_size=4",
+    "model.num_hidden_layers=2",
+    "model.initializer_range=0.1",  # at 0.02 so small a model is almost linear and would hide errors
+    "optim=constant",
+    "optim.lr=0.003",
+    "optim.warmup_steps=0",
+)
+EVERY_MATRIX = "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+RANK = ("finetune=lora", "finetune.lora_rank=4", "finetune.lora_alpha=12")
+LORA = (*RANK, EVERY_MATRIX)
+Tamper = Callable[[ParallelModel], None]
+
+
+@dataclass
+class Tuned:
+    """What fine-tuning gave."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_grads: Tensors = field(default_factory=dict)
+    trained: Tensors = field(default_factory=dict)
+    frozen: Tensors = field(default_factory=dict)
+    dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
+    """Of what is trained and of what is frozen, on the first rank."""
+    moments: int = 0
+    """Values that the optimizer remembers on the first rank."""
+
+
+def make_plan(world: int, folder: Path, *overrides: str) -> Plan:
+    """The small model in a layout."""
+    return resolve(compose([*SETTINGS, f"run.dir={folder}", *overrides], CONF), world)
+
+
+def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: Tamper | None = None) -> Tuned:
+    """Go on from where the run in ``folder`` stands up to step ``steps``, on forked ranks, and save.
+
+    ``tamper`` may break the model on each rank before it is loaded.
+    """
+    answers = run_ranks(_tune, world, make_plan(world, folder, *overrides), steps, tamper)
+    first, *_ = answers[0]
+    for tuned, *_ in answers:
+        assert (tuned.losses, tuned.norms) == (first.losses, first.norms), "ranks disagree about loss or gradient norm"
+    for index, name in enumerate(("first_grads", "trained", "frozen"), start=1):
+        setattr(first, name, assembled([answer[index] for answer in answers]))
+    return first
+
+
+def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        optimizer = build_optimizer(plan, model)
+        if tamper is not None:
+            tamper(model)
+        checkpointer = Checkpointer(plan, topology, model, optimizer)
+        batches = Batches(RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size), plan, topology, CPU)
+        tuned, grads = Tuned(), []
+        first = checkpointer.resume()
+        for step in range(first, steps):
+            tuned.losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())
+            norm = optimizer.gradient_norm()
+            tuned.norms.append(norm.item())
+            assert not any(shard.grad is not None for shard in model.shards if not shard.is_trained)
+            grads = grads or _held(model, trained=True, gradients=True)
+            optimizer.step(norm)
+        checkpointer.finish(max(first, steps))
+        tuned.moments = sum(moment.numel() for _, _, moment in optimizer.moments())
+        tuned.dtypes = tuple({s.local.dtype for s in model.shards if s.is_trained is t} for t in (True, False))  # type: ignore[assignment]
+        return tuned, grads, _held(model, trained=True), _held(model, trained=False)
+
+
+def _held(model: ParallelModel, *, trained: bool, gradients: bool = False) -> list[tuple]:
+    """(name, global shape, offset, values) of what this rank holds."""
+    found = []
+    for shard in model.shards:
+        if shard.is_trained is trained:
+            tensor = shard.grad if gradients else shard.local
+            assert tensor is not None, f"{shard.name} has no gradient"
+            for piece in shard.pieces:
+                found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))
+    return found
+
+
+def save_base(plan: Plan, folder: Path) -> None:
+    """A Hugging Face folder with a random Llama of the plan's shape, its norms no ones."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(7)
+    llama = LlamaForCausalLM(hf_config(plan.model))
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    llama.save_pretrained(folder)
+
+
+def their_base(folder: Path, attention: str = "sdpa") -> Any:
+    """The folder's model as transformers has it."""
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+
+
+def their_lora(base: Any, plan: Plan) -> Any:
+    """peft's model of the plan's settings, with an adapter of peft's own initial values."""
+    import peft
+
+    finetune = plan.config.finetune
+    config = peft.LoraConfig(
+        r=finetune.lora_rank,
+        lora_alpha=int(finetune.lora_alpha),
+        lora_dropout=finetune.lora_dropout,
+        target_modules=finetune.lora_target_modules,
+        modules_to_save=finetune.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(base, config)
+
+
+def save_adapter(plan: Plan, base: Path, folder: Path) -> None:
+    """A PEFT adapter, written by peft, that is no longer at its start: B is not zero."""
+    torch.manual_seed(11)
+    model = their_lora(their_base(base), plan)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+            elif parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
+    """torch.optim.AdamW in a plain loop over the same batches. To be called in a forked rank."""
+    optim = plan.config.optim
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = [
+        {"params": [p for n, p in named.items() if decays(_plain(n))], "weight_decay": optim.weight_decay},
+        {"params": [p for n, p in named.items() if not decays(_plain(n))], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)  # type: ignore[arg-type]
+    tuned = Tuned()
+    assert optim.clip is not None
+    for step in range(steps):
+        tokens, labels, mask = whole_batch(plan, step)
+        marked = torch.where(mask > 0, labels, -100)
+        loss = model(input_ids=tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum()).loss
+        loss.backward()
+        tuned.losses.append(loss.item())
+        tuned.norms.append(torch.nn.utils.clip_grad_norm_(named.values(), optim.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    tuned.trained = {_plain(name): parameter.detach().clone() for name, parameter in named.items()}
+    return tuned
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in a file: peft's without the adapter's, whole modules under Hugging Face's."""
+    name = name.replace(".default", "").replace(".modules_to_save", "")
+    return name if ".lora_" in name else name.removeprefix("base_model.model.")
+
+
+def run_full(rank: int, plan: Plan, base: Path, steps: int) -> Tuned:
+    """Full fine-tuning by transformers and torch.optim."""
+    return train_theirs(their_base(base), plan, steps)
+
+
+def run_lora(rank: int, plan: Plan, base: Path, adapter: Path, steps: int) -> Tuned:
+    """LoRA by peft, from an adapter in a folder."""
+    import peft
+
+    model = peft.PeftModel.from_pretrained(their_base(base), adapter, is_trainable=True)
+    return train_theirs(model, plan, steps)
+
+
+__all__ = ["CPU", "LORA", "STEPS", "Tuned", "load", "make_plan", "tune"]

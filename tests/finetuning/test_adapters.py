@@ -1,0 +1,176 @@
+"""Adapters are PEFT's files, both ways; merged is W + B A; and what can't be merged is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.export import export, find_checkpoint
+from megatron_llama.config import ConfigError, Plan
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.finetuning import runner
+from tests.finetuning.conftest import World
+from tests.finetuning.runner import CPU, make_plan, tune
+from tests.layouts.test_layouts import distance
+from tests.model.llamas import whole_batch
+from tests.ranks import RankFailed, run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run of a few steps under tp2."""
+    folder = tmp_path_factory.mktemp("trained")
+    tune(2, folder, *world.lora, "trainer.tp=2", steps=4)
+    return folder
+
+
+def _our_logits(rank: int, plan: Plan) -> torch.Tensor:
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        Checkpointer(plan, topology, model, build_optimizer(plan, model)).resume()
+        logits = model.logits(whole_batch(plan, 0)[0])
+        assert logits is not None
+        return logits.transpose(0, 1)
+
+
+def _their_logits(rank: int, plan: Plan, base: Path, adapter: Path | None) -> tuple[torch.Tensor, Any]:
+    """Logits, and the weights once peft has merged them."""
+    import peft
+
+    model = runner.their_base(base)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        logits = model(whole_batch(plan, 0)[0]).logits
+    return logits, None if adapter is None else dict(model.merge_and_unload().state_dict())
+
+
+def test_peft_reads_our_adapter_and_gives_our_logits(world: World, trained: Path, tmp_path: Path) -> None:
+    made = export(find_checkpoint(trained), tmp_path / "adapter")
+    assert sorted(path.name for path in made.folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    theirs = load_file(world.adapter / "adapter_model.safetensors")
+    ours = load_file(made.folder / "adapter_model.safetensors")
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
+    assert made.bytes == sum(tensor.nbytes for tensor in ours.values()) and made.dtype == "float32"
+    (logits,) = run_ranks(_our_logits, 1, make_plan(1, trained, *world.lora))
+    (their_logits, _) = run_ranks(_their_logits, 1, world.plan, world.base, made.folder)[0]
+    assert distance(logits, their_logits) <= 1e-6
+    (plain, _) = run_ranks(_their_logits, 1, world.plan, world.base, None)[0]
+    assert distance(logits, plain) > 1e-2  # the adapter really is at work
+    # And back: a new run from the exported adapter begins where this one ended.
+    chosen = [*world.lora[:1], f"finetune.adapter={made.folder}", *world.lora[2:]]
+    (again,) = run_ranks(_our_logits, 1, make_plan(1, tmp_path / "again", *chosen))
+    assert torch.equal(again, logits)
+
+
+def test_merged_is_base_plus_product(world: World, trained: Path, tmp_path: Path) -> None:
+    made = export(find_checkpoint(trained), tmp_path / "merged", merge=True)
+    merged, base = load_file(made.folder / "model.safetensors"), load_file(world.base / "model.safetensors")
+    adapter = load_file(export(find_checkpoint(trained), tmp_path / "adapter").folder / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in adapter:
+            product = adapter[f"{stem}.lora_B.weight"].double() @ adapter[f"{stem}.lora_A.weight"].double()
+            assert distance(merged[name], weight + 12 / 4 * product) <= 1e-6
+            assert distance(merged[name], weight) > 1e-3
+        else:
+            assert torch.equal(merged[name], weight)
+    (_, by_peft) = run_ranks(_their_logits, 1, world.plan, world.base, tmp_path / "adapter")[0]
+    assert all(distance(merged[name], by_peft[name]) <= 1e-6 for name in merged)
+    (logits,) = run_ranks(_our_logits, 1, make_plan(1, trained, *world.lora))
+    (their_logits, _) = run_ranks(_their_logits, 1, world.plan, made.folder, None)[0]
+    assert distance(logits, their_logits) <= 1e-6
+
+
+def test_merging_twice(world: World, trained: Path, tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(trained)
+    first, second = (export(checkpoint, tmp_path / name, merge=True).folder for name in ("first", "second"))
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="is there already"):
+        export(checkpoint, first, merge=True)
+    with pytest.raises(ConfigError, match="does not hold the weights that this run was trained on"):
+        export(checkpoint, tmp_path / "third", merge=True, base=first)  # what has been merged is another base
+    tune(1, tmp_path / "full", "finetune=full", f"init_from={first}", steps=0)
+    with pytest.raises(ConfigError, match="nothing to merge"):
+        export(find_checkpoint(tmp_path / "full"), tmp_path / "fourth", merge=True)
+    assert not (tmp_path / "third").exists() and not (tmp_path / "fourth").exists()
+
+
+def test_the_base_may_move(world: World, trained: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.symlink_to(world.base)
+    export(find_checkpoint(trained), tmp_path / "merged", merge=True, base=moved)
+    with pytest.raises(ConfigError, match="neither model.safetensors nor"):
+        export(find_checkpoint(trained), tmp_path / "none", merge=True, base=tmp_path)
+
+
+def test_the_script(world: World, trained: Path, tmp_path: Path) -> None:
+    def script(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / "scripts/export_hf.py", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    answer = script(trained, tmp_path / "merged", "--merge", "--base", world.base, "--dtype", "bfloat16")
+    assert answer.returncode == 0 and "bfloat16 in 1 file" in answer.stdout, answer.stderr
+    expected = load_file(export(find_checkpoint(trained), tmp_path / "wide", merge=True).folder / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "merged/model.safetensors").items():
+        assert torch.equal(tensor, expected[name].bfloat16())  # summed in fp32, rounded once
+    answer = script(trained, tmp_path / "refused", "--merge", "--base", tmp_path)
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+
+
+def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
+    folder.mkdir()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    (folder / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"target_modules": ".*_proj"}, "target_modules are no list"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
+        ({"target_modules": ["q_proj", "c_attn"]}, "must be some of q_proj"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(settings: dict[str, Any], said: str, world: World, tmp_path: Path) -> None:
+    folder = _with(world.adapter, tmp_path / "other", **settings)
+    with pytest.raises(ConfigError, match=said):
+        make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
+
+
+def test_an_adapter_sets_rank_and_modules(world: World, tmp_path: Path) -> None:
+    finetune = make_plan(1, tmp_path, *world.lora).config.finetune
+    assert (finetune.lora_rank, finetune.lora_alpha, len(finetune.lora_target_modules)) == (4, 12, 7)
+    with pytest.raises(ConfigError, match="is what the adapter in .* says: 4"):
+        make_plan(1, tmp_path, *world.lora, "finetune.lora_rank=8")
+    with pytest.raises(ConfigError, match=r"No\s+such file"):
+        make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={tmp_path}", f"init_from={world.base}")
+
+
+def test_an_adapter_of_another_model_is_refused(world: World, tmp_path: Path) -> None:
+    folder = _with(world.adapter, tmp_path / "other")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    save_file(tensors | {name: torch.zeros(4, 5)}, folder / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(RankFailed, match="ConfigError(.|\n)*in the shape .4, 5."):
+        tune(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}", steps=0)

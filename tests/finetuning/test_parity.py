@@ -1,0 +1,138 @@
+"""Step by step, fine-tuning is that of a plain transformers, peft and torch.optim loop on the same batches, in every
+kind of layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_llama.parallel import ParallelModel
+from tests.finetuning import runner
+from tests.finetuning.conftest import World
+from tests.finetuning.runner import Tuned, make_plan, tune
+from tests.layouts.test_layouts import distance
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5  # fp32; sums in another order
+LAYOUTS = {
+    "one process": (1, []),
+    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),
+    "tp2+sp": (2, ["trainer.tp=2"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "zero 1": (2, ["trainer.zero=1"]),
+    "zero 2": (2, ["trainer.zero=2"]),
+    "zero 3": (2, ["trainer.zero=3"]),
+}
+
+
+def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
+    """The largest relative differences."""
+    steps = len(ours.losses)
+    assert steps and ours.trained.keys() == theirs.trained.keys()
+    found = {
+        kind: max(abs(a / b - 1) for a, b in zip(getattr(ours, kind), getattr(theirs, kind)[:steps], strict=True))
+        for kind in ("losses", "norms")
+    }
+    return found | {name: distance(tensor, theirs.trained[name]) for name, tensor in ours.trained.items()}
+
+
+def assert_equal(ours: Tuned, theirs: Tuned) -> None:
+    differences = worst(ours, theirs)
+    assert len(ours.losses) == runner.STEPS
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_full_fine_tuning(ranks: int, layout: list[str], world: World, theirs_full: Tuned, tmp_path: Path) -> None:
+    assert_equal(tune(ranks, tmp_path, *world.full, *layout), theirs_full)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_lora(ranks: int, layout: list[str], world: World, theirs_lora: Tuned, tmp_path: Path) -> None:
+    ours = tune(ranks, tmp_path, *world.lora, *layout)
+    assert_equal(ours, theirs_lora)
+    base = load_file(world.base / "model.safetensors")
+    assert ours.frozen.keys() == base.keys()
+    assert all(torch.equal(tensor, base[name]) for name, tensor in ours.frozen.items()), "the base has moved"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, ["trainer.tp=4", "trainer.sp=false"]),
+        (4, ["trainer.tp=4"]),
+        (4, ["trainer.tp=2", "trainer.pp=2"]),
+        (8, ["trainer.zero=3", "trainer.global_batch_size=8"]),
+        (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
+    ],
+    ids=["tp4, shared kv heads", "tp4+sp, shared kv heads", "tp2·pp2+sp", "dp8, rank below dp", "tp2·dp2, recompute"],
+)
+def test_lora_in_harder_layouts(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+    alone = [setting for setting in layout if "batch" in setting]
+    ours = tune(ranks, tmp_path / "ours", *world.lora, *layout, steps=4)
+    one = tune(1, tmp_path / "one", *world.lora, *alone, steps=4)
+    assert max(worst(ours, one).values()) <= TOLERANCE, worst(ours, one)
+    assert all(distance(ours.first_grads[name], grad) <= TOLERANCE for name, grad in one.first_grads.items())
+
+
+def test_whole_modules_beside_lora(world: World, tmp_path: Path) -> None:
+    """Embedding, head and every norm train too, as peft's modules_to_save."""
+    saved = ["finetune.modules_to_save=[embed_tokens,lm_head,norm]", "finetune.lora_target_modules=[v_proj,up_proj]"]
+    plan = make_plan(1, tmp_path, *runner.RANK, *saved)
+    adapter = tmp_path / "adapter"
+    run_ranks(_save_adapter, 1, plan, world.base, adapter)
+    theirs = run_ranks(runner.run_lora, 1, plan, world.base, adapter, 5)[0]
+    assert "model.layers.1.input_layernorm.weight" in theirs.trained and "lm_head.weight" in theirs.trained
+    layout = ["trainer.tp=2", "trainer.pp=2"]
+    chosen = ["finetune=lora", f"finetune.adapter={adapter}", f"init_from={world.base}"]
+    ours = tune(4, tmp_path / "run", *chosen, *layout, steps=5)
+    assert max(worst(ours, theirs).values()) <= TOLERANCE, worst(ours, theirs)
+
+
+def _save_adapter(rank: int, plan, base: Path, folder: Path) -> None:
+    runner.save_adapter(plan, base, folder)
+
+
+def _no_sums_over_the_sequence(model: ParallelModel) -> None:
+    model.replicated.sums_over_sequence = False
+
+
+def _no_sums_over_kv_copies(model: ParallelModel) -> None:
+    model.replicated.kv_group = None
+
+
+def _no_sums_in_between(model: ParallelModel) -> None:
+    for module in model.chunks[0].modules():
+        if hasattr(module, "lora_A"):
+            module._between = lambda low: low
+
+
+def _another_scale(model: ParallelModel) -> None:
+    for module in model.chunks[0].modules():
+        if hasattr(module, "lora_A"):
+            module.scaling *= 1.001
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "tamper"),
+    [
+        (2, ["trainer.tp=2"], _no_sums_over_the_sequence),
+        (4, ["trainer.tp=4", "trainer.sp=false"], _no_sums_over_kv_copies),
+        (2, ["trainer.tp=2", "trainer.sp=false"], _no_sums_in_between),
+        (1, [], _another_scale),
+    ],
+    ids=["sequence", "kv copies", "between A and B", "scale"],
+)
+def test_what_is_left_out_would_be_seen(
+    ranks: int, layout: list[str], tamper, world: World, theirs_lora: Tuned, tmp_path: Path
+) -> None:
+    try:
+        ours = tune(ranks, tmp_path, *world.lora, *layout, steps=3, tamper=tamper)
+    except AssertionError as error:
+        assert "copies of" in str(error)  # ranks drift apart
+        return
+    first = run_ranks(runner.run_lora, 1, world.plan, world.base, world.adapter, 3)[0]
+    assert max(worst(ours, first).values()) > 10 * TOLERANCE
