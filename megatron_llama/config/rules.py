@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_llama.config.counting import head_dim, kv_heads
 from megatron_llama.config.problems import Problem, shown
-from megatron_llama.config.settings import Config
-from megatron_llama.config.values import GOOD_SPLIT
+from megatron_llama.config.settings import Config, TrainerConfig
+from megatron_llama.config.values import GOOD_SPLIT, weights_and_paths
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 RULES: list[tuple[Rule, frozenset[str]]] = []
@@ -299,6 +299,55 @@ def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
             )
 
 
+@reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes")
+def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
+    """A run's length is said once, and an epoch has an end."""
+    epochs, steps = config.trainer.epochs, config.trainer.steps
+    if epochs is None:
+        return
+    if steps != TrainerConfig.steps:
+        rule = f"and trainer.steps={steps} both say how long the run is"
+        yield Problem("trainer.epochs", epochs, rule, "leave one of them out")
+    if config.data.mock:
+        yield Problem("trainer.epochs", epochs, "made-up data has no end", "write trainer.steps instead")
+    elif weights_and_paths(config.data.prefixes)[0]:
+        rule = "in a blend with weights, no number of samples shows all of it once"
+        yield Problem("trainer.epochs", epochs, rule, "write trainer.steps instead, or data.prefixes without weights")
+
+
+@reads("optim.warmup_ratio", "optim.warmup_steps")
+def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
+    """The warm-up's length is said once."""
+    ratio, steps = config.optim.warmup_ratio, config.optim.warmup_steps
+    if ratio is not None and steps is not None:
+        rule = f"and optim.warmup_steps={steps} both say how long the warm-up is"
+        yield Problem("optim.warmup_ratio", ratio, rule, "leave one of them out")
+
+
+@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes", "data.mock")
+def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
+    """Packing and a set of its own for validation are about examples, which pretraining data does not have."""
+    data = config.data
+    weights, paths = weights_and_paths(data.prefixes)
+    if data.kind == "sft":
+        if weights:
+            advice = f"write data.prefixes={shown(paths)}; a set that is named twice counts twice"
+            yield Problem(
+                "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
+            )
+        if data.mock:
+            yield Problem("data.kind", data.kind, "made-up data is no fine-tuning set", "write data.kind=pretrain")
+        return
+    advice = "write data.kind=sft, for a dataset that data_prep/sft.py made"
+    if data.pack:
+        yield Problem(
+            "data.pack", True, "packs examples, and data.kind=pretrain has none", f"{advice}, or leave it out"
+        )
+    if data.validation_prefixes:
+        rule = "are for data.kind=sft; pretraining validates on data.split's second share"
+        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, f"{advice}, or leave them out")
+
+
 @reads("optim.lr", "optim.min_lr")
 def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
     """The schedule ends at or below where it peaks."""
@@ -329,11 +378,12 @@ def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("data.prefixes", config.data.prefixes, "names no dataset", advice)
 
 
-@reads("data.split", "trainer.val_every_steps")
+@reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
 def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
     """Validation is on documents that training never sees."""
     every, split = config.trainer.val_every_steps, config.data.split
-    if every is not None and not config.data.mock and float(split.split(",")[1]) == 0:
+    own = config.data.mock or config.data.validation_prefixes
+    if every is not None and not own and float(split.split(",")[1]) == 0:
         rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
         yield Problem("data.split", split, rule, f"write data.split={GOOD_SPLIT}, or trainer.val_every_steps=null")
 
