@@ -95,6 +95,8 @@ class HuggingFace:
         begun = self._tokenizer.encode("x", add_special_tokens=True).ids
         plain = self._tokenizer.encode("x", add_special_tokens=False).ids
         self.bos = begun[0] if len(begun) > len(plain) and begun[1 : 1 + len(plain)] == plain else None
+        # What adds special tokens also trims spaces off the spans, which would hide that a token crosses a border.
+        self._tokenizer.post_processor = tokenizers.processors.Sequence([])
 
     def spans(self, text: str) -> Spans:
         found = self._tokenizer.encode(text, add_special_tokens=False)
