@@ -44,7 +44,7 @@ def identity(options: Options, encoder: Encoder) -> dict[str, Any]:
         "tokenizer_sha256": encoder.sha256,
         "append_eod": job.append_eod,
         "max_line_bytes": job.max_line,
-        **({} if options.chat is None else {"examples": dict(options.chat.options)}),
+        **({} if options.chat is None else options.chat.options),
     }
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from data_prep.lib import sentencepiece_model
 from data_prep.lib.chat_templates import END, Piece
 from data_prep.lib.conversations import Bad
@@ -155,30 +157,25 @@ def _encode_run(run: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[in
     text = "".join(piece.text for piece in run)
     if not text:
         return [], []
-    borders: list[tuple[int, bool]] = []  # where a stretch begins, and whether it is to be learned
+    borders: list[int] = []  # where a stretch begins
+    learn: list[bool] = []  # whether it is to be learned
     place = 0
     for piece in run:
-        if not borders or borders[-1][1] != piece.learn:
-            borders.append((place, piece.learn))
+        if not learn or learn[-1] != piece.learn:
+            borders.append(place)
+            learn.append(piece.learn)
         place += len(piece.text)
     spans = tokenizer.spans(text)
-    marks = [_mark(start, borders) for start in spans.starts]
-    across = any(
-        start < border < end for border, _ in borders[1:] for start, end in zip(spans.starts, spans.ends, strict=True)
-    )
-    if not across:
-        return spans.ids, marks
-    ids, marks = [], []
-    for number, (start, learn) in enumerate(borders):
-        stop = borders[number + 1][0] if number + 1 < len(borders) else len(text)
-        part = _continued(text[start:stop], tokenizer) if number else tokenizer.spans(text[start:stop]).ids
+    starts, ends = np.array(spans.starts), np.array(spans.ends)
+    if not any(((starts < border) & (ends > border)).any() for border in borders[1:]):
+        return spans.ids, np.array(learn)[np.searchsorted(borders, starts, side="right") - 1].tolist()
+    ids: list[int] = []
+    marks: list[bool] = []
+    for start, stop, is_learned in zip(borders, [*borders[1:], len(text)], learn, strict=True):
+        part = _continued(text[start:stop], tokenizer) if start else tokenizer.spans(text[:stop]).ids
         ids += part
-        marks += [learn] * len(part)
+        marks += [is_learned] * len(part)
     return ids, marks
-
-
-def _mark(start: int, borders: Sequence[tuple[int, bool]]) -> bool:
-    return next(learn for border, learn in reversed(borders) if border <= start)
 
 
 def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:

@@ -165,16 +165,16 @@ def test_what_is_left_out_is_noted() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- templates
 GOLDEN = {
-    "prompter": "<|system|> S <|endoftext|> <|prompter|> Q <|endoftext|> <|assistant|>[ A <|endoftext|>] ",
-    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n[A<|im_end|>]\n",
-    "dialogue": "S\n\n\n\nHuman: Q\n\nAssistant:[ A<|endoftext|>]",
-    "plain": "S\n\nQ\n[A<|endoftext|>]",
+    "prompter": "<|system|> S <|endoftext|> <|prompter|> Q <|endoftext|> <|assistant|>« A <|endoftext|>» ",
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n«A<|im_end|>»\n",
+    "dialogue": "S\n\n\n\nHuman: Q\n\nAssistant:« A<|endoftext|>»",
+    "plain": "S\n\nQ\n«A<|endoftext|>»",
 }
 
 
 def shown(pieces: list[Piece]) -> str:
-    """The text, with what is to be learned in square brackets."""
-    return "".join(f"[{piece.text}]" if piece.learn else piece.text for piece in pieces).replace("][", "")
+    """The text, with what is to be learned in «»."""
+    return "".join(f"«{piece.text}»" if piece.learn else piece.text for piece in pieces).replace("»«", "")
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
@@ -187,9 +187,9 @@ def test_named_templates(name: str) -> None:
 
 OWN = {
     "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
-    "[Fine.<|im_end|>]\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n[ Yes, é🤯!<|im_end|>]\n",
-    "inst": "<|im_start|>[INST] How are you? [/INST][ Fine.<|im_end|>][INST] Sure? [/INST][  Yes, é🤯!<|im_end|>]",
-    "colon": "Q: How are you?\nA: [Fine.<|im_end|>]\nQ: Sure?\nA: [ Yes, é🤯!<|im_end|>]\n",
+    "«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
+    "inst": "<|im_start|>[INST] How are you? [/INST]« Fine.<|im_end|>»[INST] Sure? [/INST]«  Yes, é🤯!<|im_end|>»",
+    "colon": "Q: How are you?\nA: «Fine.<|im_end|>»Q: Sure?\nA: « Yes, é🤯!<|im_end|>»",
 }
 
 
@@ -226,13 +226,13 @@ def test_a_template_is_rendered_in_a_sandbox() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- masks
 def learned(pieces: list[Piece], tokenizer: ChatTokenizer) -> str:
-    """The tokens' text, with those that are to be learned in square brackets."""
+    """The tokens' text, with those that are to be learned in «»."""
     ids, marks = encode_pieces(pieces, tokenizer)
     parts, start = [], 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or marks[place] != marks[start]:
             text = tokenizer.encoder.decode(ids[start:place])
-            parts.append(f"[{text}]" if marks[start] else text)
+            parts.append(f"«{text}»" if marks[start] else text)
             start = place
     return "".join(parts)
 
@@ -323,7 +323,8 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
         turns = [Turn("user", f"Question {number}?"), Turn("assistant", f"Answer {number}.")]
         expected, marks = encode_pieces(template.pieces(turns), tokenizer)
         assert ids.tolist() == expected and mask.tolist() == [int(mark) for mark in marks]
-    assert manifest["tokens"] == sum(map(len, tokens)) and manifest["tokens_with_loss"] == sum(map(sum, masks))
+    assert manifest["tokens"] == sum(map(len, tokens))
+    assert manifest["tokens_with_loss"] == sum(int(mask.sum()) for mask in masks)
 
 
 def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: Path) -> None:
@@ -402,7 +403,7 @@ def test_kill_9_and_again(folder: Path, tmp_path: Path) -> None:
     from tests.data_prep.conftest import command
 
     source = tmp_path / "chat.jsonl"
-    source.write_text("\n".join(GOOD * 700) + "\n")
+    source.write_text("\n".join(GOOD * 60) + "\n")
     arguments = ("--tokenizer-model", folder, "--seq-length", 128, "--workers", 1, "--checkpoint-seconds", 0)
     whole = run_script("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
