@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep.lib.encoders import Encoder, EncoderMismatch
 from data_prep.lib.errors import UserError
+from data_prep.lib.examples import MASK_DTYPE, Chat
 from data_prep.lib.indexed import token_dtype
 from data_prep.lib.ledger import KeyCounts, Ledger
 from data_prep.lib.publish import (
@@ -41,6 +44,7 @@ def identity(options: Options, encoder: Encoder) -> dict[str, Any]:
         "tokenizer_sha256": encoder.sha256,
         "append_eod": job.append_eod,
         "max_line_bytes": job.max_line,
+        **({} if options.chat is None else options.chat.options),
     }
 
 
@@ -74,7 +78,7 @@ def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dic
             say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
         raise
     manifests = [_manifest(options, encoder, wanted, run.ledger, key) for key in range(len(options.job.keys))]
-    write_outputs(workspace, token_dtype(encoder.vocab_size), manifests, {"ledger": run.ledger})
+    write_outputs(workspace, _dtypes(options, encoder), manifests, {"ledger": run.ledger})
     say(run.summary())
     workspace.remove()
     manifest = read_finished(options.folder, options.names)
@@ -154,7 +158,7 @@ def _manifest(options: Options, encoder: Encoder, wanted: dict[str, Any], ledger
         "tokens": counts.tokens,
         "text_bytes": ledger.text_bytes,
         "json_key": options.job.keys[key],
-        "dtype": str(token_dtype(encoder.vocab_size)),
+        "dtype": str(_dtypes(options, encoder)[key]),
         "tokenizer": os.path.abspath(encoder.path),
         "tokenizer_sha256": encoder.sha256,
         "vocab_size": encoder.vocab_size,
@@ -163,4 +167,20 @@ def _manifest(options: Options, encoder: Encoder, wanted: dict[str, Any], ledger
         "options": wanted,
         "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in options.job.sources],
         "quarantine": quarantine_file(options.folder, options.names).name if ledger.skipped else None,
+        **({} if options.chat is None else _of_examples(options.chat, ledger)),
+    }
+
+
+def _dtypes(options: Options, encoder: Encoder) -> list[np.dtype]:
+    """The type of each output's numbers."""
+    tokens = token_dtype(encoder.vocab_size)
+    return [tokens] * len(options.job.keys) if options.chat is None else [tokens, MASK_DTYPE]
+
+
+def _of_examples(chat: Chat, ledger: Ledger) -> dict[str, Any]:
+    """What a fine-tuning set's manifest says beside."""
+    return {
+        "tokens_with_loss": ledger.learned,
+        "changed": dict(sorted(ledger.notes.items())),
+        "seq_length": chat.max_tokens - 1,
     }

@@ -63,6 +63,10 @@ class Result:
     lines: list[int] = field(default_factory=list)
     """lines in each segment, blank ones too"""
     bad: list[BadRecord] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+    """records that were taken, but changed: how, and how many"""
+    learned: int = 0
+    """of a fine-tuning set: tokens with loss"""
 
 
 class BlockEncoder:

@@ -32,6 +32,10 @@ class Ledger:
     text_bytes: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     """by reason"""
+    notes: dict[str, int] = field(default_factory=dict)
+    """of a fine-tuning set: examples that were taken, but changed, by how"""
+    learned: int = 0
+    """of a fine-tuning set: tokens with loss"""
 
     def add(self, block: Block, result: Result) -> None:
         """Takes a block's account in; bad lines have been seen to already."""
@@ -42,6 +46,9 @@ class Ledger:
         self.text_bytes += result.text_bytes
         for record in result.bad:
             self.skipped[record.reason] = self.skipped.get(record.reason, 0) + 1
+        for note, count in result.notes.items():
+            self.notes[note] = self.notes.get(note, 0) + count
+        self.learned += result.learned
         for counts, lengths_bytes in zip(self.keys, result.lengths, strict=True):
             lengths = np.frombuffer(lengths_bytes, dtype="<i4")
             filled = int(np.count_nonzero(lengths))

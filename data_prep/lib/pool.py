@@ -16,10 +16,10 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 from data_prep.lib.blocks import Block, Slots
-from data_prep.lib.encode import BlockEncoder, Result
+from data_prep.lib.encode import Result
 from data_prep.lib.errors import MachineError, UserError
 
 BLOCKS_PER_WORKER = 2
@@ -32,10 +32,18 @@ def slots_for(workers: int) -> int:
     return BLOCKS_PER_WORKER * workers + 2
 
 
+class Worker(Protocol):
+    """What encodes blocks."""
+
+    slots: Slots
+
+    def run(self, block: Block) -> Result: ...
+
+
 class Pool:
     """Forked workers. Use as a context manager, before any thread is started."""
 
-    def __init__(self, workers: int, encoder: BlockEncoder) -> None:
+    def __init__(self, workers: int, encoder: Worker) -> None:
         self.slots: Slots = encoder.slots
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
@@ -219,7 +227,7 @@ class _Cutter(threading.Thread):
         os.close(self._wake_writer)
 
 
-def _work(pipe: Connection, others: list[Connection], encoder: BlockEncoder) -> None:
+def _work(pipe: Connection, others: list[Connection], encoder: Worker) -> None:
     """A worker's life: blocks in, results out, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ def output_file(folder: Path, name: str, suffix: str) -> Path:
 
 
 def write_outputs(
-    workspace: Workspace, dtype: np.dtype, manifests: list[dict[str, Any]], checkpoint: dict[str, Any]
+    workspace: Workspace, dtypes: Sequence[np.dtype], manifests: list[dict[str, Any]], checkpoint: dict[str, Any]
 ) -> None:
     """Writes indices and manifests into the work folder, notes in the journal that all is complete, and publishes.
 
     Args:
         checkpoint: arguments of `Workspace.checkpoint`, the ledger first.
     """
-    for name, manifest in zip(workspace.names, manifests, strict=True):
+    for name, dtype, manifest in zip(workspace.names, dtypes, manifests, strict=True):
         index = output_file(workspace.folder, name, ".idx")
         with open(index, "wb") as file:
             sequences, tokens = write_index(file, output_file(workspace.folder, name, ".lengths"), dtype)

@@ -69,16 +69,31 @@ def _utf8_detail(error: UnicodeDecodeError) -> str:
     return f"byte {error.object[error.start]:#04x} at {error.start}: {error.reason}"
 
 
-def _explain(line: bytes, keys: Sequence[str]) -> list[str] | BadLine:
-    """The slow path: the exact reason, or the texts where only the fast parser had refused the line."""
+def parse_object(line: bytes) -> dict[str, Any] | BadLine:
+    """The line's JSON object."""
+    try:
+        record = loads(line)
+    except (ValueError, RecursionError):
+        return _parse_slowly(line)
+    return record if isinstance(record, dict) else BadLine("not_an_object", f"it is a {type(record).__name__}")
+
+
+def _parse_slowly(line: bytes) -> dict[str, Any] | BadLine:
+    """The exact reason why a line is no object, or the object where only the fast parser had refused the line."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadLine("bad_utf8", _utf8_detail(error))
     except (ValueError, RecursionError) as error:
         return BadLine("bad_json", str(error) or type(error).__name__)
-    if not isinstance(record, dict):
-        return BadLine("not_an_object", f"it is a {type(record).__name__}")
+    return record if isinstance(record, dict) else BadLine("not_an_object", f"it is a {type(record).__name__}")
+
+
+def _explain(line: bytes, keys: Sequence[str]) -> list[str] | BadLine:
+    """The slow path: the exact reason, or the texts where only the fast parser had refused the line."""
+    record = _parse_slowly(line)
+    if isinstance(record, BadLine):
+        return record
     texts = []
     for key in keys:
         if key not in record:

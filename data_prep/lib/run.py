@@ -17,6 +17,7 @@ from data_prep.lib.blocks import BLOCK_BYTES, Block, Position, Slots, cut_blocks
 from data_prep.lib.encode import BlockEncoder, Job, Result
 from data_prep.lib.encoders import Encoder
 from data_prep.lib.errors import Stopped, UserError
+from data_prep.lib.examples import Chat, ExampleEncoder
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.pool import Pool, slots_for
 from data_prep.lib.progress import Progress, short_time
@@ -35,10 +36,14 @@ class Options:
     overwrite: bool = False
     checkpoint_seconds: float = 5.0
     block_bytes: int = BLOCK_BYTES
+    chat: Chat | None = None
+    """for a fine-tuning set: how records become examples"""
 
     @property
     def names(self) -> list[str]:
         base = Path(self.output_prefix).name
+        if self.chat is not None:
+            return [f"{base}_{key}" for key in self.job.keys]
         return [f"{base}_{key}_document" for key in self.job.keys]
 
     @property
@@ -74,7 +79,9 @@ class Run:
         options, job = self.options, self.options.job
         compressed = any(source.compression for source in job.sources)
         slots = Slots(slots_for(options.workers) if compressed else 1, options.block_bytes)
-        with self._signals(), Pool(options.workers, BlockEncoder(job, self.encoder, slots)) as pool:
+        chat = options.chat
+        worker = BlockEncoder(job, self.encoder, slots) if chat is None else ExampleEncoder(job, chat, slots)
+        with self._signals(), Pool(options.workers, worker) as pool:
             blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line, options.block_bytes)
             progress = Progress(self.disk_before[-1], self._disk_done(self.ledger.position))
             try:
@@ -153,7 +160,7 @@ class Run:
         """What was done, checked to add up."""
         ledger, seconds = self.ledger, time.monotonic() - self.start
         lines = []
-        for name, counts in zip(self.options.names, ledger.keys, strict=True):
+        for name, counts in list(zip(self.options.names, ledger.keys, strict=True))[: 1 if self.options.chat else None]:
             lines.append(
                 f"{self.options.folder / name}: {ledger.documents_read:,} documents = {counts.written:,} written "
                 f"+ {counts.empty:,} empty + {ledger.documents_skipped:,} skipped; {counts.tokens:,} tokens"
@@ -161,6 +168,10 @@ class Run:
         if ledger.skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
             lines.append(f"skipped: {reasons}; see {quarantine_file(self.options.folder, self.options.names)}")
+        if self.options.chat is not None:
+            lines.append(f"{ledger.learned:,} tokens with loss")
+        if ledger.notes:
+            lines.append("changed: " + ", ".join(f"{count:,} {note}" for note, count in sorted(ledger.notes.items())))
         fresh = ledger.text_bytes - self.started_with.text_bytes
         tokens = sum(counts.tokens for counts in ledger.keys) - sum(key.tokens for key in self.started_with.keys)
         lines.append(

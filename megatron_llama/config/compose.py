@@ -54,6 +54,15 @@ KNOWN_ELSEWHERE = {
     "gradient_clip_val": "optim.clip",
     "lora_r": "finetune.lora_rank",
     "target_modules": "finetune.lora_target_modules",
+    "num_train_epochs": "trainer.epochs",
+    "packing": "data.pack",
+}
+# Two ways to say one thing.
+INSTEAD_OF = {
+    "trainer.steps": "trainer.epochs",
+    "trainer.epochs": "trainer.steps",
+    "optim.warmup_steps": "optim.warmup_ratio",
+    "optim.warmup_ratio": "optim.warmup_steps",
 }
 
 
@@ -74,6 +83,10 @@ def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
     if "data.prefixes" in by_hand and "data.prepare" not in by_hand:
         # The group's command makes the group's files, not the ones named by hand.
         config.data.prepare = None
+    for one, other in INSTEAD_OF.items():
+        # What is said on the command line takes the place of what a group says in the other way.
+        if one in by_hand and other not in by_hand:
+            _set(config, other, settings_by_name()[other].default, problems)
     if config.model.name == FROM_HF:
         fill_from_hf(config.init_from, by_hand, lambda name, value: _set(config, name, value, problems), problems)
     if config.finetune.adapter is not None:

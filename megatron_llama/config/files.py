@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_llama.config.counting import head_dim, kv_heads
+from megatron_llama.config.examples import MASK_SUFFIX
 from megatron_llama.config.huggingface import other_than_llama
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
@@ -44,19 +45,34 @@ def check_files(config: Config, exists: Exists) -> list[Problem]:
 
 
 def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
-    for path in weights_and_paths(config.data.prefixes)[1]:
+    for name, path in _dataset_paths(config):
         missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
         if not missing:
             continue
         rule = f"there is no {path}{' and no '.join(missing)} (seen from {os.getcwd()})"
         stem, suffix = os.path.splitext(path)
         if suffix in (".bin", ".idx"):
-            instead = f"write data.prefixes=[{stem}], without {suffix}"
+            instead = f"write {name}=[{stem}], without {suffix}"
         elif config.data.prepare:
             instead = f"make it with: {config.data.prepare}"
+        elif config.data.kind == "sft":
+            instead = (
+                "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
+            )
         else:
             instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
-        yield Problem("data.prefixes", path, rule, instead)
+        yield Problem(name, path, rule, instead)
+
+
+def _dataset_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """(setting, path) of each dataset; a fine-tuning set has its loss masks beside it."""
+    data = config.data
+    named = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
+    named += [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
+    for name, path in named:
+        yield name, path
+        if data.kind == "sft":
+            yield name, path + MASK_SUFFIX
 
 
 def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:

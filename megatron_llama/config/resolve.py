@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import megatron_llama.config.run_rules  # noqa: F401  enters its rules into the list
 from megatron_llama.config.counting import padded_vocab_size
+from megatron_llama.config.examples import samples_per_epoch
 from megatron_llama.config.files import check_data, check_files
 from megatron_llama.config.finetuning import derive_finetuning
 from megatron_llama.config.fitting import check_memory
@@ -51,6 +54,13 @@ def resolve(
     problems += broken_rules(sound, world_size, {problem.field for problem in problems})
     notes: list[str] = []
     plan = None if problems else _plan(derived(sound, world_size, notes), world_size)
+    if plan is not None and sound.trainer.epochs is not None:
+        problems += broken_rules(plan.config, world_size)  # of the steps, which are known only now
+        if plan.config.trainer.steps == 0:
+            size = sound.trainer.global_batch_size
+            rule = f"gives no step: all samples together are less than trainer.global_batch_size={size}"
+            advice = "write a smaller trainer.global_batch_size, or more epochs"
+            problems.append(Problem("trainer.epochs", sound.trainer.epochs, rule, advice))
     # A dry run asks what a run would be. What only this machine lacks, and a command or a bigger machine mends, is
     # worth a note there; what the user stated (device.memory_gib, a file that no command makes) still stops.
     missing = check_data(sound, exists)
@@ -97,10 +107,31 @@ def derived(config: Config, world_size: int, notes: list[str]) -> Config:
     trainer.pipeline_layers = [sum(len(chunk) for chunk in chunks[stage :: trainer.pp]) for stage in range(trainer.pp)]
     if optim.min_lr is None:
         optim.min_lr = optim.lr / 10
+    _derive_steps(config, notes)
+    if optim.warmup_ratio is not None:
+        optim.warmup_steps, optim.warmup_ratio = math.ceil(optim.warmup_ratio * trainer.steps), None
     optim.constant_steps = default_constant_steps(config) if optim.constant_steps is None else optim.constant_steps
     optim.warmup_steps = default_warmup_steps(config) if optim.warmup_steps is None else optim.warmup_steps
     optim.schedule = _without_interpolations(config)
     return config
+
+
+def _derive_steps(config: Config, notes: list[str]) -> None:
+    """The steps of ``trainer.epochs``, which they then replace: a resolved config says a run's length once."""
+    trainer, data = config.trainer, config.data
+    if trainer.epochs is None:
+        return
+    try:
+        samples = samples_per_epoch(data)
+    except (OSError, ValueError):  # missing or broken: the checks of files say so
+        notes.append(f"trainer.epochs={trainer.epochs} needs the dataset; this plan is for {trainer.steps} steps")
+        return
+    trainer.steps = trainer.epochs * samples // trainer.global_batch_size
+    epochs = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'}"
+    notes.append(
+        f"{epochs} of {samples:,} sequences in batches of {trainer.global_batch_size}: {trainer.steps:,} steps"
+    )
+    trainer.epochs = None
 
 
 def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:

@@ -18,6 +18,7 @@ FINETUNE_METHODS = ("none", "full", "lora")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 FROZEN_DTYPES = ("fp32", "bf16")
+DATA_KINDS = ("pretrain", "sft")
 
 
 @dataclass
@@ -76,11 +77,19 @@ class DataConfig:
 
     name: str = "python_stdlib"
     """The data's name; shown in plans and used for the default run folder."""
+    kind: str = "pretrain"
+    """pretrain (documents run on from sequence to sequence) or sft (whole examples with loss masks, as data_prep/sft.py
+    writes them)."""
+    pack: bool = False
+    """Put several examples into a sequence, each attending only to itself; without it, one example and padding. For
+    sft."""
     mock: bool = False
     """Make up tokens of the model's vocabulary instead of reading files."""
     prefixes: list[Any] = field(default_factory=list)
     """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is a
     share of the samples)."""
+    validation_prefixes: list[str] = field(default_factory=list)
+    """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` says nothing. For sft."""
     split: str = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
     seq_length: int = 256
@@ -120,6 +129,8 @@ class TrainerConfig:
     """Sequences per optimizer step, over all devices."""
     steps: int = 100
     """Optimizer steps of the whole run; 0 initialises (or loads), saves and ends."""
+    epochs: int | None = None
+    """Instead of steps: how often the run sees its training data; steps are epochs * samples // global_batch_size."""
     seed: int = 1234
     """Seeds initial weights and data order."""
     precision: str = "fp32"
@@ -162,6 +173,8 @@ class OptimConfig:
     """Lowest learning rate after the decay. Derived: lr / 10."""
     warmup_steps: int | None = None
     """Steps of linear warm-up. Derived: a tenth of the steps, at most 2000."""
+    warmup_ratio: float | None = None
+    """Instead of warmup_steps: the share of the run's steps that is warm-up, rounded up as transformers does."""
     constant_steps: int | None = None
     """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0; for
     wsd a tenth of the steps."""

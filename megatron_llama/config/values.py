@@ -127,6 +127,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "trainer.recompute": settings.RECOMPUTE,
     "optim.name": settings.OPTIMIZERS,
     "finetune.method": settings.FINETUNE_METHODS,
+    "data.kind": settings.DATA_KINDS,
     "device.name": settings.DEVICES,
     "model.rope_scaling.rope_type": ("llama3",),
 }
@@ -138,8 +139,8 @@ LIMITS: Mapping[str, Limit] = {
         "model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads "
         "model.num_key_value_heads model.head_dim model.max_position_embeddings data.seq_length trainer.tp trainer.pp "
         "trainer.vpp trainer.dp trainer.shard_group trainer.micro_batch_size trainer.global_batch_size "
-        "trainer.val_every_steps trainer.val_steps logging.every_steps logging.sample_tokens checkpoint.every_steps "
-        "checkpoint.keep checkpoint.keep_every finetune.lora_rank model.rope_scaling.factor "
+        "trainer.epochs trainer.val_every_steps trainer.val_steps logging.every_steps logging.sample_tokens "
+        "checkpoint.every_steps checkpoint.keep checkpoint.keep_every finetune.lora_rank model.rope_scaling.factor "
         "model.rope_scaling.original_max_position_embeddings",
         1,
     ),
@@ -154,6 +155,7 @@ LIMITS: Mapping[str, Limit] = {
         "model.rope_scaling.low_freq_factor "
         "model.rope_scaling.high_freq_factor optim.lr optim.eps optim.clip device.peak_tflops device.memory_gib"
     ),
+    "optim.warmup_ratio": Limit(lambda ratio: 0 <= ratio <= 1, "must be between 0 and 1", "0.03"),
     "optim.betas": Limit(_good_betas, "must be two numbers, each at least 0 and below 1"),
     "data.split": Limit(
         _good_split, "must be three shares, for training, validation and test, the first above 0", GOOD_SPLIT

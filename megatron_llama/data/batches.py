@@ -16,12 +16,15 @@ import torch
 from megatron_llama.config import Plan
 from megatron_llama.data.indexed import build_datasets
 from megatron_llama.data.mock import MockDataset
+from megatron_llama.data.sft import build_sft
+from megatron_llama.model.documents import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.topology import Topology
 
 
 class Samples(Protocol):
-    """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]."""
+    """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]; where examples are
+    packed, also ``documents``, the example of each token (int64)."""
 
     def __len__(self) -> int: ...
 
@@ -52,7 +55,11 @@ class Batches:
             torch.stack([sample[key] for sample in samples]).to(self.device, non_blocking=True)
             for key in ("tokens", "labels", "loss_mask")
         )
-        return MicroBatch(tokens, labels, loss_mask)
+        documents = None
+        if "documents" in samples[0]:
+            ids = torch.stack([sample["documents"] for sample in samples])
+            documents = Documents(ids.to(self.device, non_blocking=True))
+        return MicroBatch(tokens, labels, loss_mask, documents)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
         validation = None
         if validation_samples:
             validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1)
+    elif plan.config.data.kind == "sft":
+        train, validation = build_sft(plan, bool(validation_samples))
     else:
         train, validation = build_datasets(plan, train_samples, validation_samples)
     return Data(

@@ -31,6 +31,11 @@ def token_count(prefix: str) -> int:
     return Path(prefix + ".bin").stat().st_size // np.dtype(_DTYPES[code]).itemsize
 
 
+def dtype_of(prefix: str) -> Any:
+    """numpy's type of a dataset's tokens."""
+    return _DTYPES[_read_header(Path(prefix + ".idx"))[1]]
+
+
 def sequence_count(prefix: str) -> int:
     """Sequences in a dataset; one per document, but for empty ones."""
     return _read_header(Path(prefix + ".idx"))[2]
@@ -40,15 +45,18 @@ def check_dataset(config: Config) -> list[Problem]:
     """Everything that keeps the config's datasets from being trained on."""
     problems = []
     prefixes, _ = blend(config.data.prefixes)
-    for prefix in prefixes:
+    for name, prefix in [
+        *(("data.prefixes", prefix) for prefix in prefixes),
+        *(("data.validation_prefixes", prefix) for prefix in config.data.validation_prefixes),
+    ]:
         try:
             largest = _check_files(prefix)
         except (OSError, ValueError) as error:
-            problems.append(Problem("data.prefixes", prefix, f"can't be read: {error}", "make the dataset again"))
+            problems.append(Problem(name, prefix, f"can't be read: {error}", "make the dataset again"))
             continue
         if largest >= config.model.vocab_size:
             rule = f"holds token id {largest}, and the model's vocabulary ends at {config.model.vocab_size - 1}"
-            problems.append(Problem("data.prefixes", prefix, rule, _vocabulary_advice(config, largest)))
+            problems.append(Problem(name, prefix, rule, _vocabulary_advice(config, largest)))
         problems += _check_tokenizer(prefix, config)
     return problems
 

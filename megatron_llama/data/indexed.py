@@ -51,7 +51,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
     Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, for a dataset that can't be
     read, does not fit the model or tokenizer, or has too few documents for the split.
     """
-    _raise_together(check_dataset(plan.config) if dist.get_rank() == 0 else [])
+    raise_together(check_dataset(plan.config) if dist.get_rank() == 0 else [])
     data = plan.config.data
     prefixes, weights = blend(data.prefixes)
     if weights is None and len(prefixes) > 1:
@@ -71,7 +71,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
     wanted = [train_samples, validation_samples, 0]
     # Not wanted, so not built. And megatron-core would go round for ever in a split without a token.
     config.split_matrix = [part if samples else None for part, samples in zip(config.split_matrix, wanted, strict=True)]
-    _raise_together([problem for prefix in prefixes for problem in _empty_splits(plan, prefix, config.split_matrix)])
+    raise_together([problem for prefix in prefixes for problem in _empty_splits(plan, prefix, config.split_matrix)])
     splits: list[Any] = [None, None, None]
     for is_my_turn in (dist.get_rank() == 0, dist.get_rank() != 0):  # the others find rank 0's index files in the cache
         problems = []
@@ -80,11 +80,11 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
                 splits = _Builder(GPTDataset, wanted, lambda: True, config).build()
             except Exception as error:  # megatron-core asserts on what it can't cut; the cache may be no place to write
                 problems.append(_unusable(plan, f"can't be cut into samples: {type(error).__name__}: {error}"))
-        _raise_together(problems)
+        raise_together(problems)
     for samples, split, name in zip(wanted, splits, _SPLITS, strict=True):
         if samples and (split is None or len(split) < samples):
             problems.append(_unusable(plan, f"split {data.split} leaves too few documents for {name}"))
-    _raise_together(problems)
+    raise_together(problems)
     return splits[0], splits[1]
 
 
@@ -103,7 +103,7 @@ def _unusable(plan: Plan, rule: str) -> Problem:
     return Problem("data.prefixes", plan.config.data.prefixes, rule, advice)
 
 
-def _raise_together(problems: list[Problem]) -> None:
+def raise_together(problems: list[Problem]) -> None:
     """Raise on all ranks what any of them found, so that none waits for one that has given up."""
     everyones: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, problems)

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.cache import KVCache, LayerCache
+from megatron_llama.model.documents import Documents
 from megatron_llama.model.loss import hide_padding, token_losses
-from megatron_llama.model.rotary import rotary_table, rotate
+from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -72,16 +73,20 @@ class Attention(nn.Module):
             skip_bias_add=False,
         )
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, cache: LayerCache | None = None) -> torch.Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]."""
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """[s(/t), b, h] to [s(/t), b, h]; ``mask`` as Documents makes it, where examples are packed."""
         qkv, _ = self.qkv_proj(x)
         if self.recompute_core and torch.is_grad_enabled():
-            core = checkpoint(self._core, qkv, rotary, use_reentrant=False, preserve_rng_state=False)
+            core = checkpoint(self._core, qkv, rotary, mask, use_reentrant=False, preserve_rng_state=False)
         else:
-            core = self._core(qkv, rotary, cache)
+            core = self._core(qkv, rotary, mask, cache)
         return self.o_proj(core)[0]
 
-    def _core(self, qkv: torch.Tensor, rotary: Rotary, cache: LayerCache | None = None) -> torch.Tensor:
+    def _core(
+        self, qkv: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
         s, b = qkv.shape[:2]
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -90,8 +95,12 @@ class Attention(nn.Module):
         grouped = self.num_heads != self.num_kv_heads
         if cache is not None:
             out = cache.attend(q, k, v)
-        else:
+        elif mask is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            # Fused kernels that take a mask want a kv head for each head; the others hold all scores in memory.
+            k, v = (y.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for y in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
 
 
@@ -142,18 +151,28 @@ class Block(nn.Module):
         self.draws_random_numbers = False
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]."""
+        """[s(/t), b, h] to [s(/t), b, h]; ``mask`` for packed examples, ``cache`` for generating."""
         if self.recompute and torch.is_grad_enabled():
             random = self.draws_random_numbers
-            return checkpoint(self._forward, x, cos, sin, use_reentrant=False, preserve_rng_state=random)
-        return self._forward(x, cos, sin, cache)
+            return checkpoint(self._forward, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=random)
+        return self._forward(x, cos, sin, mask, cache)
 
     def _forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        h = x + self.self_attn(self.input_layernorm(x), (cos, sin), cache)
+        h = x + self.self_attn(self.input_layernorm(x), (cos, sin), mask, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -211,9 +230,14 @@ class Llama(nn.Module):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """Token ids [b, s] to what this chunk makes of them.
+        """Token ids [b, s] to what this chunk makes of them; ``documents`` says which belong together, where several
+        examples are packed into a sequence.
 
         The last chunk gives the loss of each token [s, b], fp32, when it has labels [b, s] (next token ids), else
         this rank's logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h]. With a ``cache``,
@@ -227,14 +251,13 @@ class Llama(nn.Module):
             # megatron-core asks for the gradient of what it receives even where there will be none; a compiled block
             # would then differ from those that follow.
             x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
-        if cache is None:
-            cos, sin = self._rotary_for(tokens)
-            for block in self.layers.values():
-                x = block(x, cos, sin)
-        else:
-            cos, sin = cache.rotary
-            for number, block in self.layers.items():
-                x = block(x, cos, sin, cache.layers[int(number)])
+        (cos, sin), mask = cache.rotary if cache is not None else self._rotary_for(tokens), None
+        if documents is not None:
+            positions, mask = documents.positions(), documents.mask()  # once, for all layers
+            cos, sin = at_positions(cos, positions), at_positions(sin, positions)
+        for number, block in self.layers.items():
+            x = block(x, cos, sin, mask, None if cache is None else cache.layers[int(number)])
+        if cache is not None:
             x = cache.only_wanted(x)
         if not self.is_last:
             return x

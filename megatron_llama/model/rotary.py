@@ -40,6 +40,11 @@ def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple
     return table.cos().to(device), table.sin().to(device)
 
 
+def at_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The rows of a table [length, 1, 1, head_dim] for positions [b, s]: [s, b, 1, head_dim]."""
+    return table[:, 0][positions.t()]
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn x [s, b, heads, head_dim] by the table's angles; computed in fp32, since bf16 angles lose far positions."""
     first, second = x.float().chunk(2, dim=-1)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_llama.config import Plan
 from megatron_llama.devices import Device
+from megatron_llama.model.documents import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
@@ -66,12 +67,12 @@ class ParallelModel:
             self.compiler.batch_done(train=train)
         return loss
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
         """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
         if self.compiler is None:
-            return run_logits(self.chunks, self.plan, tokens)
+            return run_logits(self.chunks, self.plan, tokens, documents)
         with torch.compiler.set_stance("force_eager"):  # shapes of their own, and not worth a graph
-            return run_logits(self.chunks, self.plan, tokens)
+            return run_logits(self.chunks, self.plan, tokens, documents)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 
 from megatron_llama.config import Plan
+from megatron_llama.model.documents import Documents
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel.data import before_last_microbatch
 
@@ -33,6 +34,8 @@ class MicroBatch:
     """Next ids [b, s], int64."""
     loss_mask: torch.Tensor
     """1 where the loss counts [b, s], fp32."""
+    documents: Documents | None = None
+    """Which tokens belong together, where examples are packed; every pipeline stage has it, as it has the tokens."""
 
 
 def run_schedule(
@@ -51,7 +54,7 @@ def run_schedule(
 
     def forward_step(batches: Iterator[MicroBatch], chunk: Llama) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        output = chunk(batch.tokens, batch.labels if chunk.is_last else None)
+        output = chunk(batch.tokens, batch.labels if chunk.is_last else None, batch.documents)
         return output, lambda losses: loss_function(losses, batch.loss_mask)
 
     for chunk in chunks:
@@ -75,8 +78,10 @@ def run_schedule(
 
 
 @torch.no_grad()
-def run_logits(chunks: list[Llama], plan: Plan, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Forward alone over one micro batch of ids [b, s], s the plan's sequence length.
+def run_logits(
+    chunks: list[Llama], plan: Plan, tokens: torch.Tensor, documents: Documents | None = None
+) -> torch.Tensor | None:
+    """Forward alone over one micro batch of ids [b, s], packed where ``documents`` says so.
 
     Returns this rank's logits [s, b, vocabulary/t] on the last pipeline stage, None on the others.
     """
@@ -88,7 +93,7 @@ def run_logits(chunks: list[Llama], plan: Plan, tokens: torch.Tensor) -> torch.T
     iterators = [iter([tokens] * repeats) for _ in chunks]
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
-        return chunk(next(batches)), None
+        return chunk(next(batches), documents=documents), None
 
     outputs = _schedule(plan)(
         forward_step_func=forward_step,

@@ -1,0 +1,125 @@
+"""What a worker does with a block of a fine-tuning set: records to conversations, conversations to tokens and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_prep.lib.blocks import Block, Slots, segment_lines
+from data_prep.lib.chat_templates import Piece
+from data_prep.lib.chat_tokenizer import ChatTokenizer, encode_pieces
+from data_prep.lib.conversations import Bad, Labelled, Turn, Turns, labelled_turns, turns_of
+from data_prep.lib.encode import KEEP_BAD_BYTES, BadRecord, Job, Result
+from data_prep.lib.indexed import token_dtype
+from data_prep.lib.records import BadLine, parse_object
+
+MASK_DTYPE = np.dtype("u1")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How records become examples."""
+
+    tokenizer: ChatTokenizer
+    pieces: Callable[[Sequence[Turn]], list[Piece]]
+    """renders a conversation"""
+    format: str
+    labelled: Labelled | None
+    columns: Mapping[int, Sequence[str]]
+    """the header of each source that is a table, by its place among the sources"""
+    max_tokens: int
+    truncate: bool
+    """cut what is longer, rather than count it as bad"""
+    train_on_inputs: bool
+    add_bos: bool
+    own_template: bool
+    options: Mapping[str, Any]
+    """everything above that decides what the output holds, in words"""
+
+
+class ExampleEncoder:
+    """Encodes blocks; lives in a worker."""
+
+    def __init__(self, job: Job, chat: Chat, slots: Slots) -> None:
+        self.job, self.chat, self.slots = job, chat, slots
+        self.dtype = token_dtype(chat.tokenizer.encoder.vocab_size)
+
+    def run(self, block: Block) -> Result:
+        """Encodes a block; the result's two outputs are tokens and masks."""
+        result = Result(block.number, [], [])
+        examples: list[tuple[list[int], list[bool]]] = []
+        for place, segment in enumerate(block.segments):
+            source = self.job.sources[segment.source]
+            columns = self.chat.columns.get(segment.source)
+            lines = segment_lines(segment, source, self.slots, self.job.max_line)
+            result.lines.append(len(lines))
+            for number, line in enumerate(lines):
+                is_header = columns is not None and segment.start == 0 and number == 0
+                if is_header or not line or line.isspace():
+                    continue
+                result.documents_read += 1
+                result.text_bytes += len(line)
+                try:
+                    example, notes = self._example(line, columns)
+                except Bad as bad:
+                    raw = line[:KEEP_BAD_BYTES]
+                    complete = len(raw) == len(line) <= self.job.max_line
+                    reason, detail = bad.line.reason, bad.line.detail
+                    result.bad.append(BadRecord(place, number, reason, detail, len(line), complete, raw))
+                    continue
+                examples.append(example)
+                for note in notes:
+                    result.notes[note] = result.notes.get(note, 0) + 1
+        self._write(examples, result)
+        return result
+
+    def _example(self, line: bytes, columns: Sequence[str] | None) -> tuple[tuple[list[int], list[bool]], list[str]]:
+        """((ids, mask), notes) of a line; raises Bad."""
+        chat = self.chat
+        turns, notes = self._turns(line, columns)
+        if chat.own_template:
+            for turn in turns:
+                found = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
+                if found is not None:
+                    raise Bad("control_token", f"the {turn.role}'s text holds {found}")
+        ids, learn = encode_pieces(chat.pieces(turns), chat.tokenizer)
+        if chat.add_bos and chat.tokenizer.bos is not None:
+            ids, learn = [chat.tokenizer.bos, *ids], [False, *learn]
+        if len(ids) > chat.max_tokens:
+            if not chat.truncate:
+                raise Bad("too_long", f"it has {len(ids)} tokens, and {chat.max_tokens} fit")
+            ids, learn = ids[: chat.max_tokens], learn[: chat.max_tokens]
+            if not any(learn[1:]):
+                raise Bad("answer_cut_off", f"its first {chat.max_tokens} tokens hold nothing of an answer")
+            notes.append("cut to the sequence's length")
+        if not any(learn[1:]):
+            raise Bad("no_assistant_turn", "the template leaves nothing of the answer")
+        if chat.train_on_inputs:
+            learn = [True] * len(ids)
+        return (ids, learn), notes
+
+    def _turns(self, line: bytes, columns: Sequence[str] | None) -> tuple[Turns, list[str]]:
+        if len(line) > self.job.max_line:
+            raise Bad("line_too_long", f"more than {self.job.max_line:,} bytes")
+        if columns is not None:
+            assert self.chat.labelled is not None, "sft.py asks for a template where there are tables"
+            try:
+                text = line.decode("utf-8").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                raise Bad("bad_utf8", f"byte {line[error.start]:#04x} at {error.start}: {error.reason}") from None
+            return labelled_turns(columns, text.split("\t"), self.chat.labelled), []
+        record = parse_object(line)
+        if isinstance(record, BadLine):
+            raise Bad(record.reason, record.detail)
+        return turns_of(record, self.chat.format)
+
+    def _write(self, examples: list[tuple[list[int], list[bool]]], result: Result) -> None:
+        lengths = np.array([len(ids) for ids, _ in examples], dtype="<i4").tobytes()
+        ids = [number for numbers, _ in examples for number in numbers]
+        learn = [mark for _, marks in examples for mark in marks]
+        result.learned = sum(learn)
+        result.tokens += [np.array(ids, dtype=self.dtype).tobytes(), np.array(learn, dtype=MASK_DTYPE).tobytes()]
+        result.lengths += [lengths, lengths]

@@ -1,0 +1,113 @@
+"""Which examples of a fine-tuning set make up sample i: a function of seed and i, whatever the layout.
+
+Samples go on from epoch to epoch; each epoch has every example once, in an order of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from megatron_llama.config.examples import histogram, recipes
+
+KEPT_EPOCHS = 2  # a global batch may reach into the next
+
+
+class Order(Protocol):
+    """Samples as lists of examples."""
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        ...
+
+    def examples(self, index: int) -> list[int]:
+        """Numbers of the examples of sample ``index``, which may lie in any epoch."""
+        ...
+
+
+class OneEach:
+    """A sample is an example."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._shuffles = _Shuffles(count, seed, stream=0)
+
+    def __len__(self) -> int:
+        return self._shuffles.count
+
+    def examples(self, index: int) -> list[int]:
+        """The one example of sample ``index``."""
+        epoch, place = divmod(index, len(self))
+        return [int(self._shuffles.of(epoch)[place])]
+
+
+class Packed:
+    """A sample is several examples that fit into a sequence together.
+
+    The lengths that go together are the same in every epoch (config/examples.py); which of the examples of a length
+    these are, and the order of the sequences, is drawn for each epoch.
+    """
+
+    def __init__(self, lengths: np.ndarray, capacity: int, seed: int) -> None:
+        """``lengths`` [examples] in tokens, each from 1 to ``capacity``."""
+        self._lengths = lengths
+        counts = histogram(lengths)
+        self._recipes = recipes(counts, capacity)
+        self._ends = np.cumsum([recipe.count for recipe in self._recipes])
+        # Examples of one length lie together in _sorted(); each recipe has its part of them.
+        ascending = sorted(counts)
+        before = np.cumsum([0, *(counts[length] for length in ascending)])
+        place = dict(zip(ascending, before.tolist(), strict=False))
+        self._firsts: list[list[int]] = []
+        for recipe in self._recipes:
+            self._firsts.append([place[length] for length, _ in recipe.parts])
+            for length, fit in recipe.parts:
+                place[length] += fit * recipe.count
+        self._examples = _Shuffles(len(lengths), seed, stream=0)
+        self._sequences = _Shuffles(len(self), seed, stream=1)
+        self._sorted: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def examples(self, index: int) -> list[int]:
+        """The examples of sample ``index``, longest first."""
+        epoch, place = divmod(index, len(self))
+        sequence = int(self._sequences.of(epoch)[place])
+        kind = int(np.searchsorted(self._ends, sequence, side="right"))
+        recipe = self._recipes[kind]
+        number = sequence - (int(self._ends[kind]) - recipe.count)
+        by_length = self._by_length(epoch)
+        found: list[int] = []
+        for (_, fit), first in zip(recipe.parts, self._firsts[kind], strict=True):
+            found += by_length[first + number * fit : first + (number + 1) * fit].tolist()
+        return found
+
+    def _by_length(self, epoch: int) -> np.ndarray:
+        """Example numbers by length, those of one length in this epoch's order."""
+        if epoch not in self._sorted:
+            shuffled = self._examples.of(epoch)
+            _keep(self._sorted, epoch, shuffled[np.argsort(self._lengths[shuffled], kind="stable")])
+        return self._sorted[epoch]
+
+
+class _Shuffles:
+    """A permutation of ``count`` numbers for each epoch."""
+
+    def __init__(self, count: int, seed: int, stream: int) -> None:
+        self.count, self.seed, self.stream = count, seed, stream
+        self._known: dict[int, np.ndarray] = {}
+
+    def of(self, epoch: int) -> np.ndarray:
+        if epoch not in self._known:
+            # RandomState, because numpy promises that its numbers never change.
+            random = np.random.RandomState([self.seed % 2**32, self.seed >> 32, epoch, self.stream])
+            _keep(self._known, epoch, random.permutation(self.count))
+        return self._known[epoch]
+
+
+def _keep(known: dict[int, np.ndarray], epoch: int, array: np.ndarray) -> None:
+    """Notes an epoch's array and forgets the one that was noted first, where there are too many."""
+    known[epoch] = array
+    if len(known) > KEPT_EPOCHS:
+        del known[next(iter(known))]

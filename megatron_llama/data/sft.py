@@ -1,0 +1,132 @@
+"""Fine-tuning sets: whole examples, each with a mask of what it is to learn, packed or padded to sequences.
+
+An example of n tokens takes n - 1 places: its last token is only ever a label, its first only ever an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_llama.config import Plan, Problem
+from megatron_llama.config.examples import MASK_SUFFIX, SPLITS, document_lengths, parts_of
+from megatron_llama.data.checks import check_dataset, dtype_of
+from megatron_llama.data.indexed import raise_together
+from megatron_llama.data.packing import OneEach, Order, Packed
+
+PADDING = -1  # among the documents of a packed sequence
+
+
+class Examples:
+    """The examples of several datasets, numbered on from one to the next."""
+
+    def __init__(self, parts: list[tuple[str, tuple[int, int]]]) -> None:
+        """``parts`` are (prefix, range of its documents)."""
+        self._sets = [(IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)) for prefix, _ in parts]
+        self._ranges = [span for _, span in parts]
+        self._ends = np.cumsum([last - first for first, last in self._ranges])
+        self.lengths = np.concatenate([document_lengths(prefix)[first:last] for prefix, (first, last) in parts])
+        """Tokens of each."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, mask: 1 where a token is to be learned) of an example, each [its length]."""
+        part = int(np.searchsorted(self._ends, number, side="right"))
+        first, last = self._ranges[part]
+        place = first + number - (int(self._ends[part]) - (last - first))
+        tokens, masks = self._sets[part]
+        return tokens[place], masks[place]
+
+
+class SFTDataset:
+    """Samples of ``seq_length`` tokens made of whole examples, in the order that ``order`` says."""
+
+    def __init__(self, examples: Examples, order: Order, seq_length: int) -> None:
+        self.examples, self.order, self.seq_length = examples, order, seq_length
+
+    def __len__(self) -> int:
+        """Samples in an epoch; those that follow are the next epochs'."""
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Sample ``index`` of any epoch; with ``documents`` where examples are packed."""
+        tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
+        documents = np.full(self.seq_length, PADDING, dtype="int64")
+        place = 0
+        for number, example in enumerate(self.order.examples(index)):
+            ids, mask = self.examples[example]
+            end = place + len(ids) - 1
+            tokens[place:end], labels[place:end], loss_mask[place:end] = ids[:-1], ids[1:], mask[1:]
+            documents[place:end] = number
+            place = end
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        if isinstance(self.order, Packed):
+            sample["documents"] = documents
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+
+def build_sft(plan: Plan, validate: bool) -> tuple[SFTDataset, SFTDataset | None]:
+    """Training samples, and those to ``validate`` on. All ranks must call it.
+
+    Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
+    """
+    raise_together(check_sft(plan, validate) if dist.get_rank() == 0 else [])
+    return _split(plan, 0), _split(plan, 1) if validate else None
+
+
+def check_sft(plan: Plan, validate: bool) -> list[Problem]:
+    """Everything that keeps the plan's fine-tuning sets from being trained on."""
+    problems = check_dataset(plan.config)
+    if problems:
+        return problems
+    data = plan.config.data
+    for number in range(1 + validate):
+        for prefix, (first, last) in parts_of(data, number):
+            name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
+            problems += [Problem(name, prefix, *what) for what in _unfit(prefix, data.seq_length)]
+            if first == last:
+                count = len(document_lengths(prefix))
+                rule = f"split {data.split} leaves none of its {count} examples for {SPLITS[number]}"
+                advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
+                problems.append(Problem(name, prefix, rule, advice))
+    return list(dict.fromkeys(problems))
+
+
+def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
+    """(rule, advice) for all that is wrong with a set on its own."""
+    again = "make the dataset again"
+    lengths = document_lengths(prefix)
+    try:
+        masks = document_lengths(prefix + MASK_SUFFIX)
+        kind = dtype_of(prefix + MASK_SUFFIX)
+        size = Path(prefix + MASK_SUFFIX + ".bin").stat().st_size
+    except (OSError, ValueError) as error:
+        return [(f"has no loss masks that can be read: {error}", again)]
+    if kind != np.uint8 or len(masks) != len(lengths) or not np.array_equal(masks, lengths):
+        return [(f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ", again)]
+    if size != int(lengths.sum(dtype=np.int64)):
+        return [(f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}", again)]
+    if lengths.min() < 2:
+        return [("holds an example of one token, which has no label", again)]
+    if lengths.max() > seq_length + 1:
+        longest = int(lengths.max())
+        rule = f"holds an example of {longest} tokens, which needs data.seq_length={longest - 1}; it is {seq_length}"
+        advice = f"write data.seq_length={longest - 1}, or make the dataset again with --seq-length {seq_length}"
+        return [(rule, advice)]
+    return []
+
+
+def _split(plan: Plan, number: int) -> SFTDataset:
+    data, seed = plan.config.data, plan.config.trainer.seed + number
+    examples = Examples(parts_of(data, number))
+    order: Order = OneEach(len(examples), seed)
+    if data.pack:
+        order = Packed(examples.lengths - 1, data.seq_length, seed)
+    return SFTDataset(examples, order, data.seq_length)

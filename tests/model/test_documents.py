@@ -1,0 +1,204 @@
+"""Packed examples don't see each other, on every path that attention takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+import megatron_llama.model.llama as llama
+from megatron_llama.config import Plan
+from megatron_llama.data import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.model.documents import Documents
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.layouts.runner import make_plan
+from tests.model.llamas import CPU
+from tests.ranks import run_ranks
+
+LENGTH = 16
+# Two sequences of examples, the second with padding at its end.
+PACKED = ((5, 1, 7, 3), (9, 4))
+REASON = get_device("cpu").compiler_missing()
+# Names, ranks, overrides. Two sequences make one micro batch, so the mask is one of several rows.
+PATHS = [
+    ("plain", 1, []),
+    ("recompute selective", 1, ["trainer.recompute=selective"]),
+    ("recompute full", 1, ["trainer.recompute=full"]),
+    ("tp2+sp", 2, ["trainer.tp=2"]),
+    ("tp4, copied kv heads", 4, ["trainer.tp=4", "trainer.sp=false"]),
+    ("pp2", 2, ["trainer.pp=2"]),
+    ("pp2 vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"]),
+    ("tp2+sp pp2 recompute full", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=full"]),
+    ("zero 3, dp2", 2, ["trainer.zero=3"]),
+]
+
+
+def packed() -> tuple[torch.Tensor, Documents]:
+    """(ids [2, 16], their documents)."""
+    tokens = torch.randint(0, 64, (len(PACKED), LENGTH), generator=torch.Generator().manual_seed(7))
+    ids = torch.full((len(PACKED), LENGTH), -1)
+    for row, lengths in zip(ids, PACKED, strict=True):
+        row[: sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return tokens, Documents(ids)
+
+
+def examples() -> list[tuple[int, slice]]:
+    """(sequence, its places) of each example."""
+    found = []
+    for row, lengths in enumerate(PACKED):
+        start = 0
+        for length in lengths:
+            found.append((row, slice(start, start + length)))
+            start += length
+    return found
+
+
+def test_positions_and_mask_by_hand() -> None:
+    documents = Documents(torch.tensor([[0, 0, 1, 2, 2, -1]]))
+    assert documents.positions().tolist() == [[0, 1, 0, 0, 1, 0]]
+    rows = ["x.....", "xx....", "..x...", "...x..", "...xx.", ".....x"]
+    assert documents.mask().tolist() == [[[[mark == "x" for mark in row] for row in rows]]]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [path[1:] for path in PATHS], ids=[path[0] for path in PATHS])
+def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str]) -> None:
+    plan = make_plan(ranks, "trainer.micro_batch_size=2", *layout)
+    together, alone = run_ranks(_logits, ranks, plan)[-1]
+    for (row, places), expected in zip(examples(), alone, strict=True):
+        torch.testing.assert_close(together[row, places], expected, atol=1e-5, rtol=0)
+
+
+def _logits(rank: int, plan: Plan) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        tokens, documents = packed()
+        together = _whole(model.logits(tokens, documents))
+        alone = []
+        for row, places in examples():
+            # By itself, and as every layout wants it: padded to the sequence's length, plain causal attention.
+            only = torch.zeros_like(tokens)
+            only[:, : places.stop - places.start] = tokens[row, places]
+            found = _whole(model.logits(only))
+            alone.append(None if found is None else found[0, : places.stop - places.start])
+        return together, alone
+
+
+def _whole(logits: torch.Tensor | None) -> torch.Tensor | None:
+    return None if logits is None else gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
+
+
+class PackedSamples:
+    """Samples of the packed micro batch; only one example's labels count."""
+
+    def __init__(self, example: int | None = None, spread: bool = False) -> None:
+        """``example`` alone has loss; with ``spread`` each example is a sample of its own, padded."""
+        self.tokens, self.documents = packed()
+        self.example, self.spread = example, spread
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.tokens.roll(3, dims=1)
+        if self.spread:
+            row, places = examples()[index % len(examples())]
+            size = places.stop - places.start
+            tokens, target, counted = torch.zeros(LENGTH).long(), torch.zeros(LENGTH).long(), torch.zeros(LENGTH)
+            counts = index < len(examples())
+            tokens[:size], target[:size], counted[:size] = self.tokens[row, places], labels[row, places], counts
+            return {"tokens": tokens, "labels": target, "loss_mask": counted}
+        row = index % 2
+        counted = torch.zeros(LENGTH)
+        for number, (of, places) in enumerate(examples()):
+            if of == row and index < 2 and self.example in (None, number):
+                counted[places] = 1
+        ids = self.documents.ids[row]
+        return {"tokens": self.tokens[row], "labels": labels[row], "loss_mask": counted, "documents": ids}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_gradient_crosses_a_border(recompute: str) -> None:
+    """The loss of one example has gradients in the embeddings of its own tokens, exactly none in the others'."""
+    plan = make_plan(1, f"trainer.recompute={recompute}", "trainer.micro_batch_size=2", "model.vocab_size=64")
+    for number, (row, places) in enumerate(examples()):
+        (gradient,) = run_ranks(_input_gradient, 1, plan, number)
+        touched = gradient.abs().sum(-1) > 0  # [s, b]
+        expected = torch.zeros_like(touched)
+        expected[places, row] = True
+        assert torch.equal(touched, expected), f"example {number}"
+
+
+def _input_gradient(rank: int, plan: Plan, example: int) -> torch.Tensor:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        (chunk,) = model.chunks
+        seen: list[torch.Tensor] = []
+
+        def keep(module: torch.nn.Module, arguments: object, output: torch.Tensor) -> None:
+            output.register_hook(seen.append)
+
+        chunk.embed_tokens.register_forward_hook(keep)
+        batches = Batches(PackedSamples(example), plan, topology, CPU).at(0)
+        model.forward_backward([batches[0]] * plan.num_microbatches)
+        return seen[0]
+
+
+PACKED_AND_SPREAD = ["trainer.micro_batch_size=2", "trainer.global_batch_size=8"]
+
+
+def _gradients(rank: int, plan: Plan, spread: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        loss = model.forward_backward(Batches(PackedSamples(spread=spread), plan, topology, CPU).at(0)).item()
+        return loss, {shard.name: shard.grad.clone() for shard in model.shards if shard.grad is not None}
+
+
+def compiled_too() -> list:
+    reason = str(REASON)
+    skip = pytest.mark.skipif(REASON is not None, reason=reason)
+    return [[], ["trainer.tp=2"], ["trainer.pp=2"], pytest.param(["trainer.compile=true"], marks=skip)]
+
+
+@pytest.mark.parametrize("layout", compiled_too(), ids=["plain", "tp2+sp", "pp2", "compiled"])
+def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same examples in a global batch: the same loss and gradients, to the order of their sums."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    ranks = 2 if layout and layout[0][-1] == "2" else 1
+    if "trainer.compile=true" in layout:
+        layout = [*layout, "trainer.compile_strict=true", f"trainer.compile_cache={tmp_path}"]
+    together = run_ranks(_gradients, ranks, make_plan(ranks, *PACKED_AND_SPREAD, *layout), False)
+    eager = [change for change in layout if "compile" not in change]
+    apart = run_ranks(_gradients, ranks, make_plan(ranks, *PACKED_AND_SPREAD, *eager), True)
+    for (loss, gradients), (other_loss, others) in zip(together, apart, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert (gradient - others[name]).norm() <= 1e-5 * others[name].norm(), name
+
+
+def test_plain_causal_attention_is_as_it_was() -> None:
+    """Without documents, attention is asked for as before packing was there: causal, no mask, no gathered tables."""
+    (asked,) = run_ranks(_asked, 1, make_plan(1))
+    assert asked == [{"is_causal": True, "enable_gqa": True}] * len(asked) and asked
+
+
+def _asked(rank: int, plan: Plan) -> list[dict]:
+    attention, asked = llama.F.scaled_dot_product_attention, []
+
+    def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options)
+        return attention(q, k, v, **options)
+
+    llama.F.scaled_dot_product_attention = note
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        model.logits(packed()[0])
+    return asked
