@@ -18,7 +18,7 @@ SRUN = """#!/bin/bash
 printf '%s\\n' "$@" >"$FOLDER/arguments"
 [ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
 [ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
-[ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; exit $ENDS' USR1; touch "$FOLDER/waiting"; sleep 30 & wait; }
+[ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; kill $!; exit $ENDS' USR1; sleep 30 & touch "$FOLDER/waiting"; wait; }
 exit $ENDS
 """
 SCONTROL = '#!/bin/sh\necho "$@" >>"$FOLDER/scontrol"\n'
