@@ -82,7 +82,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     assert len({graph.key for graphs in first for graph in graphs}) == 2
     fused = tune(2, tmp_path / "fused", *layout, *COMPILE, f"trainer.compile_cache={cache}", steps=3)
     eager = tune(2, tmp_path / "eager", *layout, steps=3)
-    assert fused.losses == pytest.approx(eager.losses, rel=1e-5) and fused.norms != eager.norms
+    assert fused.losses == pytest.approx(eager.losses, rel=1e-5)
     assert all(distance(tensor, eager.trained[name]) <= 1e-5 for name, tensor in fused.trained.items())
 
 
