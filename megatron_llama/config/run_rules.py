@@ -51,12 +51,14 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
         return
     if steps != TrainerConfig.steps:
         rule = f"and trainer.steps={steps} both say how long the run is"
-        yield Problem("trainer.epochs", epochs, rule, "leave one of them out")
+        yield Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or leave trainer.steps out")
     if config.data.mock:
-        yield Problem("trainer.epochs", epochs, "made-up data has no end", "write trainer.steps instead")
+        advice = "write trainer.epochs=null and trainer.steps"
+        yield Problem("trainer.epochs", epochs, "made-up data has no end", advice)
     elif weights_and_paths(config.data.prefixes)[0]:
         rule = "in a blend with weights, no number of samples shows all of it once"
-        yield Problem("trainer.epochs", epochs, rule, "write trainer.steps instead, or data.prefixes without weights")
+        advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
+        yield Problem("trainer.epochs", epochs, rule, advice)
 
 
 @reads("optim.warmup_ratio", "optim.warmup_steps")
@@ -65,7 +67,8 @@ def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
     ratio, steps = config.optim.warmup_ratio, config.optim.warmup_steps
     if ratio is not None and steps is not None:
         rule = f"and optim.warmup_steps={steps} both say how long the warm-up is"
-        yield Problem("optim.warmup_ratio", ratio, rule, "leave one of them out")
+        advice = "write optim.warmup_ratio=null, or leave optim.warmup_steps out"
+        yield Problem("optim.warmup_ratio", ratio, rule, advice)
 
 
 @reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes", "data.mock")
@@ -82,14 +85,14 @@ def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Prob
         if data.mock:
             yield Problem("data.kind", data.kind, "made-up data is no fine-tuning set", "write data.kind=pretrain")
         return
-    advice = "write data.kind=sft, for a dataset that data_prep/sft.py made"
+    advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
     if data.pack:
-        yield Problem(
-            "data.pack", True, "packs examples, and data.kind=pretrain has none", f"{advice}, or leave it out"
-        )
+        rule = "packs examples, and data.kind=pretrain has none"
+        yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
     if data.validation_prefixes:
         rule = "are for data.kind=sft; pretraining validates on data.split's second share"
-        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, f"{advice}, or leave them out")
+        advice = f"write data.validation_prefixes=[], {advice}"
+        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
 
 
 @reads("optim.lr", "optim.min_lr")

@@ -28,6 +28,7 @@ class Case(NamedTuple):
 WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
 LORA = {"finetune.method": "lora"}
 TWO_STAGES = {"trainer.pp": 2}
+FILES = {"data.mock": False, "data.prefixes": ["x"]}
 CASES = [
     Case(
         "hosts_can_be_reached", 4, {"launch.hosts": ["a", "-oProxyCommand=x"]}, {"launch.hosts": ["a", "u@b"]}, "[a,b]"
@@ -199,6 +200,50 @@ CASES = [
     Case(
         "schedule_fits_run", 1, {"optim.constant_steps": 101}, {"optim.constant_steps": 100}, "optim.constant_steps=100"
     ),
+    Case(
+        "epochs_or_steps",
+        1,
+        {**FILES, "trainer.epochs": 2, "trainer.steps": 7},
+        {**FILES, "trainer.epochs": 2},
+        "trainer.epochs=null",
+    ),
+    Case("epochs_or_steps", 1, {"trainer.epochs": 2}, {"trainer.steps": 2}, "trainer.epochs=null"),
+    Case(
+        "epochs_or_steps",
+        1,
+        {**FILES, "data.prefixes": [1, "x"], "trainer.epochs": 2},
+        {**FILES, "data.prefixes": ["x", "y"], "trainer.epochs": 2},
+        "without weights",
+    ),
+    Case(
+        "one_warmup",
+        1,
+        {"optim.warmup_ratio": 0.1, "optim.warmup_steps": 5},
+        {"optim.warmup_ratio": 0.1},
+        "optim.warmup_ratio=null",
+    ),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
+        {**FILES, "data.kind": "sft", "data.prefixes": [1, "x", 2, "y"]},
+        {**FILES, "data.kind": "sft", "data.prefixes": ["x", "y"]},
+        "data.prefixes=[x,y]",
+    ),
+    Case("fine_tuning_sets_are_whole", 1, {"data.kind": "sft"}, {**FILES, "data.kind": "sft"}, "data.kind=pretrain"),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
+        {**FILES, "data.pack": True},
+        {**FILES, "data.pack": True, "data.kind": "sft"},
+        "data.kind=sft",
+    ),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
+        {**FILES, "data.validation_prefixes": ["y"]},
+        {**FILES, "data.validation_prefixes": ["y"], "data.kind": "sft"},
+        "data.validation_prefixes=[]",
+    ),
     Case("lr_falls", 1, {"optim.min_lr": 1e-3}, {"optim.min_lr": 3e-4}, "optim.min_lr=3e-05"),
     Case(
         "schedule_has_a_class",
@@ -302,6 +347,8 @@ def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
         "optim.name": (["adagrad"], ["adamw", "adam", "sgd"]),
         "device.name": (["gpu"], ["auto", "cpu", "cuda"]),
         "model.rope_scaling.rope_type": (["yarn"], ["llama3"]),
+        "data.kind": (["chat"], ["pretrain", "sft"]),
+        "optim.warmup_ratio": ([-0.1, 1.1], [0, 0.03, 1]),
         "optim.betas": ([[0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.9, 0.9]], [[0.0, 0.999]]),
         "data.split": (["969,30", "a,b,c", "0,1,1", "1,-1,1", ""], ["1,0,0", "0.9,0.05,0.05"]),
         "data.prefixes": (

@@ -14,7 +14,7 @@ from megatron_llama.config import Plan, resolve
 from tests.config.helpers import make
 
 MAGIC = b"MMIDIDX\x00\x00"
-CODES = {"H": 8, "i": 4}  # struct's letters for uint16 and int32, and Megatron's
+CODES = {"B": 1, "H": 8, "i": 4}  # struct's letters for uint8, uint16 and int32, and Megatron's
 
 
 def write_indexed(prefix: Path, documents: Sequence[Sequence[int]], kind: str = "H") -> str:
