@@ -189,7 +189,8 @@ def test_named_templates(name: str) -> None:
 
 OWN = {
     "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHow are you?<|im_end|>\n"
-    "<|im_start|>assistant\n«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
+    "<|im_start|>assistant\n«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n"
+    "<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
     "inst": "<|im_start|>[INST] How are you? [/INST]« Fine.<|im_end|>»[INST] Sure? [/INST]«  Yes, é🤯!<|im_end|>»",
     "colon": "Q: How are you?\nA: «Fine.<|im_end|>»Q: Sure?\nA: « Yes, é🤯!<|im_end|>»",
 }
