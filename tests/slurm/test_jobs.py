@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.train.metrics import read_metrics
+from megatron_llama.devices import get_device
+from megatron_llama.records import read_metrics
 from tests.launch.test_cli import environment
 from tests.launch.test_train_py import losses, steps
 from tests.slurm.conftest import ROOT, Job, Lab, Report
@@ -70,6 +71,32 @@ def test_losses_equal_those_of_a_plain_run(
         f"`sbatch {' '.join(options)} run.slurm`, 3 steps, 4 ranks: losses equal those of `python train.py`, "
         "to the bit",
         f"{time.monotonic() - begin:.0f} s",
+    )
+
+
+def test_compiled_by_one_job_trained_by_the_next(
+    lab: Lab, expected: list[float], report: Report, tmp_path: Path
+) -> None:
+    if reason := get_device("cpu").compiler_missing():
+        pytest.skip(reason)
+    cache = f"trainer.compile_cache={tmp_path / 'cache'}"
+    begin = time.monotonic()
+    job = lab.submit(["--nodes=4"], [*TINY, cache, "trainer.val_every_steps=2"], script="compile.slurm")
+    assert job.wait_for_end(300.0) == "COMPLETED", job.log
+    assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in job.log
+    compiled, begin = time.monotonic() - begin, time.monotonic()
+
+    arguments = [*TINY, cache, "trainer.steps=3", "trainer.compile=true", "trainer.compile_strict=true"]
+    arguments += ["trainer.val_every_steps=2", "logging.tensorboard=true", f"run.dir={tmp_path / 'run'}"]
+    job = lab.submit(["--nodes=4"], arguments)
+    assert job.wait_for_end() == "COMPLETED", job.log
+    assert "compiled 2 graphs on 4 ranks: cache hits 8, misses 0" in job.log
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    report.add(
+        "`sbatch --nodes=4 compile.slurm`, then `run.slurm` with trainer.compile=true: 2 graphs, then 8 "
+        "hits and no miss; losses equal the eager ones to 1e-5",
+        f"{compiled:.0f} s, {time.monotonic() - begin:.0f} s",
     )
 
 
