@@ -142,6 +142,8 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
         named = NAMED[args.chat_template]
         pieces, source = named.pieces, repr(named)
         _check_end(tokenizer, args)
+    if args.add_bos and own:
+        raise UserError("--add-bos is for named templates; the tokenizer's own writes its begin-of-text token itself")
     if args.add_bos and tokenizer.bos is None:
         raise UserError(f"--add-bos: {args.tokenizer_model} has no begin-of-text token")
     names = ("format", "template", "chat_template", "seq_length", "too_long", "train_on_inputs", "add_bos")

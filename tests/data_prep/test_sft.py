@@ -34,6 +34,8 @@ INST = (
 COLON = (
     "{%- for message in messages -%}\n    {%- if message.role == 'assistant' %}"
     "A: {{ message.content }}{{ eos_token }}\n"
+    "{%- for message in messages -%}\n"
+    "    {%- if message.role == 'assistant' %}A: {{ message.content }}{{ eos_token }}\n"
     "    {%- else %}Q: {{ message.content }}\n{% endif %}\n{%- endfor -%}{%- if add_generation_prompt %}A: {% endif %}"
 )
 TEMPLATES = {"chatml": CHATML, "inst": INST, "colon": COLON}
@@ -191,6 +193,9 @@ OWN = {
     "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHow are you?<|im_end|>\n"
     "<|im_start|>assistant\n«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n"
     "<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
+    "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n"
+    "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+    "«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
     "inst": "<|im_start|>[INST] How are you? [/INST]« Fine.<|im_end|>»[INST] Sure? [/INST]«  Yes, é🤯!<|im_end|>»",
     "colon": "Q: How are you?\nA: «Fine.<|im_end|>»Q: Sure?\nA: « Yes, é🤯!<|im_end|>»",
 }
@@ -375,6 +380,7 @@ def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) 
     assert some.tolist() == same.tolist() and some[0] == 1
     assert every.min() == 1 and 0 < masked.sum() < len(masked) and masked[0] == 0
     assert_refused(prepare(tokenizer, source, tmp_path / "no"), "no chat template", "--chat-template")
+    assert_refused(prepare(folder, source, tmp_path / "no", "--add-bos"), "--add-bos is for named templates")
 
 
 def test_tables_are_split_for_good(folder: Path, tmp_path: Path) -> None:
