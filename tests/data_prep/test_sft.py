@@ -32,8 +32,6 @@ INST = (
     "{% else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 COLON = (
-    "{%- for message in messages -%}\n    {%- if message.role == 'assistant' %}"
-    "A: {{ message.content }}{{ eos_token }}\n"
     "{%- for message in messages -%}\n"
     "    {%- if message.role == 'assistant' %}A: {{ message.content }}{{ eos_token }}\n"
     "    {%- else %}Q: {{ message.content }}\n{% endif %}\n{%- endfor -%}{%- if add_generation_prompt %}A: {% endif %}"
@@ -190,9 +188,6 @@ def test_named_templates(name: str) -> None:
 
 
 OWN = {
-    "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHow are you?<|im_end|>\n"
-    "<|im_start|>assistant\n«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n"
-    "<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
     "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n"
     "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
     "«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
