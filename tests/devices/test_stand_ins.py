@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -142,7 +143,9 @@ def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_lo
 
 def test_gaudi_under_a_starter_that_shows_each_task_its_card(tmp_path: Path, cpu_losses: list[float]) -> None:
     root = gaudi(tmp_path / "machine")
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     recipes = tmp_path / "recipes"
     losses, events = train(
         tmp_path / "run",
