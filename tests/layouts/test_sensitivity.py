@@ -18,7 +18,7 @@ from tests.ranks import RankFailed
 
 
 def no_sequence_parallel_sum(model: ParallelModel) -> None:
-    model.replicated.sums_norms = False
+    model.replicated.sums_over_sequence = False
 
 
 def no_kv_copy_sum(model: ParallelModel) -> None:
