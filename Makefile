@@ -66,8 +66,12 @@ demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in
 	@$(PY) train.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(INSTALLED)  ## the whole test suite
+test: $(INSTALLED)  ## the test suite, but for what needs a cluster or minutes of a compiler
 	@$(PY) -m pytest -n 2 --dist loadfile
+
+.PHONY: test-slow
+test-slow: $(INSTALLED)  ## what a compiler works on for minutes
+	@$(PY) -m pytest -m slow
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where it can be set up (root)

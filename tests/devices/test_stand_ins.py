@@ -89,6 +89,7 @@ def cpu_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return on_the_cpu(tmp_path_factory.mktemp("cpu"))
 
 
+@pytest.mark.slow
 def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
     root, cache_folder = trainium(tmp_path / "machine"), tmp_path / "neff"
     variables = {"NEURON_RT_NUM_CORES": "2", "TORCH_NEURONX_NEFF_CACHE_DIR": str(cache_folder)}

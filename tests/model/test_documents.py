@@ -162,8 +162,8 @@ def _gradients(rank: int, plan: Plan, spread: bool) -> tuple[float, dict[str, to
 
 def compiled_too() -> list:
     reason = str(REASON)
-    skip = pytest.mark.skipif(REASON is not None, reason=reason)
-    return [[], ["trainer.tp=2"], ["trainer.pp=2"], pytest.param(["trainer.compile=true"], marks=skip)]
+    marks = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=reason)]
+    return [[], ["trainer.tp=2"], ["trainer.pp=2"], pytest.param(["trainer.compile=true"], marks=marks)]
 
 
 @pytest.mark.parametrize("layout", compiled_too(), ids=["plain", "tp2+sp", "pp2", "compiled"])

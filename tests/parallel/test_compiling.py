@@ -73,6 +73,7 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
     assert {graph.key for graphs in again for graph in graphs} == distinct
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     layout = ("trainer.tp=2", *LORA)
@@ -89,13 +90,8 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
 @needs_compiler
 def test_what_is_new_says_why(cache: Path) -> None:
     compiled(cache, "trainer.tp=2", "trainer.pp=2", batches=1)  # it is there where the test above has run
-    changes = {
-        "trainer.tp=1": "trainer.tp: 2 → 1, trainer.sp: True → False",
-        "data.seq_length=8": "data.seq_length: 16 → 8",
-    }
-    for change, why in changes.items():
-        (graphs,) = compiled(cache, change, world=1, batches=1)
-        assert [graph.why for graph in graphs] == [why, why]
+    (graphs,) = compiled(cache, "trainer.tp=1", world=1, batches=1)
+    assert [graph.why for graph in graphs] == ["trainer.tp: 2 → 1, trainer.sp: True → False"] * 2
 
 
 @needs_compiler
