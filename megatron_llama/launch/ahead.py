@@ -87,11 +87,10 @@ def _prepare(plan: Plan) -> None:
 
 def _one_per_stage(overrides: list[str]) -> int:
     """Starts one process per kind of stage on this machine, for a world of any size."""
-    from megatron_llama.config import ConfigError, compose, format_problems
+    from megatron_llama.config import ConfigError, format_problems
 
     try:
-        config = compose(overrides, cli.CONF_DIR)
-        plan, device = _plan(config)
+        plan, device = _plan(cli.composed(overrides))
         return _start(plan, device)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")

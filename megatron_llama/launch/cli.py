@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_llama.config import Config, ConfigError, Machine, Plan, Problem
+    from megatron_llama.config import Config, Machine, Plan, Problem
     from megatron_llama.devices import Device
     from megatron_llama.launch.world import Place
 
@@ -63,17 +63,14 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int
 
 def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[int, Place | None]:
     """Does what the command line asks for; returns the exit status, and whose it is."""
-    from megatron_llama.config import ConfigError, compose, format_plan, format_problems, resolve
+    from megatron_llama.config import ConfigError, format_plan, format_problems, resolve
     from megatron_llama.launch.meeting import LaunchFailed
     from megatron_llama.launch.world import place_of
 
     place = None
     try:
         place = place_of(os.environ)
-        try:
-            config = compose(overrides, CONF_DIR)
-        except ConfigError as error:
-            raise _with_broken_rules(error, place) from None
+        config = composed(overrides, place)
         if config.dry_run:
             decision = decide(config, place)
             plan = resolve(decision.config, decision.world_size, decision.machine)
@@ -88,18 +85,19 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
         return EXIT_FAILED, place
 
 
-def _with_broken_rules(error: ConfigError, place: Place | None) -> ConfigError:
-    """``error`` of a command line, with what is wrong with the rest of it: the user should hear all of it at once."""
-    from megatron_llama.config import ConfigError, resolve
+def composed(overrides: Sequence[str], place: Place | None = None) -> Config:
+    """The config that a command line asks for. Raises ConfigError with all that is wrong with it, not only with what
+    can't be read: the user should hear of it at once."""
+    from megatron_llama.config import ConfigError, compose, resolve
 
-    if error.config is None:
-        return error
-    decision = decide(error.config, place)
     try:
+        return compose(overrides, CONF_DIR)
+    except ConfigError as error:
+        if error.config is None:
+            raise
+        decision = decide(error.config, place)
         resolve(decision.config, decision.world_size, decision.machine, known=error.problems)
-    except ConfigError as everything:
-        return everything
-    return error
+        raise
 
 
 def usage() -> str:

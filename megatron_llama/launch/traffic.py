@@ -60,16 +60,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     # Imported here: --help needs none of it.
-    from megatron_llama.config import ConfigError, compose, format_problems, resolve
+    from megatron_llama.config import ConfigError, format_problems, resolve
 
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
     try:
-        dry = f"dry_run={str(not measure).lower()}"
-        try:
-            config = compose([*overrides, *FORCED, dry], cli.CONF_DIR)
-        except ConfigError as error:
-            raise cli._with_broken_rules(error, None) from None
+        config = cli.composed([*overrides, *FORCED, f"dry_run={str(not measure).lower()}"])
         decision = cli.decide(config, None)
         if decision.problem is not None:
             raise ConfigError([decision.problem])

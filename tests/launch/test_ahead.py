@@ -93,8 +93,10 @@ def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
 
 def test_mistakes_are_the_users(job: Job) -> None:
     for argument in ([], ["--one-per-stage"]):
-        status, said, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, "trainer.tp=3", "trainer.seed=-1")
-        assert status == 2 and "trainer.tp" in said and "trainer.seed" in said and "Traceback" not in said
+        wrong = ("trainer.tp=3", "trainer.seed=-1", "trainer.stepss=1")
+        status, said, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *wrong)
+        assert status == 2 and "Traceback" not in said
+        assert all(name in said for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
 
 
 def test_help_needs_no_torch() -> None:
