@@ -21,6 +21,30 @@ SHARED = ROOT.parent / "shared" / "data"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+# Runs one of data_prep's scripts in a process that kills itself with -9 just before, or after, a function's n-th call.
+KILLER = """
+import os, signal, sys
+sys.path[0] = {root!r}
+from data_prep.lib import build, publish, run, workspace
+import data_prep.lib.indexed
+owner, name, count, after = {owner}, {name!r}, {count}, {after}
+original = getattr(owner, name)
+calls = 0
+def killer(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == count and not after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = original(*args, **kwargs)
+    if calls == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(owner, name, killer)
+from data_prep.{script} import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sentencepiece model of 600 pieces, trained by train_tokenizer.py itself."""

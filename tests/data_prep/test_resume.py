@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.conftest import (
+    KILLER,
     ROOT,
     Run,
     assert_refused,
@@ -24,29 +25,6 @@ from tests.data_prep.conftest import (
     some_texts,
     write_jsonl,
 )
-
-# Runs preprocess.py in a process that kills itself with -9 just before, or after, the n-th call of one function.
-KILLER = """
-import os, signal, sys
-sys.path[0] = {root!r}
-from data_prep.lib import build, publish, run, workspace
-import data_prep.lib.indexed
-owner, name, count, after = {owner}, {name!r}, {count}, {after}
-original = getattr(owner, name)
-calls = 0
-def killer(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == count and not after:
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = original(*args, **kwargs)
-    if calls == count:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, name, killer)
-from data_prep.preprocess import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 # (where, function, which call): every phase of a run
 PHASES = {
@@ -92,7 +70,7 @@ def documents(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("after", [False, True])
 def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: Path, phase: str, after: bool) -> None:
     owner, name, count = PHASES[phase]
-    script = KILLER.format(root=str(ROOT), owner=owner, name=name, count=count, after=after)
+    script = KILLER.format(script="preprocess", root=str(ROOT), owner=owner, name=name, count=count, after=after)
     args = arguments(tmp_path, tokenizer)
     killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
@@ -116,7 +94,7 @@ def check_complete(tmp_path: Path, documents: list[str], tokenizer: Path) -> Non
 
 def test_it_goes_on_where_it_was(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
     """The second run must not do the first one's work again."""
-    script = KILLER.format(root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
+    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -154,7 +132,7 @@ def test_a_signal_ends_it_with_75_and_it_goes_on(
 ) -> None:
     args = [*arguments(tmp_path, tokenizer)[:-2], "--checkpoint-seconds", "1000"]
     script = KILLER.replace("SIGKILL", which.name).format(
-        root=str(ROOT), owner="run.Run", name="_take", count=9, after=True
+        script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=9, after=True
     )
     script = script.replace("sys.exit(main(sys.argv[1:]))", "from data_prep.lib.errors import run_main\n"
                             "run_main(lambda: main(sys.argv[1:]))")  # fmt: skip
@@ -244,7 +222,7 @@ def test_files_of_another_program_are_not_overwritten(tmp_path: Path, preprocess
 
 
 def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    script = KILLER.format(root=str(ROOT), owner="run.Run", name="_take", count=9, after=False)
+    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=9, after=False)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
     args.remove("--append-eod")
@@ -254,7 +232,7 @@ def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documen
 
 def test_a_damaged_work_folder_is_noticed(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
     """After a power cut the data may not be what the journal says: then it starts over, rather than go on wrongly."""
-    script = KILLER.format(root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
+    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
     binary = tmp_path / "out/.x_text_document.partial/x_text_document.bin"

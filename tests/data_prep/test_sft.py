@@ -4,7 +4,9 @@ every record accounted for."""
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from data_prep.lib.chat_tokenizer import ChatTokenizer, HuggingFace, SentencePie
 from data_prep.lib.conversations import LABELLED, REASONS, Bad, Turn, labelled_turns, turns_of
 from data_prep.lib.dataset import IndexedDataset
 from data_prep.lib.records import REASONS as LINE_REASONS
-from tests.data_prep.conftest import assert_refused, run_script
+from tests.data_prep.conftest import KILLER, ROOT, assert_refused, command, run_script
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -400,27 +402,20 @@ def test_tables_are_split_for_good(folder: Path, tmp_path: Path) -> None:
 
 def test_kill_9_and_again(folder: Path, tmp_path: Path) -> None:
     """Resuming is preprocess.py's, and holds for two outputs of different types."""
-    import os
-    import signal
-    import time
-
-    from tests.data_prep.conftest import command
-
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join(GOOD * 60) + "\n")
     arguments = ("--tokenizer-model", folder, "--seq-length", 128, "--workers", 1, "--checkpoint-seconds", 0)
     whole = run_script("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     again = command("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "killed")
-    process = subprocess.Popen(again, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    journal = tmp_path / ".killed_sft+killed_sft_mask.partial" / "journal.jsonl"
-    for _ in range(600):
-        if journal.exists() and journal.read_bytes().count(b"\n") > 1 or process.poll() is not None:
-            break
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    killer = KILLER.format(
+        script="sft", root=str(ROOT), owner="workspace.Workspace", name="checkpoint", count=1, after=True
+    )
+    killed = subprocess.run([sys.executable, "-c", killer, *again[2:]], cwd=ROOT, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert (tmp_path / ".killed_sft+killed_sft_mask.partial" / "journal.jsonl").exists()
+    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "going on after" in done.stdout
     for suffix in ("_sft.bin", "_sft.idx", "_sft_mask.bin", "_sft_mask.idx"):
         assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"killed{suffix}").read_bytes()
