@@ -60,7 +60,7 @@ def ask(records: Records, template: Template, text: Text, chat: bool, room: int)
     for record in records.good:
         prompt = template.prompt.format(**record)
         if chat:
-            prompt, encode = text.chat_text([{"role": "user", "content": prompt}]), text.encode_more
+            prompt, encode = text.chat_text([{"role": "user", "content": prompt.strip()}]), text.encode_more
         else:
             encode = text.encode
         ids = encode(prompt)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.lib.conversations import LABELLED
 from megatron_llama.config import ConfigError, Problem
 
 Record = Mapping[str, Any]
@@ -32,13 +33,11 @@ class Template:
         return {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name} | {self.answer}
 
 
+# What data_prep/sft.py trains on, so that a tuned model is asked as it was taught: with --chat in the tokenizer's chat
+# template, without it in data_prep's `plain` one, where the answer stands on the next line.
 TEMPLATES: Mapping[str, Template] = {
-    "qnli": Template(
-        "Question: {question}\nSentence: {sentence}\nDoes the sentence answer the question, yes or no?\nAnswer:",
-        "label",
-        {"entailment": " yes", "not_entailment": " no"},
-    ),
-    "gsm8k": Template("Question: {question}\nAnswer:", "answer"),
+    **{name: Template(asked.prompt + "\n", asked.label, asked.words) for name, asked in LABELLED.items()},
+    "gsm8k": Template("{question}\n", "answer"),
 }
 
 
@@ -58,7 +57,7 @@ def find_template(name: str) -> Template:
     """One of ours by its name, or a JSON file with prompt, answer and, for labelled sets, labels."""
     if name in TEMPLATES:
         return TEMPLATES[name]
-    instead = f"write --template {' or '.join(TEMPLATES)}, or a JSON file with prompt, answer and labels"
+    instead = f"write --template {', '.join(TEMPLATES)}, or a JSON file with prompt, answer and labels"
     if not Path(name).is_file():
         raise ConfigError([Problem("--template", name, "there is no template of this name, and no such file", instead)])
     try:

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dataset", metavar="PREFIX", help="indexed dataset, without .bin and .idx")
     made.add_argument("--labelled", type=Path, metavar="FILE", help=".tsv with a head, or .jsonl")
     made.add_argument("--generative", type=Path, metavar="FILE", help=".tsv with a head, or .jsonl")
-    made.add_argument("--template", metavar="NAME", help="qnli, gsm8k, or a JSON file (docs/evaluation.md)")
+    made.add_argument("--template", metavar="NAME", help="qnli, sst2, gsm8k, or a JSON file (docs/evaluation.md)")
     made.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
     made.add_argument("--limit", type=int, metavar="N", help="the first N records only")
     made.add_argument("--batch-size", type=int, default=16, metavar="N", help="records at a time (default 16)")

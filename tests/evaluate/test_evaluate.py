@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_prep.lib.dataset import IndexedDataset
 from megatron_llama.config import ConfigError
 from megatron_llama.evaluate import answers
 from megatron_llama.evaluate.answers import ask, final_number, share
@@ -18,6 +19,7 @@ from megatron_llama.evaluate.perplexity import windows
 from megatron_llama.evaluate.records import TEMPLATES, Template, find_template, read_records
 from megatron_llama.generate.text import HuggingFace
 from megatron_llama.launch import evaluate
+from tests.data_prep.conftest import run_script
 from tests.generate.models import make_folder
 from tests.generate.test_cli import CPU, command
 from tests.ranks import run_ranks
@@ -192,8 +194,33 @@ def test_the_interval_is_wilsons() -> None:
 
 def test_templates() -> None:
     assert all(template.fields for template in TEMPLATES.values())
-    with pytest.raises(ConfigError, match="qnli or gsm8k"):
+    with pytest.raises(ConfigError, match="qnli, sst2, gsm8k, or"):
         find_template("qnl")
+
+
+ROWS = {"question": "Who sat on the mat?", "sentence": "The cat sat on the mat.", "label": "entailment"}
+WORDED = {"question": "2 + 2 = ?", "answer": "2 + 2 = 4\n#### 4"}
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["own", "plain"])
+@pytest.mark.parametrize("name", ["qnli", "gsm8k"])
+def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, chat: bool) -> None:
+    """The ids that come before a training example's answer are the ids of evaluation's prompt."""
+    record = ROWS if name == "qnli" else WORDED
+    source = tmp_path / ("set.tsv" if name == "qnli" else "set.jsonl")
+    line = "\t".join(record.values()) if name == "qnli" else json.dumps(record)
+    source.write_text((HEAD.removeprefix("index\t") if name == "qnli" else "") + line + "\n")
+    options = ["--seq-length", 256, "--chat-template", "own" if chat else "plain"]
+    options += ["--template", "qnli"] if name == "qnli" else []
+    prefix = ["--output-prefix", tmp_path / "set"]
+    done = run_script("sft.py", "--input", source, "--tokenizer-model", folder, *options, *prefix)
+    assert done.returncode == 0, done.stderr
+    ids, mask = (IndexedDataset(str(tmp_path / f"set_sft{end}")).document(0) for end in ("", "_mask"))
+    learned = mask.tolist().index(1)
+    (one,) = ask(read_records(source, TEMPLATES[name]), TEMPLATES[name], HuggingFace(folder), chat=chat, room=256)
+    assert one.prompt == ids[:learned].tolist()
+    if name == "qnli":
+        assert one.labels[0] == ids[learned:][mask[learned:] == 1].tolist()[:-1]  # the last one ends the answer
 
 
 def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
