@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
@@ -127,10 +128,18 @@ def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tu
         "num_key_value_heads": kv_heads(model),
         "head_dim": head_dim(model),
     }
-    different = {name: (ours[name], flat[name]) for name in SHAPE if flat.get(name) not in (None, ours[name])}
+    given = {name: flat[name] for name in SHAPE if flat.get(name) is not None}
+    different = {name: (ours[name], value) for name, value in given.items() if not _same(ours[name], value)}
     if flat["rope_scaling"] != ours["rope_scaling"]:
         different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=2**-24)
+    return bool(one == other)
 
 
 def _read_json(path: str) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return f"{value:g}"
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(shown(item) for item in value) + "]"
     if isinstance(value, dict):

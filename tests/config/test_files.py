@@ -143,3 +143,13 @@ def test_a_schedule_of_a_package_that_is_not_installed() -> None:
     (problem,) = problems_of(make(**{"optim.schedule": {"_target_": "no_such_package.schedules.Cosine"}}))
     assert problem.field == "optim.schedule._target_" and "no_such_package is not installed" in problem.rule
     assert problems_of(make(**{"optim.schedule": {"_target_": "torch.optim.lr_scheduler.LinearLR"}})) == []
+
+
+def test_a_number_that_went_through_fp32_is_the_same(tmp_path: Path) -> None:
+    """GGUF holds 1e-05 as fp32, so what transformers writes of it is 9.99999974e-06."""
+    folder = str(hugging_face_folder(tmp_path, rms_norm_eps=9.999999747378752e-06))
+    assert problems_of(make(**{"init_from": folder})) == []
+    other = hugging_face_folder(tmp_path / "other", rms_norm_eps=1.000001e-05)
+    (problem,) = problems_of(make(**{"init_from": str(other)}))
+    assert "rms_norm_eps is 1.000001e-05, not 1e-05" in problem.rule
+    assert problem.instead.startswith("write model.rms_norm_eps=1.000001e-05,")
