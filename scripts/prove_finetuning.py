@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "finetuning", help="folder for runs and results")
     parser.add_argument("--split", default="4463,1000", help="QNLI's lines to learn and to hold out")
     parser.add_argument("--epochs", type=int, default=1, help="of QNLI")
-    parser.add_argument("--gsm8k-steps", type=int, default=100, help="optimizer steps on GSM8K")
+    parser.add_argument("--gsm8k-steps", type=int, default=80, help="optimizer steps on GSM8K")
     parser.add_argument("--questions", type=int, default=200, help="of GSM8K that are answered")
     asked = parser.parse_args(arguments)
     asked.model, asked.data, output = asked.model.resolve(), asked.data.resolve(), asked.output.resolve()

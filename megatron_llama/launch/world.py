@@ -169,6 +169,7 @@ def _from_srun(environ: Mapping[str, str]) -> Place:
     node = int(environ.get("SLURM_NODEID", 0))
     local_ranks = tasks_on_node(tasks, node) or numbers["SLURM_NTASKS"]
     count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
+    given = _numbers(environ, ("MASTER_PORT",)) if environ.get("MASTER_PORT") else {}
     return _checked(
         Place(
             starter="srun",
@@ -177,7 +178,7 @@ def _from_srun(environ: Mapping[str, str]) -> Place:
             local_ranks=local_ranks,
             world_size=numbers["SLURM_NTASKS"],
             master_addr=address,
-            master_port=int(environ.get("MASTER_PORT") or _port(job, environ.get("SLURM_STEP_ID"))),
+            master_port=given.get("MASTER_PORT", _port(job, environ.get("SLURM_STEP_ID"))),
             job=job,
             has_store=False,
             node=node,
@@ -219,4 +220,7 @@ def _checked(place: Place) -> Place:
     if place.rank >= place.world_size:
         rule = f"a world of {place.world_size} has the ranks 0 to {place.world_size - 1}"
         raise ConfigError([Problem("RANK", place.rank, rule, "start all ranks with one torchrun or srun command")])
+    if not 0 < place.master_port < 2**16:
+        rule = "the ranks meet at this port, so all of them have to know it"  # 0 would be another one for each
+        raise ConfigError([Problem("MASTER_PORT", place.master_port, rule, "set a free one from 1024 to 65535")])
     return place

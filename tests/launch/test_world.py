@@ -129,6 +129,9 @@ def test_a_batch_script_is_no_rank():
         (TORCHRUN | {"RANK": "16"}, "RANK"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR"),
         ({k: v for k, v in SRUN.items() if k != "SLURM_JOB_NODELIST"}, "SLURM_JOB_NODELIST"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT"),
+        ({**SRUN, "MASTER_PORT": "65536"}, "MASTER_PORT"),
+        ({**SRUN, "MASTER_PORT": "some"}, "MASTER_PORT"),
     ],
 )
 def test_contradictions_are_the_users_mistake(environ, field):
