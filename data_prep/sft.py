@@ -16,9 +16,9 @@ if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, 
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.lib.errors import UserError, run_main
 from data_prep.preprocess import cores
@@ -169,8 +169,10 @@ def _check_end(tokenizer: "ChatTokenizer", args: argparse.Namespace) -> None:
         raise UserError(f"{args.tokenizer_model} has no end-of-text token, with which --chat-template ends an answer")
 
 
-def prepare(args: argparse.Namespace, inputs: Sequence[str], prefix: str) -> None:
-    """Makes one set.
+def prepare(
+    args: argparse.Namespace, inputs: Sequence[str], prefix: str, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Makes one set; returns the manifest of its tokens.
 
     Raises:
         UserError, MachineError, Stopped: as their names say.
@@ -191,7 +193,7 @@ def prepare(args: argparse.Namespace, inputs: Sequence[str], prefix: str) -> Non
         checkpoint_seconds=args.checkpoint_seconds,
         chat=chat,
     )
-    build(options, chat.tokenizer.encoder, print)
+    return build(options, chat.tokenizer.encoder, say)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,8 @@ names; the checkpoint keeps a fingerprint of them, so that they can't be mistake
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,35 @@ import torch
 from megatron_llama.checkpoint.files import Damaged, Stored, StoredTensor, read_safetensors_header
 from megatron_llama.checkpoint.huggingface import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest
-from megatron_llama.checkpoint.storage import rows_of
-from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Plan, Problem
+from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.state import weights
+from megatron_llama.checkpoint.storage import load_into, rows_of
+from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.huggingface import ADAPTER_WEIGHTS
-from megatron_llama.model.names import PEFT_PREFIX, Shape, hf_shapes, is_lora, is_saved_module, lora_name, lora_shapes
+from megatron_llama.model.names import (
+    PEFT_PREFIX,
+    Piece,
+    Shape,
+    hf_shapes,
+    is_lora,
+    is_saved_module,
+    lora_name,
+    lora_shapes,
+)
+from megatron_llama.parallel import Shard
 
 Rows = Callable[[str, int, int], torch.Tensor]
 """Rows [first, last) of a tensor."""
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What LoRA has trained, as it lies on disk."""
+
+    stored: Stored
+    """A and B under PEFT's names, and what was trained whole under Hugging Face's."""
+    finetune: FinetuneConfig
 
 
 def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
@@ -55,13 +77,13 @@ def fingerprint(stored: Stored) -> str:
     return digest.hexdigest()[:32]
 
 
-def open_adapter(folder: Path, plan: Plan) -> Stored:
+def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> Stored:
     """A PEFT adapter's tensors under the names that ``trained_shapes`` gives them. Reads the head only.
 
-    That its adapter_config.json asks for what the plan does is known from ``resolve``. Raises ConfigError where its
-    tensors are others, and Damaged for a file that is not whole or not sound.
+    ``finetune`` is what its adapter_config.json asks for. Raises ConfigError where its tensors are others, and Damaged
+    for a file that is not whole or not sound.
     """
-    shapes = trained_shapes(plan.model, plan.config.finetune)
+    shapes = trained_shapes(model, finetune)
     found = read_safetensors_header(folder / ADAPTER_WEIGHTS)
     tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in found.items()}
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
@@ -93,13 +115,28 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> St
     """The frozen weights of a LoRA run: in ``folder``, or where they were; raises ConfigError where they are not."""
     where = folder or (None if manifest.state.hf_folder is None else Path(manifest.state.hf_folder))
     if where is None:
-        rule = "the run began from random weights, which are in no folder, so there is nothing to merge with"
-        raise ConfigError([Problem("--merge", None, rule, "leave --merge out, to export the adapter alone")])
-    stored = open_hf_folder(where, model)
+        rule = "its run began from random weights, which are in no folder: there is nothing to add to"
+        instead = "name a checkpoint of a run with init_from; scripts/export_hf.py without --merge exports the adapter"
+        raise ConfigError([Problem("CHECKPOINT", str(manifest.stored.folder), rule, instead)])
+    stored = open_frozen(where, model)
     if fingerprint(stored) != manifest.state.base:
         rule = "does not hold the weights that this run was trained on"
-        raise ConfigError([Problem("--base", str(where), rule, "write --base FOLDER, with the model of init_from")])
+        raise ConfigError([Problem("--base", str(where), rule, _BASE_ADVICE)])
     return stored
+
+
+_BASE_ADVICE = "write --base FOLDER, with the model of init_from"
+
+
+def open_frozen(folder: Path, model: ModelConfig) -> Stored:
+    """The weights that an adapter is added to; raises ConfigError, in the words of scripts that have --base, where the
+    folder does not hold this model."""
+    if not folder.exists():
+        raise ConfigError([Problem("--base", str(folder), "there is no such folder", _BASE_ADVICE)])
+    try:
+        return open_hf_folder(folder, model)
+    except ConfigError as error:
+        raise ConfigError([replace(p, field="--base", instead=_BASE_ADVICE) for p in error.problems]) from None
 
 
 def stored_rows(stored: Stored) -> Rows:
@@ -116,7 +153,6 @@ def stored_rows(stored: Stored) -> Rows:
 def merged_rows(trained: Stored, base: Stored, finetune: FinetuneConfig) -> Rows:
     """W + alpha / rank · B A in fp32, for every tensor of the model that LoRA was added to."""
     of_base, of_trained = stored_rows(base), stored_rows(trained)
-    scaling = finetune.lora_alpha / finetune.lora_rank
 
     @lru_cache(maxsize=1)
     def whole(name: str) -> torch.Tensor:
@@ -129,9 +165,50 @@ def merged_rows(trained: Stored, base: Stored, finetune: FinetuneConfig) -> Rows
         if a not in trained.tensors:
             return values
         b = of_trained(lora_name(name, "lora_B"), first, last).float()
-        return values.add_(torch.matmul(b, whole(a)).mul_(scaling))
+        return _add_product(values, b, whole(a), finetune)
 
     return rows
+
+
+def _add_product(values: torch.Tensor, b: torch.Tensor, a: torch.Tensor, finetune: FinetuneConfig) -> torch.Tensor:
+    """Adds alpha / rank · B A to a rectangle of W, in place, all in fp32."""
+    return values.add_(torch.matmul(b, a).mul_(finetune.lora_alpha / finetune.lora_rank))
+
+
+@torch.no_grad()
+def load_merged(shards: Iterable[Shard], base: Stored, trained: Trained) -> None:
+    """Fill the shards of a plain model with what ``merged_rows`` gives of them.
+
+    Each rank reads its own slices. One matrix at a time is summed in fp32 beside its place, and rounded once where the
+    shard has another dtype; nothing else is held twice. Raises Damaged. Takes part in no collective.
+    """
+    shards, added = list(shards), trained.stored.tensors
+    plain = weights(shards)
+    for name in [name for name in plain if lora_name(name, "lora_A") in added]:
+        del plain[name]
+    whole = {name: plain.pop(name) for name in list(plain) if name in added}
+    load_into(plain, base)
+    load_into(whole, trained.stored)
+    for shard in shards:
+        for piece in shard.pieces:
+            if lora_name(piece.name, "lora_A") in added:
+                shard.local[piece.local_slices].copy_(_merged(piece, base, trained, shard.local.device))
+
+
+def _merged(piece: Piece, base: Stored, trained: Trained, device: torch.device) -> torch.Tensor:
+    """A rectangle of W + alpha / rank · B A, fp32."""
+    (first_row, first_column), (rows, columns), rank = piece.offset, piece.size, trained.finetune.lora_rank
+
+    def read(stored: Stored, name: str, offset: Shape, size: Shape) -> torch.Tensor:
+        values = torch.empty(size, device=device)
+        alone = Stored(stored.folder, {name: stored.tensors[name]}, stored.block_bytes)
+        load_into({name: Rectangles(stored.tensors[name].shape, [(offset, values)])}, alone)
+        return values
+
+    values = read(base, piece.name, piece.offset, piece.size)
+    a = read(trained.stored, lora_name(piece.name, "lora_A"), (0, first_column), (rank, columns))
+    b = read(trained.stored, lora_name(piece.name, "lora_B"), (first_row, 0), (rows, rank))
+    return _add_product(values, b, a, trained.finetune)
 
 
 def adapter_tensors(trained: Stored) -> tuple[dict[str, Shape], Rows]:

@@ -146,7 +146,8 @@ class Checkpointer:
         self._origin = os.path.abspath(folder), dtype_of(stored)
 
     def _load_adapter(self, folder: Path) -> None:
-        self.bytes_read += load_into(contents.weights(self.model.trained), open_adapter(folder, self.plan))
+        adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
+        self.bytes_read += load_into(contents.weights(self.model.trained), adapter)
 
     def _save(self, step: int) -> None:
         if step == self._saved:

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
 from megatron_llama.config.huggingface import FROM_HF, fill_from_adapter, fill_from_hf
-from megatron_llama.config.problems import ConfigError, Problem, nearest, shown
+from megatron_llama.config.problems import ConfigError, Problem, nearest, shown, two_lengths
 from megatron_llama.config.settings import Config
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
@@ -87,6 +87,9 @@ def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
         # What is said on the command line takes the place of what a group says in the other way.
         if one in by_hand and other not in by_hand:
             _set(config, other, settings_by_name()[other].default, problems)
+    if {"trainer.steps", "trainer.epochs"} <= by_hand and config.trainer.epochs is not None:
+        # Said here: a rule can't tell trainer.steps=100 from nothing, which is its default.
+        problems.append(two_lengths(config.trainer.epochs, config.trainer.steps))
     if config.model.name == FROM_HF:
         fill_from_hf(config.init_from, by_hand, lambda name, value: _set(config, name, value, problems), problems)
     if config.finetune.adapter is not None:

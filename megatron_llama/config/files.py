@@ -14,6 +14,7 @@ from megatron_llama.config.counting import head_dim, kv_heads
 from megatron_llama.config.examples import MASK_SUFFIX
 from megatron_llama.config.huggingface import other_than_llama
 from megatron_llama.config.problems import Problem, nearest, shown
+from megatron_llama.config.records import is_record_file, record_files
 from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
 from megatron_llama.config.values import weights_and_paths
 
@@ -46,6 +47,10 @@ def check_files(config: Config, exists: Exists) -> list[Problem]:
 
 
 def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
+    for name, path in record_files(config.data):
+        if not exists(path):
+            rule = f"there is no such file (seen from {os.getcwd()})"
+            yield Problem(name, path, rule, "write the path of a file of records, or of a dataset")
     for name, path in _dataset_paths(config):
         missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
         if not missing:
@@ -71,6 +76,8 @@ def _dataset_paths(config: Config) -> Iterator[tuple[str, str]]:
     named = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
     named += [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
     for name, path in named:
+        if is_record_file(data, path):
+            continue
         yield name, path
         if data.kind == "sft":
             yield name, path + MASK_SUFFIX

@@ -62,6 +62,12 @@ def read_hf_config(folder: str) -> dict[str, Any]:
     return _read_object(folder, "config.json")
 
 
+def read_adapter_config(folder: str) -> dict[str, Any]:
+    """The folder's adapter_config.json; raises ValueError, with the reason, where that is no object that can be
+    read."""
+    return _read_object(folder, ADAPTER_CONFIG)
+
+
 def _read_object(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
     try:
@@ -165,7 +171,7 @@ def fill_from_adapter(
 ) -> None:
     """Assign rank, alpha and modules from a PEFT adapter's adapter_config.json, which alone may give them."""
     try:
-        content = _read_object(folder, ADAPTER_CONFIG)
+        content = read_adapter_config(folder)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
             raise ValueError(f"there is no {ADAPTER_WEIGHTS} in it")
     except ValueError as error:

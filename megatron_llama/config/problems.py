@@ -44,6 +44,12 @@ class ConfigError(ValueError):
         super().__init__(format_problems(self.problems))
 
 
+def two_lengths(epochs: int, steps: int) -> Problem:
+    """A run's length is said once."""
+    rule = f"and trainer.steps={steps} both say how long the run is"
+    return Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or leave trainer.steps out")
+
+
 def shown(value: Any) -> str:
     """``value`` as a user would write it on the command line."""
     if value is None:

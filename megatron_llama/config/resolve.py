@@ -18,6 +18,7 @@ from megatron_llama.config.fitting import check_memory
 from megatron_llama.config.memory import Machine
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.records import note_records
 from megatron_llama.config.rules import broken_rules
 from megatron_llama.config.settings import Config
 from megatron_llama.config.values import bad_values, repaired, weights_and_paths
@@ -66,6 +67,7 @@ def resolve(
     missing = check_data(sound, exists)
     _note_or_stop(missing, sound.dry_run and sound.data.prepare is not None, notes, problems)
     problems += check_files(sound, exists)
+    note_records(sound, notes)
     too_big = check_memory(plan, machine) if plan else []
     _note_or_stop(too_big, sound.dry_run and sound.device.memory_gib is None, notes, problems)
     if problems:

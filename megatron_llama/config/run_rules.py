@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_llama.config.hosts import FORMS, bad_hosts
-from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.problems import Problem, shown, two_lengths
 from megatron_llama.config.rules import reads
 from megatron_llama.config.settings import Config, TrainerConfig
 from megatron_llama.config.values import GOOD_SPLIT, weights_and_paths
@@ -50,8 +50,7 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
     if epochs is None:
         return
     if steps != TrainerConfig.steps:
-        rule = f"and trainer.steps={steps} both say how long the run is"
-        yield Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or leave trainer.steps out")
+        yield two_lengths(epochs, steps)
     if config.data.mock:
         advice = "write trainer.epochs=null and trainer.steps"
         yield Problem("trainer.epochs", epochs, "made-up data has no end", advice)

@@ -19,6 +19,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 FROZEN_DTYPES = ("fp32", "bf16")
 DATA_KINDS = ("pretrain", "sft")
+CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
+LABEL_TEMPLATES = ("qnli", "sst2")
 
 
 @dataclass
@@ -87,17 +89,24 @@ class DataConfig:
     """Make up tokens of the model's vocabulary instead of reading files."""
     prefixes: list[Any] = field(default_factory=list)
     """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is a
-    share of the samples)."""
+    share of the samples). For sft also files of records (.jsonl, .tsv; .gz, .zst), prepared at the start."""
     validation_prefixes: list[str] = field(default_factory=list)
     """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` says nothing. For sft."""
+    chat_template: str = "own"
+    """For files of records: how conversations become text, own (the tokenizer's), chatml, prompter, dialogue or plain;
+    see docs/sft_data.md."""
+    template: str | None = None
+    """For .tsv files: how their lines are asked, qnli or sst2."""
     split: str = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
     seq_length: int = 256
     """Tokens in a training sequence."""
     tokenizer: str | None = None
-    """sentencepiece model that made the dataset; checked against it, and used to print samples."""
+    """sentencepiece model, or Hugging Face folder, that made the dataset; checked against it, and used to print samples
+    (a sentencepiece model). For files of records, what prepares them; init_from where it is null."""
     cache_dir: str | None = None
-    """Folder for Megatron's shuffle and sample indices. Derived: beside the first dataset; mock has none."""
+    """Folder for Megatron's shuffle and sample indices, and for prepared files of records. Derived: beside the first
+    dataset, mock has none; for records ~/.cache/megatron_llama/data."""
     prepare: str | None = None
     """The command that makes this dataset; shown when it is not there."""
 

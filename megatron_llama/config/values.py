@@ -128,6 +128,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "optim.name": settings.OPTIMIZERS,
     "finetune.method": settings.FINETUNE_METHODS,
     "data.kind": settings.DATA_KINDS,
+    "data.chat_template": settings.CHAT_TEMPLATES,
+    "data.template": settings.LABEL_TEMPLATES,
     "device.name": settings.DEVICES,
     "model.rope_scaling.rope_type": ("llama3",),
 }

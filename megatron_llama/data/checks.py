@@ -66,16 +66,34 @@ def _vocabulary_advice(config: Config, largest: int) -> str:
     return f"write model.vocab_size={size}, or prepare the data with another tokenizer"
 
 
+def tokenizer_file(tokenizer: str) -> Path:
+    """The file that ``data.tokenizer`` means; of a folder tokenizer.json, or else tokenizer.model."""
+    folder = Path(tokenizer)
+    if not folder.is_dir():
+        return folder
+    return folder / ("tokenizer.json" if (folder / "tokenizer.json").is_file() else "tokenizer.model")
+
+
 def tokenizer_size(config: Config) -> int | None:
-    """Pieces of ``data.tokenizer``, a sentencepiece model; None where there is none or it can't be read."""
+    """Pieces of ``data.tokenizer``; None where there is none or it can't be read."""
     if config.data.tokenizer is None:
         return None
-    import sentencepiece
-
+    file = tokenizer_file(config.data.tokenizer)
     try:
-        return sentencepiece.SentencePieceProcessor(model_file=config.data.tokenizer).vocab_size()
-    except (OSError, RuntimeError):
+        if file.suffix == ".json":
+            return _highest_id(json.loads(file.read_text(encoding="utf-8"))) + 1
+        import sentencepiece
+
+        return sentencepiece.SentencePieceProcessor(model_file=str(file)).vocab_size()
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _highest_id(content: dict[str, Any]) -> int:
+    """The highest id in a tokenizer.json."""
+    vocabulary = content["model"]["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *(token["id"] for token in content.get("added_tokens") or [])])
 
 
 def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
@@ -85,8 +103,14 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
         return []
     pieces = tokenizer_size(config)
     if pieces is None:
-        advice = "name the .model file of the dataset"
-        return [Problem("data.tokenizer", tokenizer, "is no sentencepiece model", advice)]
+        advice = "name the .model file of the dataset, or the Hugging Face folder"
+        return [
+            Problem("data.tokenizer", tokenizer, "is no sentencepiece model, nor a folder with a tokenizer", advice)
+        ]
+    if config.logging.sample_prompts and tokenizer_file(tokenizer).suffix == ".json":
+        rule = f"samples need a sentencepiece model, and {tokenizer} holds another kind of tokenizer"
+        advice = "write logging.sample_prompts=[], and let scripts/generate.py continue them"
+        return [Problem("logging.sample_prompts", config.logging.sample_prompts, rule, advice)]
     if pieces > config.model.vocab_size:
         rule = f"has {pieces} pieces, and the model's vocabulary only {config.model.vocab_size}"
         return [Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")]
@@ -98,7 +122,7 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
     except (OSError, ValueError, AttributeError) as error:
         rule = f"its manifest {manifest} can't be read: {error}"
         return [Problem("data.prefixes", prefix, rule, "make the dataset again")]
-    if made_with and made_with != hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest():
+    if made_with and made_with != hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest():
         rule = f"is not the tokenizer that made {prefix}: their sha256 differ"
         advice = "name the tokenizer that made the dataset, or prepare the data with this one"
         return [Problem("data.tokenizer", tokenizer, rule, advice)]

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +65,7 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
     """Does what the command line asks for; returns the exit status, and whose it is."""
     from megatron_llama.config import ConfigError, format_plan, format_problems, resolve
     from megatron_llama.launch.meeting import LaunchFailed
+    from megatron_llama.launch.prepared import PreparationStopped, with_finished
     from megatron_llama.launch.world import place_of
 
     place = None
@@ -72,7 +73,7 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
         place = place_of(os.environ)
         config = composed(overrides, place)
         if config.dry_run:
-            decision = decide(config, place)
+            decision = decide(with_finished(config), place)
             plan = resolve(decision.config, decision.world_size, decision.machine)
             if place is None or place.rank == 0:
                 sys.stdout.write(format_plan(plan).rstrip() + "\n")
@@ -83,6 +84,11 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
     except LaunchFailed as error:
         sys.stderr.write(f"The launch failed: {error}.\n")
         return EXIT_FAILED, place
+    except PreparationStopped as stopped:
+        from megatron_llama.launch.rank import EXIT_RESTART
+
+        sys.stderr.write(f"Stopped: {stopped}.\n")
+        return EXIT_RESTART, place
 
 
 def composed(overrides: Sequence[str], place: Place | None = None) -> Config:
@@ -211,6 +217,13 @@ def _plan(decision: Decision) -> Plan:
     return plan
 
 
+def _with_prepared(decision: Decision, speaks: bool = True) -> Plan:
+    """The plan once the files of records are prepared; what is wrong with everything else has been said by then."""
+    from megatron_llama.launch.prepared import with_prepared
+
+    return _plan(replace(decision, config=with_prepared(decision.config, speaks=speaks)))
+
+
 def _run(config: Config, place: Place | None, work: Callable[[Plan], None], overrides: list[str]) -> int:
     """Starts all ranks, or is, or starts, those that ``place`` says."""
     from megatron_llama.launch import hosts, run_dir
@@ -220,7 +233,9 @@ def _run(config: Config, place: Place | None, work: Callable[[Plan], None], over
     plan = _plan(decision)  # first: what is wrong must be said before the ranks talk to each other
     if place is not None:
         assert decision.device is not None, "_plan refuses a device that is not here"
-        return join(plan, decision.device, place, work)
+        return join(plan, decision.device, place, work, partial(_with_prepared, decision, place.rank == 0))
+    if not hosts.asked_for(config):  # the hosts have disks of their own
+        plan = _with_prepared(decision)
     plan.config.run.dir = config.run.dir or run_dir.default_dir_of_job(config, os.environ.get("SLURM_JOB_ID"))
     run_dir.tell_batch_script("running", plan.config.run.dir)
     if hosts.asked_for(config):

@@ -27,7 +27,8 @@ Say how good a model is: python scripts/evaluate.py CHECKPOINT followed by one o
   --labelled FILE --template qnli             accuracy: which label is likelier after the prompt
   --generative FILE.jsonl --template gsm8k    written answers: share with a "#### number", and with the right one
 
-CHECKPOINT is a training checkpoint of any layout, a run's folder (its newest checkpoint), or a Hugging Face folder.
+CHECKPOINT is a training checkpoint of any layout, a run's folder (its newest checkpoint), a Hugging Face folder, or a
+PEFT adapter's; what LoRA has trained is added to its base while loading.
 """
 EPILOG = "Exit status: 0 done, 2 a mistake in what was asked, else a failure. docs/evaluation.md says what is measured."
 

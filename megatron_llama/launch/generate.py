@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Let a model write: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat
 
-CHECKPOINT is a training checkpoint of any layout, a run's folder (its newest checkpoint), or a Hugging Face folder.
+CHECKPOINT is a training checkpoint of any layout, a run's folder (its newest checkpoint), a Hugging Face folder, or a
+PEFT adapter's; what LoRA has trained is added to its base while loading.
 """
 EPILOG = "Text goes to stdout, tokens/s to stderr. Exit status: 0 done, 2 a mistake in what was asked, else a failure."
 

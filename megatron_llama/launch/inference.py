@@ -24,6 +24,9 @@ T = TypeVar("T")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and how it is loaded."""
     parser.add_argument("model", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a Hugging Face folder")
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="the model that LoRA was trained on, where its folder has moved"
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share the matrices (default 1)")
     parser.add_argument(
         "--dtype",
@@ -94,7 +97,7 @@ def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text:
         problems.add("--device", arguments.device, str(error), "write --device auto")
     if arguments.tp < 1:
         problems.add("--tp", arguments.tp, "must be at least 1", "write --tp 1")
-    source = problems.of(lambda: open_source(arguments.model))
+    source = problems.of(lambda: open_source(arguments.model, arguments.base))
     if source is None:
         return None
     text = None

@@ -13,17 +13,25 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_llama.config import ConfigError, Plan
+from megatron_llama.config.records import record_files
 from megatron_llama.devices import Device
 from megatron_llama.launch import meeting, rank, run_dir
 from megatron_llama.launch.hosts import obey_starter
-from megatron_llama.launch.meeting import Arrival, LaunchFailed, Meeting, PortMeeting
+from megatron_llama.launch.meeting import ARRIVAL_LIMIT_SECONDS, Arrival, LaunchFailed, Meeting, PortMeeting
 from megatron_llama.launch.start import Share, host_store, start_ranks
 from megatron_llama.launch.variables import variables
 from megatron_llama.launch.world import Place
 
+# Small files take a few minutes at most; were the first process to end, the others would know.
+PREPARE_LIMIT_SECONDS = 3600.0
 
-def join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None]) -> int:
-    """Meets the other processes of the run, then runs ``work`` as, or in, the ranks of this one; the exit status."""
+
+def join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None], prepared: Callable[[], Plan]) -> int:
+    """Meets the other processes of the run, then runs ``work`` as, or in, the ranks of this one; the exit status.
+
+    ``prepared`` makes what the run's data still lacks and gives the plan anew. The first process does it before the
+    others, which then find it done, or, on a node with a disk of its own, do it once for that node.
+    """
     rank.die_with(os.getppid())
     os.environ.update(variables(device, plan))
     starts = place.starter == "hosts" or plan.world_size > place.world_size
@@ -36,9 +44,12 @@ def join(plan: Plan, device: Device, place: Place, work: Callable[[Plan], None])
         mine = meeting.arrival_of(place, first, ranks, plan.world_size)
         arrivals = where.arrive(mine)
         if place.rank == 0:
+            plan = prepared()
             mine = _open(plan, place, where, arrivals, stack)
         else:
-            plan.config.run.dir = _wait(where)
+            chosen = _wait(where, PREPARE_LIMIT_SECONDS if record_files(plan.config.data) else ARRIVAL_LIMIT_SECONDS)
+            plan = prepared()
+            plan.config.run.dir = chosen
         _use_interface(place, mine)
         listener = where.listener if isinstance(where, PortMeeting) else None
         if starts:
@@ -67,10 +78,10 @@ def _open(plan: Plan, place: Place, where: Meeting, arrivals: list[Arrival], sta
     return arrivals[0]
 
 
-def _wait(where: Meeting) -> str:
+def _wait(where: Meeting, limit_seconds: float) -> str:
     """The others' part: the run's folder, when the first process has opened it."""
     try:
-        return where.wait()
+        return where.wait(limit_seconds)
     except EOFError as error:
         time.sleep(rank.CONSEQUENCE_DELAY_SECONDS)
         raise LaunchFailed(f"the first process ended before the start: {error}") from error

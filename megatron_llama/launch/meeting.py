@@ -65,7 +65,7 @@ class Meeting(ABC):
         """The first one: let the others go on."""
 
     @abstractmethod
-    def wait(self) -> str:
+    def wait(self, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> str:
         """The others: the run's folder, when the first one says so. Raises EOFError where it has ended instead."""
 
     def remembered(self, run_dir: str) -> str:
@@ -109,9 +109,9 @@ class PortMeeting(Meeting):
             connection.sendall((json.dumps(run_dir) + "\n").encode())
             connection.close()
 
-    def wait(self) -> str:
+    def wait(self, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> str:
         (connection,) = self._connections
-        connection.settimeout(ARRIVAL_LIMIT_SECONDS)
+        connection.settimeout(limit_seconds)
         try:
             with connection, connection.makefile() as lines:
                 line = lines.readline()
@@ -149,9 +149,11 @@ class StoreMeeting(Meeting):
     def open(self, run_dir: str) -> None:
         self._store.set(f"{self._prefix}/open", run_dir)
 
-    def wait(self) -> str:
+    def wait(self, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> str:
+        key = f"{self._prefix}/open"
         try:
-            return self._store.get(f"{self._prefix}/open").decode()
+            self._store.wait([key], timedelta(seconds=limit_seconds))
+            return self._store.get(key).decode()
         except RuntimeError as error:
             raise EOFError(str(error)) from error
 

@@ -79,11 +79,16 @@ class ParallelModel:
         for shard in self.shards:
             shard.parameter.grad = None
 
-    def _total_tokens(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Tokens with loss in the global batch; every tensor- and pipeline-parallel rank has the same micro batches."""
+    def tokens_with_loss(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Tokens with loss in the global batch, int64 scalar; every tensor- and pipeline-parallel rank has the same
+        micro batches."""
         count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
         dist.all_reduce(count)
-        return (count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)).clamp(min=1)
+        return count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)
+
+    def _total_tokens(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
+        """What the losses of a global batch are divided by."""
+        return self.tokens_with_loss(microbatches).clamp(min=1)
 
 
 def build_model(

@@ -99,13 +99,18 @@ def training_step(
 
 
 def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
-    """Mean loss per token over the validation samples, the same ones each time."""
+    """Mean loss over all tokens with loss in the validation samples, the same ones each time.
+
+    A batch counts as much as it has such tokens: a mean of batches' means would weight short answers more.
+    """
     trainer = plan.config.trainer
-    losses = [
-        model.forward_backward(batches.at(batch * trainer.global_batch_size), train=False)
-        for batch in range(trainer.val_steps)
-    ]
-    return torch.stack(losses).mean().item()
+    losses, counts = [], []
+    for batch in range(trainer.val_steps):
+        microbatches = batches.at(batch * trainer.global_batch_size)
+        counts.append(model.tokens_with_loss(microbatches))
+        losses.append(model.forward_backward(microbatches, train=False))
+    weights = torch.stack(counts).cpu().double()
+    return ((torch.stack(losses).cpu().double() * weights).sum() / weights.sum().clamp(min=1)).item()
 
 
 def report_graphs(plan: Plan, model: ParallelModel, logger: MetricsLogger | None) -> None:

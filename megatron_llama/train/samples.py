@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_llama.config import Plan
+from megatron_llama.data.checks import tokenizer_file
 from megatron_llama.parallel import ParallelModel
 
 _TEMPERATURE = 0.7
@@ -27,7 +28,7 @@ def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
     tokenizer = plan.config.data.tokenizer
     if tokenizer is None or not Path(tokenizer).exists() or not plan.config.logging.sample_prompts:
         return []
-    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file(tokenizer)))
     length = plan.config.data.seq_length
     prompts = [pieces.encode(prompt)[: length // 2] for prompt in plan.config.logging.sample_prompts]
     ids = _extend(prompts, plan, model, min(plan.config.logging.sample_tokens, length // 2))

@@ -16,6 +16,7 @@ from megatron_llama.config import (
     ConfigError,
     Problem,
     RopeScaling,
+    TrainerConfig,
     compose,
     format_problems,
     from_yaml,
@@ -256,3 +257,11 @@ def test_composing_is_quick() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=CONF.parent, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
+
+
+def test_steps_and_epochs_typed_together_are_refused_whatever_the_steps() -> None:
+    for steps in (7, TrainerConfig.steps):  # the default too, which a rule can't tell from nothing
+        assert [problem.field for problem in refused(f"trainer.steps={steps}", "trainer.epochs=2")] == [
+            "trainer.epochs"
+        ]
+    assert compose(["trainer.steps=7", "trainer.epochs=null"], CONF).trainer.steps == 7

@@ -30,10 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
     """What ``work`` gives on each rank."""
     source = open_source(folder)
-    return run_ranks(_rank, tp, work, source, inference_plan(source, tp, "cpu"), stop)
+    return run_ranks(in_generator, tp, work, source, inference_plan(source, tp, "cpu"), stop)
 
 
-def _rank(rank: int, work: Callable[[Generator], Any], source, plan, stop) -> Any:
+def in_generator(rank: int, work: Callable[[Generator], Any], source, plan, stop) -> Any:
     import os
 
     os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread, however few ranks: beside other tests more are slower
