@@ -46,7 +46,7 @@ def lora(**changes: Any):
             "write finetune.modules_to_save=[norm], or finetune.method=full",
         ),
         ({"finetune.method": "qlora"}, "finetune.method", "write finetune.method=lora"),
-        ({"finetune.frozen_dtype": "int8"}, "finetune.frozen_dtype", "write finetune.frozen_dtype="),
+        ({"finetune.frozen_dtype": "fp4"}, "finetune.frozen_dtype", "write finetune.frozen_dtype=nf4"),
         (
             {"finetune.method": "full", "finetune.lora_rank": 4},
             "finetune.lora_rank",
