@@ -19,7 +19,7 @@ def gradient_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor
 @torch.no_grad()
 def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
     """2-norm of all weights, fp32 scalar, the same on all ranks."""
-    parts = []
+    parts: list[torch.Tensor] = []
     for shard in shards:
         own = list(shard.owned(shard.values))
         # The norm stands for its values: those of all shards, unpacked, would be the model in fp32.

@@ -1,4 +1,4 @@
-"""LoRA over weights in 8 and 4 bits: the same, in every layout, as over an ordinary model of the values they unpack to."""
+"""LoRA over weights in 8 and 4 bits is, in every layout, LoRA over an ordinary model of the values they unpack to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_llama.config import Plan, stage_memory
-from megatron_llama.config.precision import BYTES
 from megatron_llama.data import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.model.quantized import dequantize, quantize
@@ -27,13 +26,9 @@ from tests.ranks import run_ranks
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128")  # tp2 leaves rows of one block
 STEPS = 3
 LAYOUTS = {
-    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),
-    "tp2+sp, recompute": (2, ["trainer.tp=2", "trainer.recompute=full"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "zero 0": (2, ["trainer.zero=0"]),
-    "zero 1": (2, ["trainer.zero=1"]),
+    "tp2·pp2": (4, ["trainer.tp=2", "trainer.sp=false", "trainer.pp=2"]),
+    "tp2+sp·zero 3, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
     "zero 2": (2, ["trainer.zero=2"]),
-    "zero 3": (2, ["trainer.zero=3"]),
 }
 
 
@@ -98,21 +93,17 @@ def _torchao(whole: torch.Tensor, kind: str) -> torch.Tensor:
 def test_one_process_has_all_bits_of_lora_on_the_unpacked_model(
     kind: str, quantized: Quantized, oracles: dict[str, Tuned], tmp_path: Path
 ) -> None:
-    first = tune(1, tmp_path, *quantized.lora(kind), steps=1)
-    second = tune(1, tmp_path, *quantized.lora(kind), steps=STEPS)  # goes on from the checkpoint
-    oracle = oracles[kind]
-    assert first.losses + second.losses == oracle.losses
-    assert all(torch.equal(first.first_grads[name], grad) for name, grad in oracle.first_grads.items())
-    assert all(torch.equal(tensor, oracle.trained[name]) for name, tensor in second.trained.items())
-    assert any(tensor.any() for name, tensor in second.trained.items() if "lora_B" in name)
-    assert second.dtypes == ({torch.float32}, {torch.uint8, torch.float32})
-    saved = sum(path.stat().st_size for path in tmp_path.glob("checkpoints/step_00000003/*"))
+    ours, oracle = tune(1, tmp_path, *quantized.lora(kind), steps=STEPS), oracles[kind]
+    assert (ours.losses, ours.norms) == (oracle.losses, oracle.norms)
+    assert all(torch.equal(ours.first_grads[name], grad) for name, grad in oracle.first_grads.items())
+    assert all(torch.equal(ours.trained[name], tensor) for name, tensor in oracle.trained.items())
+    assert all(tensor.any() for tensor in ours.trained.values())
+    assert ours.dtypes == ({torch.float32}, {torch.uint8, torch.float32})
+    saved = sum(path.stat().st_size for path in tmp_path.glob("checkpoints/step_*/*"))
     assert saved < sum(path.stat().st_size for path in quantized.base.iterdir()), "the base is in the checkpoint"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("nf4", name) for name in LAYOUTS), ("int8", "tp2+sp, recompute"), ("int8", "zero 3")]
-)
+@pytest.mark.parametrize(("kind", "name"), [*(("nf4", name) for name in LAYOUTS), ("int8", "tp2+sp·zero 3, recompute")])
 def test_every_layout_has_the_same_values_and_trains_alike(
     kind: str, name: str, quantized: Quantized, oracles: dict[str, Tuned], tmp_path: Path
 ) -> None:
@@ -126,8 +117,8 @@ def test_every_layout_has_the_same_values_and_trains_alike(
 
 def test_scales_stay_fp32_where_the_rest_is_gathered_in_bf16(quantized: Quantized, tmp_path: Path) -> None:
     chosen = ["trainer.precision=bf16", "trainer.zero=3"]
-    ours = tune(2, tmp_path / "ours", *quantized.lora("nf4"), *chosen, steps=2)
-    plain = tune(2, tmp_path / "plain", *quantized.plain("nf4"), *chosen, steps=2)
+    ours = tune(2, tmp_path / "ours", *quantized.lora("nf4"), *chosen, steps=1)
+    plain = tune(2, tmp_path / "plain", *quantized.plain("nf4"), *chosen, steps=1)
     assert ours.losses == plain.losses
     assert ours.dtypes == ({torch.float32}, {torch.uint8, torch.bfloat16})
 
@@ -150,16 +141,16 @@ def _check_errors(rank: int, kind: str) -> None:
     relative = ((found - values).norm() / values.norm()).item()
     assert {"int8": 0.003, "nf4": 0.06}[kind] < relative < {"int8": 0.008, "nf4": 0.11}[kind]
     assert torch.equal(quantize(values[7:31], kind), quantize(values, kind)[7:31])  # any rows
-    assert torch.equal(quantize(values[:, 64:192], kind), quantize(found[:, 64:192] * 0 + values[:, 64:192], kind))
+    part = dequantize(quantize(values[:, 64:192], kind), kind, torch.float32)
+    assert torch.equal(part, found[:, 64:192])  # and any blocks
     values[9, 70] = torch.nan
     assert dequantize(quantize(values, kind), kind, torch.float32)[9].isnan().sum() == 64
     assert dequantize(quantize(values[:0], kind), kind, torch.float32).shape == (0, 256)
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("kind", "zero"), [("nf4", 1), ("int8", 3)])
 def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, tmp_path: Path) -> None:
-    layout = ["trainer.tp=2", f"trainer.zero={zero}", "model.vocab_size=128"]
+    layout = ["trainer.tp=2", f"trainer.zero={zero}"]
     plan = make_plan(4, tmp_path, *LORA, *WIDE, *layout, f"finetune.frozen_dtype={kind}")
     (memory,) = stage_memory(plan)
     for held, gathered, matrices, packed, kept in run_ranks(_memory, 4, plan):
@@ -183,7 +174,7 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
         kept: set[torch.dtype] = set()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 2 and tensor.shape[0] >= 64 and not tensor.requires_grad:
+            if tensor.dim() == 2 and tensor.numel() >= 128 * 64 and not tensor.requires_grad:
                 kept.add(tensor.dtype)
             return tensor
 
@@ -195,5 +186,4 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
             if isinstance(module, FSDPModule):
                 module.unshard()
         gathered = sum(parameter.nbytes for parameter in model.chunks[0].parameters())
-        assert gathered > held and BYTES["float32"] == 4
         return held, gathered, matrices, bytes_of_them, kept
