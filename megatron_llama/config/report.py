@@ -60,7 +60,11 @@ def _trained(plan: Plan) -> Iterator[str]:
         return
     trained, added = trained_parameters(model, finetune), lora_parameters(model, finetune)
     percent = 100 * trained / (parameters(model) + added)
-    yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {_kept(plan)}")
+    kept = plan.precision.products if plan.quantized else finetune.frozen_dtype
+    yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
+    if plan.quantized:
+        share = quantized_bytes(plan.quantized, QUANTIZATION_BLOCK) / QUANTIZATION_BLOCK
+        yield _line("", f"but for the blocks' matrices, in {plan.quantized}: {share:g} bytes a value")
     dropout = f" · dropout {finetune.lora_dropout:g}" if finetune.lora_dropout else ""
     yield _line("LoRA", f"rank {finetune.lora_rank} · alpha {finetune.lora_alpha:g}{dropout}")
     yield _line("", f"on {', '.join(finetune.lora_target_modules)}")
@@ -68,13 +72,6 @@ def _trained(plan: Plan) -> Iterator[str]:
         yield _line("", f"and all of {', '.join(finetune.modules_to_save)}")
     if finetune.adapter:
         yield _line("", f"going on from {finetune.adapter}")
-
-
-def _kept(plan: Plan) -> str:
-    if plan.quantized is None:
-        return str(plan.config.finetune.frozen_dtype)
-    share = quantized_bytes(plan.quantized, QUANTIZATION_BLOCK) / QUANTIZATION_BLOCK
-    return f"{plan.precision.products}, the blocks' matrices in {plan.quantized} ({share:g} bytes a value)"
 
 
 def _positions(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_llama.config import Plan, stage_memory
 from megatron_llama.data import build_data
 from megatron_llama.devices import get_device
+from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
@@ -141,6 +142,8 @@ def _check_errors(rank: int, kind: str) -> None:
     relative = ((found - values).norm() / values.norm()).item()
     assert {"int8": 0.003, "nf4": 0.06}[kind] < relative < {"int8": 0.008, "nf4": 0.11}[kind]
     assert torch.equal(quantize(values[7:31], kind), quantize(values, kind)[7:31])  # any rows
+    at_once, quantized_module._MOST_VALUES = quantize(values, kind), 5 * 256  # five rows at once; in this rank only
+    assert torch.equal(quantize(values, kind), at_once)
     part = dequantize(quantize(values[:, 64:192], kind), kind, torch.float32)
     assert torch.equal(part, found[:, 64:192])  # and any blocks
     values[9, 70] = torch.nan
