@@ -141,8 +141,9 @@ class Checkpointer:
 
     def _load_weights(self, folder: Path) -> None:
         stored = open_hf_folder(folder, self.plan.model)
-        wanted = contents.weights(shard for shard in self.model.shards if not is_lora(shard.name))
-        self.bytes_read = load_into(wanted, stored)
+        own = [shard for shard in self.model.shards if not is_lora(shard.name)]
+        self.bytes_read = load_into(contents.weights(shard for shard in own if shard.quantized is None), stored)
+        self.bytes_read += contents.load_quantized(own, stored)
         self._origin = os.path.abspath(folder), dtype_of(stored)
 
     def _load_adapter(self, folder: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_llama.checkpoint.files import Stored
 from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import Shard
@@ -31,6 +33,21 @@ def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangle
     for shard in shards:
         _collect(found, "", shard, shard.local, owned)
     return _rectangles(found)
+
+
+def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
+    """Fill the shards that are quantized, from a model's own tensors, one at a time, so that only one of them lies
+    there in fp32; returns the bytes that were asked for."""
+    asked = 0
+    for shard in (s for s in shards if s.quantized is not None and s.pieces):
+        found: _Found = {}
+        values = shard.values
+        _collect(found, "", shard, values, owned=False)
+        # The descriptions of its own tensors alone: torch plans over all that it is told of.
+        alone = Stored(stored.folder, {name: stored.tensors[name] for name in found}, stored.block_bytes)
+        asked += load_into(_rectangles(found), alone)
+        shard.write(values)
+    return asked
 
 
 def moments(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:

@@ -51,6 +51,11 @@ def parameters_per_layer(model: ModelConfig, tp: int = 1) -> int:
     return sum(layer_tensors(model, tp).values())
 
 
+def matrices_per_layer(model: ModelConfig, tp: int = 1) -> int:
+    """Of them, those of the seven matrices: what can be quantized."""
+    return sum(count for name, count in layer_tensors(model, tp).items() if name.endswith("_proj"))
+
+
 def parameters(model: ModelConfig) -> int:
     """Parameters of the whole model, as published: no padding, no copies, a tied head counted once."""
     table = model.vocab_size * model.hidden_size
@@ -146,6 +151,13 @@ def parameters_per_stage(plan: Plan) -> list[int]:
         stage_parameters(plan.model, layers, tp, first=stage == 0, last=stage == pp - 1) + layers * added
         for stage, layers in enumerate(layers_per_stage(plan.stage_layers, pp))
     ]
+
+
+def quantized_per_stage(plan: Plan) -> list[int]:
+    """Of those, the ones that are kept in 8 or 4 bits."""
+    pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
+    matrices = matrices_per_layer(plan.model, tp) if plan.quantized else 0
+    return [layers * matrices for layers in layers_per_stage(plan.stage_layers, pp)]
 
 
 def trained_per_stage(plan: Plan) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -13,12 +14,15 @@ from typing import Any
 from megatron_llama.config.counting import head_dim, kv_heads
 from megatron_llama.config.examples import MASK_SUFFIX
 from megatron_llama.config.huggingface import other_than_llama
+from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.records import is_record_file, record_files
 from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
 from megatron_llama.config.values import weights_and_paths
 
 Exists = Callable[[str], bool]
+TORCHAO = "0.18."
+"""What its versions in pyproject.toml begin with: quantizers move between them."""
 # What Hugging Face's config.json and our model section share. rms_norm_eps is in it: a wrong one is hard to notice.
 SHAPE = (
     "vocab_size",
@@ -171,6 +175,22 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.resume", resume, "is neither auto nor never, and there is no such checkpoint", instead
         )
+
+
+def check_quantizer(config: Config) -> list[Problem]:
+    """That what quantizes frozen weights is installed; found without importing it, which takes seconds."""
+    kind = config.finetune.frozen_dtype
+    if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
+        return []
+    try:
+        found = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        found = ""
+    if found.startswith(TORCHAO):
+        return []
+    rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
+    advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
+    return [Problem("finetune.frozen_dtype", kind, rule, advice)]
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_llama.config.counting import kv_heads, lora_parameters_per_layer, stage_parameters, stage_trained
+from megatron_llama.config.counting import (
+    kv_heads,
+    lora_parameters_per_layer,
+    matrices_per_layer,
+    stage_parameters,
+    stage_trained,
+)
 from megatron_llama.config.memory import GIB, Machine, RankMemory, rank_memory, stage_memory
 from megatron_llama.config.plan import Plan
 from megatron_llama.config.problems import Problem
@@ -81,7 +87,8 @@ def _stage(plan: Plan, layers: int, tp: int, *, first: bool, last: bool) -> Rank
     model, finetune = plan.model, plan.config.finetune
     count = stage_parameters(model, layers, tp, first=first, last=last)
     count += layers * lora_parameters_per_layer(model, finetune, tp)
-    return rank_memory(count, plan, stage_trained(model, finetune, layers, tp, first=first, last=last))
+    trained = stage_trained(model, finetune, layers, tp, first=first, last=last)
+    return rank_memory(count, plan, trained, layers * matrices_per_layer(model, tp) if plan.quantized else 0)
 
 
 def _trainer(plan: Plan, **changes: Any) -> Config:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config.counting import parameters_per_stage, trained_per_stage
+from megatron_llama.config.counting import parameters_per_stage, quantized_per_stage, trained_per_stage
 from megatron_llama.config.plan import Plan
-from megatron_llama.config.precision import BYTES
+from megatron_llama.config.precision import BYTES, quantized_bytes
 
 GIB = 2**30
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
@@ -42,20 +42,22 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def rank_memory(parameters: int, plan: Plan, trained: int | None = None) -> RankMemory:
+def rank_memory(parameters: int, plan: Plan, trained: int | None = None, quantized: int = 0) -> RankMemory:
     """Bytes that ``parameters`` on one rank need under the plan's precision, ZeRO stage and optimizer.
 
-    ``trained`` of them, all where None, have gradients and moments; the others lie there in the plan's frozen_dtype.
+    ``trained`` of them, all where None, have gradients and moments; ``quantized`` are kept in 8 or 4 bits, gathered or
+    not, and the others lie there in the plan's frozen_dtype.
     """
     trainer = plan.config.trainer
     trained = parameters if trained is None else trained
-    shard, frozen = -(-trained // plan.shard_size), -(-(parameters - trained) // plan.shard_size)
+    shard, frozen = -(-trained // plan.shard_size), -(-(parameters - trained - quantized) // plan.shard_size)
+    packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0
     # What the optimizer updates: this rank's share from ZeRO 1 on.
     stored = BYTES[plan.precision.stored]
-    kept = stored * shard + BYTES[plan.frozen_dtype] * frozen
+    kept = stored * shard + BYTES[plan.frozen_dtype] * frozen + -(-packed // plan.shard_size)
     # What the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank too; ZeRO 3
     # does so block by block, which is little.
-    working = 0 if trainer.zero == 3 else parameters * BYTES[plan.precision.weights]
+    working = 0 if trainer.zero == 3 else (parameters - quantized) * BYTES[plan.precision.weights] + packed
     # What is reduced has the dtype of what is updated. Below ZeRO 2 the sums stay whole until the last micro batch, in
     # the dtype that they are made in.
     one_micro_batch = plan.num_microbatches == 1
@@ -71,5 +73,5 @@ def rank_memory(parameters: int, plan: Plan, trained: int | None = None) -> Rank
 
 def stage_memory(plan: Plan) -> list[RankMemory]:
     """Bytes on one rank of each pipeline stage."""
-    counts = zip(parameters_per_stage(plan), trained_per_stage(plan), strict=True)
-    return [rank_memory(count, plan, trained) for count, trained in counts]
+    counts = zip(parameters_per_stage(plan), trained_per_stage(plan), quantized_per_stage(plan), strict=True)
+    return [rank_memory(count, plan, trained, quantized) for count, trained, quantized in counts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config.precision import PRECISIONS, Precision
+from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 
 
@@ -40,8 +40,15 @@ class Plan:
 
     @property
     def frozen_dtype(self) -> str:
-        """torch's name of the dtype of weights that are not trained."""
-        return {"fp32": "float32", "bf16": "bfloat16"}[self.config.finetune.frozen_dtype or self.precision.products]
+        """torch's name of the dtype of weights that are neither trained nor quantized."""
+        kept = None if self.quantized else self.config.finetune.frozen_dtype
+        return {"fp32": "float32", "bf16": "bfloat16"}[kept or self.precision.products]
+
+    @property
+    def quantized(self) -> str | None:
+        """int8 or nf4, where the blocks' matrices are kept so."""
+        kept = self.config.finetune.frozen_dtype
+        return kept if self.config.finetune.method == "lora" and kept in QUANTIZED_BITS else None
 
     @property
     def shard_size(self) -> int:

@@ -14,6 +14,7 @@ from megatron_llama.config.counting import (
 )
 from megatron_llama.config.memory import GIB, RankMemory, stage_memory
 from megatron_llama.config.plan import Plan
+from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import format_problems
 
 __all__ = ["format_plan", "format_problems"]
@@ -59,7 +60,11 @@ def _trained(plan: Plan) -> Iterator[str]:
         return
     trained, added = trained_parameters(model, finetune), lora_parameters(model, finetune)
     percent = 100 * trained / (parameters(model) + added)
-    yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {finetune.frozen_dtype}")
+    kept = plan.precision.products if plan.quantized else finetune.frozen_dtype
+    yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
+    if plan.quantized:
+        share = quantized_bytes(plan.quantized, QUANTIZATION_BLOCK) / QUANTIZATION_BLOCK
+        yield _line("", f"but for the blocks' matrices, in {plan.quantized}: {share:g} bytes a value")
     dropout = f" · dropout {finetune.lora_dropout:g}" if finetune.lora_dropout else ""
     yield _line("LoRA", f"rank {finetune.lora_rank} · alpha {finetune.lora_alpha:g}{dropout}")
     yield _line("", f"on {', '.join(finetune.lora_target_modules)}")

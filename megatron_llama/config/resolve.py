@@ -12,7 +12,7 @@ from typing import Any, cast
 import megatron_llama.config.run_rules  # noqa: F401  enters its rules into the list
 from megatron_llama.config.counting import padded_vocab_size
 from megatron_llama.config.examples import samples_per_epoch
-from megatron_llama.config.files import check_data, check_files
+from megatron_llama.config.files import check_data, check_files, check_quantizer
 from megatron_llama.config.finetuning import derive_finetuning
 from megatron_llama.config.fitting import check_memory
 from megatron_llama.config.memory import Machine
@@ -66,6 +66,7 @@ def resolve(
     # worth a note there; what the user stated (device.memory_gib, a file that no command makes) still stops.
     missing = check_data(sound, exists)
     _note_or_stop(missing, sound.dry_run and sound.data.prepare is not None, notes, problems)
+    _note_or_stop(check_quantizer(sound), sound.dry_run, notes, problems)
     problems += check_files(sound, exists)
     note_records(sound, notes)
     too_big = check_memory(plan, machine) if plan else []

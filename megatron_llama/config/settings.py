@@ -17,7 +17,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 FINETUNE_METHODS = ("none", "full", "lora")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
-FROZEN_DTYPES = ("fp32", "bf16")
+FROZEN_DTYPES = ("fp32", "bf16", "int8", "nf4")
 DATA_KINDS = ("pretrain", "sft")
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
@@ -218,8 +218,8 @@ class FinetuneConfig:
     """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
     input_layernorm, post_attention_layernorm."""
     frozen_dtype: str | None = None
-    """How LoRA keeps what is not trained, fp32 or bf16; products run in the precision's dtype whatever this is.
-    Derived: that dtype."""
+    """How LoRA keeps what is not trained: fp32, bf16, or the blocks' matrices in int8 or nf4 and the rest in the
+    precision's dtype, which is also the default. Products run in that dtype whatever this is."""
     adapter: str | None = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that LoRA goes on from; rank, alpha and
     modules are then the adapter's."""

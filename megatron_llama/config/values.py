@@ -167,7 +167,9 @@ LIMITS: Mapping[str, Limit] = {
         "must be paths only, or weight, path, weight, path, ... with weights above 0",
         "[0.7,path/one,0.3,path/two]",
     ),
-    "finetune.frozen_dtype": Limit(settings.FROZEN_DTYPES.__contains__, "must be fp32 or bf16", "bf16"),
+    "finetune.frozen_dtype": Limit(
+        settings.FROZEN_DTYPES.__contains__, f"must be one of {', '.join(settings.FROZEN_DTYPES)}", "bf16"
+    ),
     "finetune.lora_dropout": Limit(lambda share: 0 <= share < 1, "must be a share, at least 0 and below 1"),
     "finetune.lora_target_modules": Limit(
         lambda names: bool(names) and _some_of(settings.LORA_TARGETS)(names),

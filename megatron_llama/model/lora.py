@@ -30,6 +30,7 @@ from megatron_llama.config import FinetuneConfig, Plan
 from megatron_llama.model.llama import Block, Llama
 from megatron_llama.model.megatron import torch_dtype
 from megatron_llama.model.names import is_saved_module
+from megatron_llama.model.quantized import quantize_layers
 
 
 class LoraLinear(nn.Module):
@@ -98,9 +99,11 @@ def add_lora(chunk: Llama, plan: Plan) -> None:
         parameter.requires_grad_(is_saved_module(name, finetune))
     for block in chunk.layers.values():
         _wrap(block, finetune)  # type: ignore[arg-type]
+        if plan.quantized:
+            quantize_layers(block, plan.quantized)
     frozen_dtype = torch_dtype(plan.frozen_dtype)
     for parameter in chunk.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen_dtype)
     if chunk.is_first and not chunk.embed_tokens.weight.requires_grad:
         chunk.embed_tokens.register_forward_hook(_ask_for_gradient)

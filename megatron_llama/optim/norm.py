@@ -19,7 +19,12 @@ def gradient_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor
 @torch.no_grad()
 def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
     """2-norm of all weights, fp32 scalar, the same on all ranks."""
-    return _global_norm([part for s in shards for part in s.owned(s.local)], device)
+    parts: list[torch.Tensor] = []
+    for shard in shards:
+        own = list(shard.owned(shard.values))
+        # The norm stands for its values: those of all shards, unpacked, would be the model in fp32.
+        parts += own if shard.quantized is None else torch._foreach_norm(own) if own else []
+    return _global_norm(parts, device)
 
 
 @torch.no_grad()

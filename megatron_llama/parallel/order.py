@@ -142,5 +142,7 @@ def initialise(shards: list[Shard], plan: Plan) -> None:
         shard.local.zero_()
         if plan.config.init_from is not None and not is_lora(shard.name):
             continue
+        values = shard.values
         for piece in shard.pieces:
-            shard.local[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))
+            values[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))
+        shard.write(values)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_llama.config import Plan
 from megatron_llama.model.names import Piece, TensorParallel, keep_rows, pieces
+from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.topology import Topology
 
 
@@ -26,6 +27,8 @@ class Shard:
     """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary belong to none."""
     counts: bool
     """Whether this data-parallel copy is the one that counts for norms and is written to checkpoints."""
+    quantized: str | None = None
+    """int8 or nf4, where ``local`` is packed bytes. The pieces are then of ``values``."""
 
     @property
     def is_trained(self) -> bool:
@@ -35,8 +38,18 @@ class Shard:
     @property
     def local(self) -> torch.Tensor:
         """The rows themselves, in the precision's ``stored`` dtype, or the plan's ``frozen_dtype`` where they are not
-        trained; a view: writing to it writes the parameter."""
+        trained, or the bytes of each row where they are quantized; a view: writing to it writes the parameter."""
         return _local(self.parameter.data)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The rows as numbers: ``local``, or what it unpacks to, fp32 and a copy."""
+        return self.local if self.quantized is None else dequantize(self.local, self.quantized, torch.float32)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Take what ``values`` gave, filled: packs it where it is a copy. Needs torchao then."""
+        if self.quantized is not None:
+            self.local.copy_(quantize(values, self.quantized))
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -57,7 +70,8 @@ def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
         parts = pieces(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
         start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)
         assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard cut other rows than expected"
-        shards.append(Shard(name, parameter, keep_rows(parts, start, stop), topology.replica_rank == 0))
+        quantized = plan.quantized if parameter.dtype == torch.uint8 else None
+        shards.append(Shard(name, parameter, keep_rows(parts, start, stop), topology.replica_rank == 0, quantized))
     return shards
 
 

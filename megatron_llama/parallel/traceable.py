@@ -16,11 +16,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
+from megatron_llama.model.quantized import is_quantized
+
 
 def make_traceable(block: nn.Module) -> None:
-    """Have the parallel linear layers of a block multiply in the traceable form."""
+    """Have the parallel linear layers of a block multiply in the traceable form; that of quantized weights is
+    already."""
     for layer in block.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not is_quantized(layer):
             layer._forward_impl = _multiply  # type: ignore[method-assign]
 
 

@@ -43,7 +43,7 @@ class FiniteCheck:
 
 def _not_finite(shards: Sequence[Shard]) -> str:
     """Which ranks hold weights or gradients that are no numbers, and the first of them. All ranks must call it."""
-    found = [f"the weight {s.name}" for s in shards if not s.local.isfinite().all()]
+    found = [f"the weight {s.name}" for s in shards if not s.values.isfinite().all()]
     found = found or [f"the gradient of {s.name}" for s in shards if s.grad is not None and not s.grad.isfinite().all()]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, found)
@@ -67,9 +67,10 @@ def check_copies(shards: Sequence[Shard]) -> None:
     """Ranks that hold the same rectangle of the same tensor must hold the same bits. All ranks must call it."""
     mine = {
         (piece.name, piece.offset, piece.size): hashlib.blake2b(
-            _bytes(shard.local[piece.local_slices]), digest_size=16
+            _bytes(values[piece.local_slices]), digest_size=16
         ).hexdigest()
         for shard in shards
+        for values in (shard.values,)
         for piece in shard.pieces
     }
     everyones: list[dict[tuple[str, tuple[int, ...], tuple[int, ...]], str]] = [

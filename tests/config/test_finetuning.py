@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def lora(**changes: Any):
             "write finetune.modules_to_save=[norm], or finetune.method=full",
         ),
         ({"finetune.method": "qlora"}, "finetune.method", "write finetune.method=lora"),
-        ({"finetune.frozen_dtype": "int8"}, "finetune.frozen_dtype", "write finetune.frozen_dtype="),
+        ({"finetune.frozen_dtype": "fp4"}, "finetune.frozen_dtype", "write finetune.frozen_dtype=bf16"),
         (
             {"finetune.method": "full", "finetune.lora_rank": 4},
             "finetune.lora_rank",
@@ -105,6 +106,67 @@ def test_what_is_frozen_costs_no_gradient_and_no_moments() -> None:
     assert memory.total < 17 * GIB < 128 * GIB < full.total
     kept = compose([*chosen, "finetune=lora", "finetune.frozen_dtype=fp32"], CONF)
     assert stage_memory(resolve(kept, 8))[0].weights > 2 * memory.weights * 0.99
+
+
+WIDE = {"model.hidden_size": 512, "model.num_attention_heads": 8, "model.num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "advice"),
+    [
+        # rows of down_proj: 768 are 12 blocks, which 8 ranks can't share
+        ({"trainer.tp": 8, "model.intermediate_size": 768}, "trainer.tp", "write trainer.tp=4, or finetune.frozen_"),
+        ({"model.intermediate_size": 800}, "finetune.frozen_dtype", "write finetune.frozen_dtype=bf16"),
+        ({"model.hidden_size": 480, "model.intermediate_size": 768}, "finetune.frozen_dtype", "write finetune.frozen_"),
+    ],
+)
+def test_blocks_of_quantized_weights_are_never_cut(
+    changes: dict[str, Any], field: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.18.0")
+    changes = {**WIDE, **changes, "finetune.frozen_dtype": "nf4"}
+    (problem,) = problems_of(lora(**changes), changes.get("trainer.tp", 1))
+    assert problem.field == field and problem.instead.startswith(advice), problem
+    assert not problems_of(lora(**{**changes, "finetune.frozen_dtype": "bf16"}), changes.get("trainer.tp", 1))
+    # Said together with whatever else is wrong.
+    both = {
+        problem.field for problem in problems_of(lora(**changes, **{"optim.lr": -1.0}), changes.get("trainer.tp", 1))
+    }
+    assert both == {field, "optim.lr"}
+
+
+@pytest.mark.parametrize("found", [None, "0.13.0"])
+def test_quantizing_needs_torchao(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    changes = {**WIDE, "model.intermediate_size": 768, "finetune.frozen_dtype": "int8"}
+    (problem,) = problems_of(lora(**changes))
+    assert problem.field == "finetune.frozen_dtype" and (found or "no torchao") in problem.rule
+    assert problem.instead.startswith("pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16")
+    plan = resolve(lora(**changes, dry_run=True), 1)  # is of another machine, maybe
+    assert any("pip install 'megatron_llama[quantize]'" in note for note in plan.notes)
+    assert not problems_of(lora(**{**changes, "finetune.frozen_dtype": "bf16"}))
+
+
+def test_quantized_weights_in_the_plan() -> None:
+    chosen = ["model=llama70b", "data=mock", "trainer.zero=3", "trainer.dp=8", "trainer.precision=bf16", "dry_run=true"]
+    chosen += ["finetune=lora", "finetune.lora_rank=4"]
+    matrices = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 8192 * 28672)  # the published shape
+    others, trained = 68_976_648_192 - matrices, 16_384_000
+    for kind, share in {"int8": 1.0625, "nf4": 0.5625}.items():
+        plan = resolve(compose([*chosen, f"finetune.frozen_dtype={kind}"], CONF), 8)
+        (memory,) = stage_memory(plan)
+        assert memory.weights == (4 * trained + 2 * others + share * matrices) / 8
+        assert f"but for the blocks' matrices, in {kind}: {share} bytes a value" in format_plan(plan)
+    whole = resolve(compose([*chosen, "finetune.frozen_dtype=nf4", "trainer.zero=1"], CONF), 8)
+    # What is gathered is packed too. A block lets go of its own as its gradient is made.
+    assert (
+        stage_memory(whole)[0].weights == memory.weights + 2 * (others + trained) + share * matrices - memory.gradients
+    )
 
 
 def test_a_plan_without_lora_does_not_speak_of_it() -> None:

@@ -289,6 +289,13 @@ CASES = [
         {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm"]},
         "finetune.modules_to_save=[norm]",
     ),
+    Case(
+        "quantized_blocks_are_whole",
+        1,
+        {**LORA, "model.intermediate_size": 800, "finetune.frozen_dtype": "nf4"},
+        {**LORA, "model.intermediate_size": 800, "finetune.frozen_dtype": "bf16"},
+        "finetune.frozen_dtype=bf16",
+    ),
 ]
 
 
@@ -357,7 +364,7 @@ def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
         ),
         "checkpoint.resume": (["", " "], ["auto", "never"]),
         "finetune.method": (["qlora", "LoRA"], ["none", "full", "lora"]),
-        "finetune.frozen_dtype": (["int8", "bfloat16"], ["fp32", "bf16", None]),
+        "finetune.frozen_dtype": (["int4", "bfloat16"], ["fp32", "bf16", "int8", "nf4", None]),
         "finetune.lora_dropout": ([-0.1, 1.0], [0.0, 0.99]),
         "finetune.lora_target_modules": ([[], ["c_attn"], ["q_proj", "q_proj"]], [["down_proj", "q_proj"]]),
         "finetune.modules_to_save": ([["wte"], ["norm", "norm"]], [[], ["lm_head", "norm"]]),

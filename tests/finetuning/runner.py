@@ -101,7 +101,7 @@ def _held(model: ParallelModel, *, trained: bool, gradients: bool = False) -> li
     found = []
     for shard in model.shards:
         if shard.is_trained is trained:
-            tensor = shard.grad if gradients else shard.local
+            tensor = shard.grad if gradients else shard.values
             assert tensor is not None, f"{shard.name} has no gradient"
             for piece in shard.pieces:
                 found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))

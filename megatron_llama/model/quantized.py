@@ -1,0 +1,145 @@
+"""Frozen matrices in 8 or 4 bits: packed into bytes, multiplied by what they unpack to.
+
+    int8   round(w / scale), scale = the largest |w| / 127.5
+    nf4    the nearest of 16 levels times scale, scale = the largest |w| (Dettmers et al. 2023, arXiv:2305.14314)
+
+A scale is of QUANTIZATION_BLOCK values that follow each other in a row, and is fp32. A row's bytes are its codes, then
+its scales: what cuts a matrix by rows (column-parallel layers, ``fully_shard``) cuts no block and needs to know
+nothing, and config/finetuning.py sees that what cuts columns does not either. So values are the same in every layout.
+That is why scales are not quantized in their turn, as QLoRA and torchao's NF4Tensor do: that takes the mean of a whole
+tensor.
+
+torchao quantizes. Storing and multiplying are done here, since its tensor subclasses know neither megatron-core's
+layers nor rows that ``fully_shard`` cuts anywhere; bytes are bytes to both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import nn
+
+from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, quantized_bytes
+
+# torchao's levels: those of the paper's appendix E, to four digits.
+_NF4 = (
+    *(-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0),
+    *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0),
+)
+_MOST_VALUES = 2**20
+"""Quantized at once: torchao compares each with all 16 levels, 64 bytes a value."""
+
+
+@torch.no_grad()
+def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """fp32 [rows, columns], whole blocks in each row, to uint8 [rows, bytes of a row], on the same device.
+
+    ``kind`` is int8 or nf4. A block with a value that is no number becomes no numbers. Needs torchao.
+    """
+    pack = {"int8": _pack_int8, "nf4": _pack_nf4}[kind]
+    at_once = max(1, _MOST_VALUES // values.shape[1])
+    packed = values.new_empty(len(values), row_bytes(kind, values.shape[1]), dtype=torch.uint8)
+    for first in range(0, len(values), at_once):
+        some = values[first : first + at_once].contiguous()
+        packed[first : first + at_once] = torch.cat(pack(some), dim=1)
+    return packed
+
+
+def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The opposite of ``quantize``: uint8 [rows, bytes of a row] to [rows, columns], computed in fp32, in ``dtype``."""
+    columns = packed.shape[1] * QUANTIZATION_BLOCK // quantized_bytes(kind, QUANTIZATION_BLOCK)
+    codes, scales = packed.split([columns * QUANTIZED_BITS[kind] // 8, columns // QUANTIZATION_BLOCK * 4], dim=1)
+    if kind == "int8":
+        values = codes.contiguous().view(torch.int8).float()
+    else:
+        values = F.embedding(codes.int(), _pairs(packed.device)).flatten(1)  # two values of each byte
+    scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # a copy: fp32 wants its alignment
+    return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
+
+
+def row_bytes(kind: str, columns: int) -> int:
+    """Bytes of a row of a quantized matrix, scales included."""
+    return quantized_bytes(kind, columns)
+
+
+def quantize_layers(block: nn.Module, kind: str) -> None:
+    """Have the parallel linear layers of a block, on the meta device, hold their frozen weights packed."""
+    for layer in block.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            rows, columns = layer.weight.shape
+            packed = layer.weight.new_empty(rows, row_bytes(kind, columns), dtype=torch.uint8)
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+            layer._forward_impl = partial(_multiply, kind)  # type: ignore[method-assign]
+
+
+def is_quantized(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether a layer holds its weight packed."""
+    return layer.weight is not None and layer.weight.dtype == torch.uint8
+
+
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two levels of each byte, [256, 2]: the first value is the byte's upper half."""
+    levels = torch.tensor(_NF4, device=device)
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+
+
+def _pack_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from torchao.quantization import Int8Tensor, PerGroup  # here: an extra, and slow to import
+
+    made = Int8Tensor.from_hp(values, granularity=PerGroup(QUANTIZATION_BLOCK))
+    return made.qdata.view(torch.uint8), made.scale.contiguous().view(torch.uint8)
+
+
+def _pack_nf4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
+
+    blocks = values.numel() // QUANTIZATION_BLOCK
+    levels = torch.tensor(_NF4, device=values.device)
+    codes = NF4Tensor.convert_to_norm_float_weight(values, blocks, QUANTIZATION_BLOCK, levels)
+    scales = values.unflatten(1, (-1, QUANTIZATION_BLOCK)).abs().amax(-1)
+    return codes.view(len(values), -1), scales.view(torch.uint8)
+
+
+def _multiply(
+    kind: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any,
+    **_: Any,
+) -> torch.Tensor:
+    """Input [s(/t), b, in] times a packed weight [out, ..] to [s, b, out], as megatron-core's linear layers call it."""
+    assert bias is None, "a Llama has no biases"
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    product: torch.Tensor = _Product.apply(input, weight, kind)
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ that keeps W packed for the backward pass, and nothing else: W is frozen, so x is not wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.kind = kind
+        return torch.matmul(x, dequantize(packed, kind, x.dtype).t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return torch.matmul(grad, dequantize(packed, ctx.kind, grad.dtype)), None, None

@@ -1,0 +1,192 @@
+"""LoRA over weights in 8 and 4 bits is, in every layout, LoRA over an ordinary model of the values they unpack to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_llama.config import Plan, stage_memory
+from megatron_llama.data import build_data
+from megatron_llama.devices import get_device
+from megatron_llama.model import quantized as quantized_module
+from megatron_llama.model.quantized import dequantize, quantize
+from megatron_llama.optim.norm import parameter_norm
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.topology import build_topology
+from megatron_llama.train.sanity import check_copies
+from tests.finetuning import runner
+from tests.finetuning.runner import CPU, LORA, Tuned, make_plan, tune
+from tests.finetuning.test_parity import TOLERANCE, worst
+from tests.ranks import run_ranks
+
+WIDE = ("model.hidden_size=128", "model.intermediate_size=128")  # tp2 leaves rows of one block
+STEPS = 3
+LAYOUTS = {
+    "tp2·pp2": (4, ["trainer.tp=2", "trainer.sp=false", "trainer.pp=2"]),
+    "tp2+sp·zero 3, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
+    "zero 2": (2, ["trainer.zero=2"]),
+}
+
+
+@dataclass
+class Quantized:
+    """A base as it is, and folders of what it unpacks to after quantization, by kind."""
+
+    base: Path
+    unpacked: dict[str, Path]
+
+    def lora(self, kind: str) -> list[str]:
+        return [*LORA, *WIDE, f"init_from={self.base}", f"finetune.frozen_dtype={kind}"]
+
+    def plain(self, kind: str) -> list[str]:
+        return [*LORA, *WIDE, f"init_from={self.unpacked[kind]}"]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
+    # Imported before any rank is forked: it takes seconds.
+    where = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+    pytest.importorskip(where, reason="torchao quantizes: pip install 'megatron_llama[quantize]'")
+    folder = tmp_path_factory.mktemp("quantized")
+    made = Quantized(folder / "base", {kind: folder / kind for kind in ("int8", "nf4")})
+    run_ranks(_prepare, 1, make_plan(1, folder, *LORA, *WIDE), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def oracles(quantized: Quantized, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuned]:
+    """Our own LoRA in fp32, in one process, on what the base unpacks to."""
+    folder = tmp_path_factory.mktemp("oracles")
+    return {kind: tune(1, folder / kind, *quantized.plain(kind), steps=STEPS) for kind in quantized.unpacked}
+
+
+def _prepare(rank: int, plan: Plan, made: Quantized) -> None:
+    runner.save_base(plan, made.base)
+    base = load_file(made.base / "model.safetensors")
+    for kind, folder in made.unpacked.items():
+        folder.mkdir()
+        values = {name: _torchao(w, kind) if name.endswith("_proj.weight") else w for name, w in base.items()}
+        save_file(values, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text((made.base / "config.json").read_text())
+
+
+def _torchao(whole: torch.Tensor, kind: str) -> torch.Tensor:
+    """A whole tensor, quantized and unpacked by torchao (int8), or by hand with torchao's levels (nf4)."""
+    from torchao.quantization import Int8Tensor, PerGroup
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    if kind == "int8":
+        return Int8Tensor.from_hp(whole, granularity=PerGroup(64)).dequantize()
+    levels = to_nf4(torch.ones(64, 256)).nf4
+    blocks = whole.reshape(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    nearest = ((blocks / largest).unsqueeze(-1) - levels).abs().argmin(-1)
+    return (levels[nearest] * largest).view_as(whole)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_one_process_has_all_bits_of_lora_on_the_unpacked_model(
+    kind: str, quantized: Quantized, oracles: dict[str, Tuned], tmp_path: Path
+) -> None:
+    ours, oracle = tune(1, tmp_path, *quantized.lora(kind), steps=STEPS), oracles[kind]
+    assert (ours.losses, ours.norms) == (oracle.losses, oracle.norms)
+    assert all(torch.equal(ours.first_grads[name], grad) for name, grad in oracle.first_grads.items())
+    assert all(torch.equal(ours.trained[name], tensor) for name, tensor in oracle.trained.items())
+    assert all(tensor.any() for tensor in ours.trained.values())
+    assert ours.dtypes == ({torch.float32}, {torch.uint8, torch.float32})
+    saved = sum(path.stat().st_size for path in tmp_path.glob("checkpoints/step_*/*"))
+    assert saved < sum(path.stat().st_size for path in quantized.base.iterdir()), "the base is in the checkpoint"
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(("nf4", name) for name in LAYOUTS), ("int8", "tp2+sp·zero 3, recompute")])
+def test_every_layout_has_the_same_values_and_trains_alike(
+    kind: str, name: str, quantized: Quantized, oracles: dict[str, Tuned], tmp_path: Path
+) -> None:
+    ranks, layout = LAYOUTS[name]
+    ours = tune(ranks, tmp_path, *quantized.lora(kind), *layout, steps=STEPS)
+    assert max(worst(ours, oracles[kind]).values()) <= TOLERANCE, worst(ours, oracles[kind])
+    unpacked = load_file(quantized.unpacked[kind] / "model.safetensors")
+    assert ours.frozen.keys() == unpacked.keys()
+    assert all(torch.equal(tensor, unpacked[name]) for name, tensor in ours.frozen.items())  # all bits
+
+
+def test_scales_stay_fp32_where_the_rest_is_gathered_in_bf16(quantized: Quantized, tmp_path: Path) -> None:
+    chosen = ["trainer.precision=bf16", "trainer.zero=3"]
+    ours = tune(2, tmp_path / "ours", *quantized.lora("nf4"), *chosen, steps=1)
+    plain = tune(2, tmp_path / "plain", *quantized.plain("nf4"), *chosen, steps=1)
+    assert ours.losses == plain.losses
+    assert ours.dtypes == ({torch.float32}, {torch.uint8, torch.bfloat16})
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_errors_are_within_half_a_step(kind: str, quantized: Quantized) -> None:
+    run_ranks(_check_errors, 1, kind)
+
+
+def _check_errors(rank: int, kind: str) -> None:
+    torch.manual_seed(3)
+    values = torch.randn(96, 256) * torch.logspace(-6, 3, 96).unsqueeze(1)
+    values[5, 64:128] = 0
+    largest = values.unflatten(1, (-1, 64)).abs().amax(-1, keepdim=True)
+    # The widest gap of nf4's levels is that between -1 and -0.6962; int8's range is cut at 127 of 127.5.
+    most = largest * {"int8": 0.5 / 127.5, "nf4": 0.3038 / 2}[kind] * 1.0001 + 1e-7
+    found = dequantize(quantize(values, kind), kind, torch.float32)
+    errors = (found - values).abs().unflatten(1, (-1, 64))
+    assert (errors <= most).all() and not found[5, 64:128].any()
+    relative = ((found - values).norm() / values.norm()).item()
+    assert {"int8": 0.003, "nf4": 0.06}[kind] < relative < {"int8": 0.008, "nf4": 0.11}[kind]
+    assert torch.equal(quantize(values[7:31], kind), quantize(values, kind)[7:31])  # any rows
+    at_once, quantized_module._MOST_VALUES = quantize(values, kind), 5 * 256  # five rows at once; in this rank only
+    assert torch.equal(quantize(values, kind), at_once)
+    part = dequantize(quantize(values[:, 64:192], kind), kind, torch.float32)
+    assert torch.equal(part, found[:, 64:192])  # and any blocks
+    values[9, 70] = torch.nan
+    assert dequantize(quantize(values, kind), kind, torch.float32)[9].isnan().sum() == 64
+    assert dequantize(quantize(values[:0], kind), kind, torch.float32).shape == (0, 256)
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("nf4", 1), ("int8", 3)])
+def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, tmp_path: Path) -> None:
+    layout = ["trainer.tp=2", f"trainer.zero={zero}"]
+    plan = make_plan(4, tmp_path, *LORA, *WIDE, *layout, f"finetune.frozen_dtype={kind}")
+    (memory,) = stage_memory(plan)
+    for held, gathered, matrices, packed, kept in run_ranks(_memory, 4, plan):
+        # Two micro batches or more: nothing that is gathered is let go of before the gradients are there.
+        assert memory.weights == held + (0 if zero == 3 else gathered)
+        assert packed == matrices * {"int8": 1.0625, "nf4": 0.5625}[kind]
+        assert kept == {torch.uint8}, "a backward pass keeps an unpacked matrix"
+
+
+def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]]:
+    """(bytes of weights that this rank holds, of those gathered, values in its matrices, bytes of these, the dtypes in
+    which a micro batch keeps tensors of a matrix' size for its backward pass)."""
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        check_copies(model.shards)
+        whole = torch.cat([s.values.flatten() for s in model.shards if s.counts])
+        norm = parameter_norm(model.shards, CPU)
+        assert norm.isfinite() and norm > whole.norm() / 2
+        packed = [s for s in model.shards if s.quantized]
+        kept: set[torch.dtype] = set()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 2 and tensor.numel() >= 128 * 64 and not tensor.requires_grad:
+                kept.add(tensor.dtype)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.forward_backward(build_data(plan, topology, CPU).train.at(0))
+        held = sum(s.local.nbytes for s in model.shards)
+        matrices, bytes_of_them = sum(s.values.numel() for s in packed), sum(s.local.nbytes for s in packed)
+        for module in model.chunks[0].modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        gathered = sum(parameter.nbytes for parameter in model.chunks[0].parameters())
+        return held, gathered, matrices, bytes_of_them, kept
