@@ -8,6 +8,7 @@ import pytest
 
 from megatron_llama.config import ConfigError, Plan, compose, resolve, stage_memory
 from megatron_llama.config.memory import GIB
+from megatron_llama.launch import ahead, traffic
 from megatron_llama.launch.cli import CONF_DIR, decide, main
 from megatron_llama.plan.flops import mfu
 
@@ -64,6 +65,15 @@ def test_made_up_data_serves_for_compiling_and_measuring(name: str) -> None:
     plan = dry_run(name, "data=mock", "trainer.steps=4")
     assert plan.config.data.mock and plan.config.trainer.steps == 4
     assert plan.tokens_per_step == dry_run(name).tokens_per_step
+
+
+@pytest.mark.parametrize("forced", [ahead.FORCED, traffic.FORCED], ids=["compile.py", "traffic.py"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_scripts_that_make_data_up_take_it(name: str, forced: tuple[str, ...]) -> None:
+    """And keep what graphs and work depend on."""
+    plan, run = dry_run(name, *forced), dry_run(name)
+    assert plan.config.data.mock and plan.config.data.pack == run.config.data.pack
+    assert plan.config.trainer.steps == run.config.trainer.steps and plan.tokens_per_step == run.tokens_per_step
 
 
 def test_starting_weights_of_another_shape_stop_a_dry_run_too(tmp_path: Path) -> None:
