@@ -66,11 +66,11 @@ demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in
 	@$(PY) train.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(INSTALLED)  ## the test suite, but for what needs a cluster or minutes of a compiler
+test: $(INSTALLED)  ## the test suite, but for what needs a cluster or minutes
 	@$(PY) -m pytest -n 2 --dist loadfile
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## what a compiler works on for minutes
+test-slow: $(INSTALLED)  ## what takes minutes: a compiler, and the experiments end to end
 	@$(PY) -m pytest -m slow
 
 .PHONY: test-slurm

@@ -22,6 +22,7 @@ from megatron_llama.config.problems import shown  # noqa: E402
 
 DOCS = ROOT / "docs" / "config.md"
 CONF = ROOT / "conf"
+PACKAGE = "# @package _global_"  # Hydra wants it first in a file that sets other groups' values
 INTRODUCTION = """\
 # Settings
 
@@ -69,7 +70,8 @@ def _groups() -> Iterator[str]:
     order = {name: number for number, name in enumerate(sections())}
     files = sorted(CONF.glob("*/*.yaml"), key=lambda path: (order.get(path.parent.name, len(order)), path))
     for path in files:
-        first = path.read_text(encoding="utf-8").splitlines()[0]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        first = lines[lines[0] == PACKAGE]
         assert first.startswith("# "), f"{path} begins with a comment that says what it is"
         yield f"| `{path.parent.name}={path.stem}` | {_cell(first[2:])} |"
     yield ""

@@ -80,12 +80,13 @@ def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
         else:
             _set(config, override.key_or_group, _value(override), problems)
     by_hand = {override.key_or_group for override in values}
+    said = {override.key_or_group for override in values if _value(override) is not None}
     if "data.prefixes" in by_hand and "data.prepare" not in by_hand:
         # The group's command makes the group's files, not the ones named by hand.
         config.data.prepare = None
     for one, other in INSTEAD_OF.items():
-        # What is said on the command line takes the place of what a group says in the other way.
-        if one in by_hand and other not in by_hand:
+        # What is said on the command line takes the place of what a group says in the other way; null says nothing.
+        if one in said and other not in by_hand:
             _set(config, other, settings_by_name()[other].default, problems)
     if {"trainer.steps", "trainer.epochs"} <= by_hand and config.trainer.epochs is not None:
         # Said here: a rule can't tell trainer.steps=100 from nothing, which is its default.

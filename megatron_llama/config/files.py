@@ -45,8 +45,18 @@ def check_data(config: Config, exists: Exists) -> list[Problem]:
     return [*_datasets(config, exists), *_tokenizer(config, exists)]
 
 
+def check_weights(config: Config, exists: Exists) -> list[Problem]:
+    """Starting weights that are not there at all; a folder that holds the wrong ones is for ``check_files``."""
+    folder = config.init_from
+    if folder is None or exists(folder):
+        return []
+    rule = f"there is no such folder (seen from {os.getcwd()})"
+    instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
+    return [Problem("init_from", folder, rule, instead)]
+
+
 def check_files(config: Config, exists: Exists) -> list[Problem]:
-    """Everything else that a config may name: starting weights, a checkpoint, a schedule's package."""
+    """Everything else that a config may name: the right starting weights, a checkpoint, a schedule's package."""
     return [*_starting_weights(config, exists), *_checkpoint(config, exists), *_schedule_package(config)]
 
 
@@ -55,7 +65,7 @@ def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
         if not exists(path):
             rule = f"there is no such file (seen from {os.getcwd()})"
             yield Problem(name, path, rule, "write the path of a file of records, or of a dataset")
-    for name, path in _dataset_paths(config):
+    for name, path in _dataset_paths(config, exists):
         missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
         if not missing:
             continue
@@ -74,7 +84,7 @@ def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem(name, path, rule, instead)
 
 
-def _dataset_paths(config: Config) -> Iterator[tuple[str, str]]:
+def _dataset_paths(config: Config, exists: Exists) -> Iterator[tuple[str, str]]:
     """(setting, path) of each dataset; a fine-tuning set has its loss masks beside it."""
     data = config.data
     named = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
@@ -83,7 +93,7 @@ def _dataset_paths(config: Config) -> Iterator[tuple[str, str]]:
         if is_record_file(data, path):
             continue
         yield name, path
-        if data.kind == "sft":
+        if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
             yield name, path + MASK_SUFFIX
 
 
@@ -98,7 +108,7 @@ def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:
 
 def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     folder = config.init_from
-    if folder is None:
+    if folder is None or not exists(folder):
         return
     path = os.path.join(folder, "config.json")
     if not exists(path):

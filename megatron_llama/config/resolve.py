@@ -12,7 +12,7 @@ from typing import Any, cast
 import megatron_llama.config.run_rules  # noqa: F401  enters its rules into the list
 from megatron_llama.config.counting import padded_vocab_size
 from megatron_llama.config.examples import samples_per_epoch
-from megatron_llama.config.files import check_data, check_files, check_quantizer
+from megatron_llama.config.files import check_data, check_files, check_quantizer, check_weights
 from megatron_llama.config.finetuning import derive_finetuning
 from megatron_llama.config.fitting import check_memory
 from megatron_llama.config.memory import Machine
@@ -62,11 +62,12 @@ def resolve(
             rule = f"gives no step: all samples together are less than trainer.global_batch_size={size}"
             advice = "write a smaller trainer.global_batch_size, or more epochs"
             problems.append(Problem("trainer.epochs", sound.trainer.epochs, rule, advice))
-    # A dry run asks what a run would be. What only this machine lacks, and a command or a bigger machine mends, is
-    # worth a note there; what the user stated (device.memory_gib, a file that no command makes) still stops.
+    # A dry run asks what a run would be. What only this machine lacks, and a command, a download or a bigger machine
+    # mends, is worth a note there; what the user stated (device.memory_gib, a file that no command makes) still stops.
     missing = check_data(sound, exists)
     _note_or_stop(missing, sound.dry_run and sound.data.prepare is not None, notes, problems)
     _note_or_stop(check_quantizer(sound), sound.dry_run, notes, problems)
+    _note_or_stop(check_weights(sound, exists), sound.dry_run, notes, problems)
     problems += check_files(sound, exists)
     note_records(sound, notes)
     too_big = check_memory(plan, machine) if plan else []

@@ -70,7 +70,7 @@ def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("optim.warmup_ratio", ratio, rule, advice)
 
 
-@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes", "data.mock")
+@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
     """Packing and a set of its own for validation are about examples, which pretraining data does not have."""
     data = config.data
@@ -81,8 +81,6 @@ def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Prob
             yield Problem(
                 "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
             )
-        if data.mock:
-            yield Problem("data.kind", data.kind, "made-up data is no fine-tuning set", "write data.kind=pretrain")
         return
     advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
     if data.pack:

@@ -21,6 +21,9 @@ from megatron_llama.model.documents import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.topology import Topology
 
+MOCK_EXAMPLES = 4
+"""Made-up examples in a packed sequence."""
+
 
 class Samples(Protocol):
     """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]; where examples are
@@ -80,10 +83,11 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     validation: Samples | None
     if plan.config.data.mock:
         length, vocabulary = plan.config.data.seq_length, plan.model.vocab_size
-        train = MockDataset(train_samples, length, vocabulary, trainer.seed)
+        examples = MOCK_EXAMPLES if plan.config.data.pack else 1
+        train = MockDataset(train_samples, length, vocabulary, trainer.seed, examples)
         validation = None
         if validation_samples:
-            validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1)
+            validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1, examples)
     elif plan.config.data.kind == "sft":
         train, validation = build_sft(plan, bool(validation_samples))
     else:

@@ -6,10 +6,14 @@ import torch
 
 
 class MockDataset:
-    """Counting sequences with a random start and stride, so that there is something to learn."""
+    """Counting sequences with a random start and stride, so that there is something to learn.
 
-    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
+    ``examples`` above 1 share each sequence as packed ones do, in equal parts; a step then takes its work and graphs.
+    """
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, examples: int = 1) -> None:
         self.num_samples, self.seq_length, self.vocab_size, self.seed = num_samples, seq_length, vocab_size, seed
+        self.examples = examples
 
     def __len__(self) -> int:
         return self.num_samples
@@ -18,4 +22,7 @@ class MockDataset:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         start, stride = torch.randint(0, self.vocab_size, (2,), generator=generator).tolist()
         text = (start + torch.arange(self.seq_length + 1) * (1 + stride % 7)) % self.vocab_size
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(self.seq_length)}
+        sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(self.seq_length)}
+        if self.examples > 1:
+            sample["documents"] = torch.arange(self.seq_length) * self.examples // self.seq_length
+        return sample

@@ -44,6 +44,7 @@ FORCED = (
     "data.prefixes=[]",
     "data.tokenizer=null",
     "data.prepare=null",
+    "trainer.epochs=null",
     "data.name=compile",
     "logging.tensorboard=false",
     "logging.sample_prompts=[]",

@@ -45,6 +45,7 @@ FORCED = (
     "data.prefixes=[]",
     "data.tokenizer=null",
     "data.prepare=null",
+    "trainer.epochs=null",
     "data.name=traffic",
     "logging.tensorboard=false",
     "logging.sample_prompts=[]",

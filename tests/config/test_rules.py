@@ -229,7 +229,6 @@ CASES = [
         {**FILES, "data.kind": "sft", "data.prefixes": ["x", "y"]},
         "data.prefixes=[x,y]",
     ),
-    Case("fine_tuning_sets_are_whole", 1, {"data.kind": "sft"}, {**FILES, "data.kind": "sft"}, "data.kind=pretrain"),
     Case(
         "fine_tuning_sets_are_whole",
         1,

@@ -87,6 +87,12 @@ def test_mock_samples_are_a_function_of_seed_and_index() -> None:
         assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (16,)
 
 
+def test_packed_mock_samples_are_several_examples() -> None:
+    documents = MockDataset(1, 10, 100, seed=1, examples=4)[0]["documents"]
+    assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+    assert "documents" not in MockDataset(1, 10, 100, seed=1)[0]
+
+
 def test_mock_data_of_a_run() -> None:
     plan = resolve(make(**{"trainer.steps": 5, "trainer.val_every_steps": 2, "trainer.val_steps": 3}), 1)
     data = build_data(plan, build_topology(plan, 0), CPU)
