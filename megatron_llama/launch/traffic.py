@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     # Imported here: --help needs none of it.
-    from megatron_llama.config import ConfigError, format_problems, resolve
+    from megatron_llama.config import ConfigError, Problem, format_problems, resolve
 
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
@@ -70,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
         decision = cli.decide(config, None)
         if decision.problem is not None:
             raise ConfigError([decision.problem])
+        if config.finetune.method == "lora":
+            rule = "what LoRA sends is not predicted: its own products, and no gradients of frozen weights"
+            raise ConfigError([Problem("finetune.method", "lora", rule, "write finetune=full for that of all weights")])
         plan = resolve(decision.config, decision.world_size, decision.machine)
         if not measure:
             sys.stdout.write("\n".join(predicted_lines(plan)) + "\n")

@@ -67,6 +67,12 @@ def test_a_mistake_is_told() -> None:
     assert "optim.lrr" in done.stderr and "trainer.tp = 3" in done.stderr
 
 
+def test_lora_is_refused_rather_than_counted_wrong() -> None:
+    done = run("+experiment=llama2_70b_lora_gaudi")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "finetune.method = lora" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_measured(tmp_path: Path) -> None:
     status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.tp=2", "trainer.global_batch_size=2"])
     assert status == 0, output
