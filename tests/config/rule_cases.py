@@ -1,0 +1,306 @@
+"""For each rule: settings that break it, what its advice says, and settings next to them that it lets pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    rule: str
+    world: int
+    bad: dict[str, Any]
+    good: dict[str, Any]
+    advice: str
+    """What the message must tell the user to write."""
+
+
+WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
+LORA = {"finetune.method": "lora"}
+TWO_STAGES = {"trainer.pp": 2}
+FILES = {"data.mock": False, "data.prefixes": ["x"]}
+RECORDS = {**FILES, "data.kind": "sft", "data.tokenizer": "t"}
+CASES = [
+    Case(
+        "hosts_can_be_reached", 4, {"launch.hosts": ["a", "-oProxyCommand=x"]}, {"launch.hosts": ["a", "u@b"]}, "[a,b]"
+    ),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a", "b:0"]}, {"launch.hosts": ["a:1", "b:3"]}, "name:ranks"),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a", "a"]}, {"launch.hosts": ["a", "b"]}, "[a,b]"),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a:2", "b"]}, {"launch.hosts": ["a:2", "b:2"]}, "[a,b]"),
+    Case(
+        "hosts_can_be_reached",
+        4,
+        {"launch.hosts": ["a"], "launch.hostfile": "f"},
+        {"launch.hostfile": "f"},
+        "launch.hosts=[]",
+    ),
+    Case("grid_divides_world", 6, {"trainer.tp": 4}, {"trainer.tp": 2, "trainer.global_batch_size": 6}, "trainer.tp=2"),
+    Case("grid_divides_world", 8, {"trainer.pp": 3}, {"trainer.pp": 4}, "trainer.pp=2 or 4"),
+    Case("grid_divides_world", 4, {"trainer.tp": 4, "trainer.pp": 2}, {"trainer.tp": 2, "trainer.pp": 2}, "8 devices"),
+    Case(
+        "dp_is_what_is_left", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
+    ),
+    Case(
+        "best_has_a_loss",
+        1,
+        {"checkpoint.keep_best": True, "checkpoint.every_steps": 20},
+        {"checkpoint.keep_best": True, "checkpoint.every_steps": 20, "trainer.val_every_steps": 10},
+        "trainer.val_every_steps=20",
+    ),
+    Case(
+        "best_has_a_loss",
+        1,
+        {"checkpoint.keep_best": True, "checkpoint.every_steps": 33, "trainer.val_every_steps": 40},
+        {"checkpoint.keep_best": True, "trainer.val_every_steps": 50},
+        "checkpoint.every_steps=40",
+    ),
+    Case(
+        "heads_divide_by_tp",
+        16,
+        {**WIDE, "model.num_attention_heads": 12, "model.hidden_size": 240, "trainer.tp": 8},
+        {**WIDE, "trainer.tp": 8},
+        "trainer.tp=4",
+    ),
+    Case(
+        "kv_heads_share_out",
+        12,
+        {
+            "model.num_attention_heads": 12,
+            "model.num_key_value_heads": 4,
+            "trainer.tp": 6,
+            "model.intermediate_size": 480,
+        },
+        {
+            "model.num_attention_heads": 12,
+            "model.num_key_value_heads": 3,
+            "trainer.tp": 6,
+            "model.intermediate_size": 480,
+        },
+        "trainer.tp=4 or 12",
+    ),
+    Case(
+        "feed_forward_divides_by_tp",
+        4,
+        {"trainer.tp": 4, "model.intermediate_size": 510},
+        {"trainer.tp": 4, "model.intermediate_size": 512},
+        "trainer.tp=2",
+    ),
+    Case(
+        "kv_heads_divide_heads",
+        1,
+        {"model.num_key_value_heads": 3},
+        {"model.num_key_value_heads": 2},
+        "model.num_key_value_heads=2 or 4",
+    ),
+    Case(
+        "hidden_divides_by_heads",
+        1,
+        {"model.hidden_size": 190},
+        {"model.hidden_size": 192},
+        "model.hidden_size=184 or 192",
+    ),
+    Case(
+        "hidden_divides_by_heads",
+        1,
+        {"model.hidden_size": 190},
+        {"model.hidden_size": 190, "model.head_dim": 48},
+        "head_dim",
+    ),
+    Case("head_dim_is_even", 1, {"model.hidden_size": 60}, {"model.hidden_size": 64}, "model.hidden_size=56 or 64"),
+    Case("head_dim_is_even", 1, {"model.head_dim": 33}, {"model.head_dim": 34}, "model.head_dim=32 or 34"),
+    Case(
+        "rope_scaling_has_a_band",
+        1,
+        {"model.rope_scaling.low_freq_factor": 4.0},
+        {"model.rope_scaling.low_freq_factor": 3.9},
+        "model.rope_scaling.high_freq_factor=16",
+    ),
+    Case("layers_fill_stages", 8, {"trainer.pp": 8}, {"trainer.pp": 4}, "trainer.pp=4"),
+    Case("layers_fill_stages", 2, {**TWO_STAGES, "trainer.vpp": 3}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.vpp=2"),
+    Case("vpp_needs_a_pipeline", 1, {"trainer.vpp": 2}, {"trainer.vpp": 1}, "trainer.vpp=1"),
+    Case("vpp_needs_a_pipeline", 2, {"trainer.vpp": 2}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.pp=2"),
+    *(
+        Case(
+            "pipeline_layers_add_up",
+            2,
+            {**TWO_STAGES, "trainer.pipeline_layers": bad},
+            {**TWO_STAGES, "trainer.pipeline_layers": [3, 1]},
+            "[2,2]",
+        )
+        for bad in ([4], [2, 1, 1], [3, 2], [1, 1], [4, 0], [5, -1])
+    ),
+    Case(
+        "pipeline_layers_add_up",
+        2,
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.pipeline_layers": [3, 1]},
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.pipeline_layers": [2, 2]},
+        "[2,2]",
+    ),
+    Case("batch_is_whole_micro_batches", 3, {}, {"trainer.global_batch_size": 9}, "trainer.global_batch_size=6 or 9"),
+    Case(
+        "batch_is_whole_micro_batches",
+        1,
+        {"trainer.micro_batch_size": 16},
+        {"trainer.micro_batch_size": 4},
+        "trainer.global_batch_size=16",
+    ),
+    Case(
+        "batch_is_whole_micro_batches",
+        2,
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.global_batch_size": 3},
+        {**TWO_STAGES, "trainer.vpp": 1, "trainer.global_batch_size": 3},
+        "trainer.global_batch_size=2 or 4",
+    ),
+    Case(
+        "sequence_divides_by_tp",
+        2,
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 255},
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 256},
+        "data.seq_length=254 or 256",
+    ),
+    Case(
+        "sequence_divides_by_tp",
+        2,
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 255},
+        {"trainer.tp": 2, "trainer.sp": False, "data.seq_length": 255},
+        "trainer.sp=false",
+    ),
+    Case(
+        "shard_group_divides_dp",
+        8,
+        {"trainer.shard_group": 3},
+        {"trainer.shard_group": 4},
+        "trainer.shard_group=2 or 4",
+    ),
+    Case(
+        "shard_group_divides_dp",
+        4,
+        {"trainer.shard_group": 2, "trainer.zero": 0},
+        {"trainer.shard_group": 2, "trainer.zero": 1},
+        "trainer.zero=1",
+    ),
+    Case("sequence_fits_model", 1, {"data.seq_length": 4097}, {"data.seq_length": 4096}, "data.seq_length=4096"),
+    Case("schedule_fits_run", 1, {"optim.warmup_steps": 101}, {"optim.warmup_steps": 100}, "optim.warmup_steps=100"),
+    Case(
+        "schedule_fits_run",
+        1,
+        {"optim.warmup_steps": 20, "optim.constant_steps": 81},
+        {"optim.warmup_steps": 20, "optim.constant_steps": 80},
+        "optim.warmup_steps=19",
+    ),
+    Case(
+        "schedule_fits_run", 1, {"optim.constant_steps": 101}, {"optim.constant_steps": 100}, "optim.constant_steps=100"
+    ),
+    Case(
+        "epochs_or_steps",
+        1,
+        {**FILES, "trainer.epochs": 2, "trainer.steps": 7},
+        {**FILES, "trainer.epochs": 2},
+        "trainer.epochs=null",
+    ),
+    Case("epochs_or_steps", 1, {"trainer.epochs": 2}, {"trainer.steps": 2}, "trainer.epochs=null"),
+    Case(
+        "epochs_or_steps",
+        1,
+        {**FILES, "data.prefixes": [1, "x"], "trainer.epochs": 2},
+        {**FILES, "data.prefixes": ["x", "y"], "trainer.epochs": 2},
+        "without weights",
+    ),
+    Case(
+        "one_warmup",
+        1,
+        {"optim.warmup_ratio": 0.1, "optim.warmup_steps": 5},
+        {"optim.warmup_ratio": 0.1},
+        "optim.warmup_ratio=null",
+    ),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
+        {**FILES, "data.kind": "sft", "data.prefixes": [1, "x", 2, "y"]},
+        {**FILES, "data.kind": "sft", "data.prefixes": ["x", "y"]},
+        "data.prefixes=[x,y]",
+    ),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
+        {**FILES, "data.pack": True},
+        {**FILES, "data.pack": True, "data.kind": "sft"},
+        "data.kind=sft",
+    ),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
+        {**FILES, "data.validation_prefixes": ["y"]},
+        {**FILES, "data.validation_prefixes": ["y"], "data.kind": "sft"},
+        "data.validation_prefixes=[]",
+    ),
+    Case(
+        "records_can_be_prepared",
+        1,
+        {**RECORDS, "data.prefixes": ["x.jsonl"], "data.tokenizer": None},
+        {**RECORDS, "data.prefixes": ["x.jsonl"]},
+        "data.tokenizer=FOLDER",
+    ),
+    Case(
+        "records_can_be_prepared",
+        1,
+        {**RECORDS, "data.prefixes": ["x.tsv"]},
+        {**RECORDS, "data.prefixes": ["x.tsv"], "data.template": "qnli"},
+        "data.template=qnli",
+    ),
+    Case("records_can_be_prepared", 1, {**RECORDS, "data.template": "qnli"}, RECORDS, "leave data.template out"),
+    Case(
+        "records_can_be_prepared", 1, {**RECORDS, "data.chat_template": "chatml"}, RECORDS, "leave data.chat_template"
+    ),
+    Case("lr_falls", 1, {"optim.min_lr": 1e-3}, {"optim.min_lr": 3e-4}, "optim.min_lr=3e-05"),
+    Case(
+        "schedule_has_a_class",
+        1,
+        {"optim.schedule": {"max_steps": 3}},
+        {"optim.schedule": {"_target_": "megatron_llama.optim.schedules.Constant"}},
+        "optim=cosine",
+    ),
+    Case("data_is_there", 1, {"data.mock": False}, {"data.mock": True}, "data=mock"),
+    Case(
+        "validation_has_documents",
+        1,
+        {"data.mock": False, "data.prefixes": ["x"], "data.split": "1,0,0", "trainer.val_every_steps": 5},
+        {"data.mock": False, "data.prefixes": ["x"], "data.split": "9,1,0", "trainer.val_every_steps": 5},
+        "969,30,1",
+    ),
+    Case(
+        "samples_need_a_tokenizer",
+        1,
+        {"logging.sample_prompts": ["Hello"]},
+        {"logging.sample_prompts": ["Hello"], "data.tokenizer": "t.model"},
+        "data.tokenizer=",
+    ),
+    Case(
+        "fine_tuning_has_a_start",
+        1,
+        {"finetune.method": "full", "data.mock": False, "data.prefixes": ["a"]},
+        {"finetune.method": "none", "data.mock": False, "data.prefixes": ["a"]},
+        "init_from=",
+    ),
+    Case("lora_settings_are_for_lora", 1, {"finetune.lora_rank": 4}, {**LORA, "finetune.lora_rank": 4}, "method=lora"),
+    Case(
+        "rank_is_low",
+        1,
+        {**LORA, "model.num_key_value_heads": 2, "finetune.lora_rank": 97},
+        {**LORA, "model.num_key_value_heads": 2, "finetune.lora_rank": 96},
+        "finetune.lora_rank=96",
+    ),
+    Case(
+        "tied_tables_stay_tied",
+        1,
+        {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm", "embed_tokens"]},
+        {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm"]},
+        "finetune.modules_to_save=[norm]",
+    ),
+    Case(
+        "quantized_blocks_are_whole",
+        1,
+        {**LORA, "model.intermediate_size": 800, "finetune.frozen_dtype": "nf4"},
+        {**LORA, "model.intermediate_size": 800, "finetune.frozen_dtype": "bf16"},
+        "finetune.frozen_dtype=bf16",
+    ),
+]
