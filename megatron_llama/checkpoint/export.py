@@ -110,6 +110,9 @@ def export(
     if merge and finetune.method != "lora":
         rule = "the checkpoint's weights are whole: there is nothing to merge into them"
         raise ConfigError([Problem("--merge", None, rule, "leave --merge out")])
+    if base is not None and not merge:
+        rule = "is read to merge into it, and nothing is merged"
+        raise ConfigError([Problem("--base", str(base), rule, "leave --base out, or add --merge for a LoRA run")])
     name = manifest.state.dtype if dtype == "auto" else dtype
     name = name if name in DTYPES else "float32"
     if finetune.method == "lora":

@@ -108,6 +108,8 @@ def test_merging_twice(world: World, trained: Path, tmp_path: Path) -> None:
     tune(1, tmp_path / "full", "finetune=full", f"init_from={first}", steps=0)
     with pytest.raises(ConfigError, match="nothing to merge"):
         export(find_checkpoint(tmp_path / "full"), tmp_path / "fourth", merge=True)
+    with pytest.raises(ConfigError, match="nothing is merged"):
+        export(checkpoint, tmp_path / "fourth", base=world.base)
     assert not (tmp_path / "third").exists() and not (tmp_path / "fourth").exists()
 
 
