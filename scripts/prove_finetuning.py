@@ -111,7 +111,7 @@ def draw(folders: Mapping[str, Path], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for (name, folder), colour in zip(folders.items(), ("#2563eb", "#ea580c", "#0d9488"), strict=True):
-        axes = panels[name.startswith("gsm8k")]
+        axes = panels[int(name.startswith("gsm8k"))]
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         steps = [json.loads(line) for line in lines]
         losses = [step["reduced_train_loss"] for step in steps]

@@ -45,6 +45,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sentencepiece model of 600 pieces, trained by train_tokenizer.py itself."""
@@ -56,6 +65,32 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_script("train_tokenizer.py", "--input", text, "--vocab-size", 600, "--model-prefix", folder / "tok")
     assert done.returncode == 0, done.stderr
     return folder / "tok.model"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face tokenizer: byte-level BPE with three special tokens, and a chat template."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    path = tmp_path_factory.mktemp("folder")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = Path(__file__).read_text(encoding="utf-8")
+    tokenizer.train_from_iterator([text, "answer: yes\n answer: no\n\n yes\n" * 50], trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, **SPECIAL}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.fixture
