@@ -51,16 +51,6 @@ class Topology:
         return self.dp_rank // self.shard_size
 
     @property
-    def is_first_stage(self) -> bool:
-        """Holds the embedding."""
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Holds the output head and the loss."""
-        return self.pp_rank == self.pp - 1
-
-    @property
     def is_logger(self) -> bool:
         """The one rank that writes metrics. Rank 0: every rank knows the reduced values."""
         return self.rank == 0

@@ -54,20 +54,22 @@ def runs_of(asked: argparse.Namespace) -> list[Run]:
     ]
 
 
-def call(*command: object) -> None:
-    """Runs one of the project's programs as a user does; raises CalledProcessError."""
-    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
+def call(program: str, *arguments: object, folder: Path) -> None:
+    """Runs one of the project's programs in `folder` as a user does; raises CalledProcessError."""
+    subprocess.run([sys.executable, str(ROOT / program), *map(str, arguments)], cwd=folder, check=True)
 
 
 def prepare(asked: argparse.Namespace) -> None:
-    """The sets, where data=qnli and data=gsm8k look for them: datasets/ in the project."""
+    """The sets, where data=qnli and data=gsm8k look for them: datasets/ below the folder that they are started in."""
     common = ("--tokenizer-model", asked.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
-    if not (ROOT / "datasets/qnli/qnli_train_sft.json").exists():
+    if not (asked.output / "datasets/qnli/qnli_train_sft.json").exists():
         split = ("--template", "qnli", "--split", asked.split)
-        call("data_prep/sft.py", "--input", asked.data / "qnli_dev.tsv", *split, *common, "datasets/qnli/qnli")
+        source = ("--input", asked.data / "qnli_dev.tsv")
+        call("data_prep/sft.py", *source, *split, *common, "datasets/qnli/qnli", folder=asked.output)
     for part in ("train", "test"):
-        if not (ROOT / f"datasets/gsm8k/{part}_sft.json").exists():
-            call("data_prep/sft.py", "--input", asked.data / f"gsm8k_{part}.jsonl", *common, f"datasets/gsm8k/{part}")
+        if not (asked.output / f"datasets/gsm8k/{part}_sft.json").exists():
+            source = ("--input", asked.data / f"gsm8k_{part}.jsonl")
+            call("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=asked.output)
 
 
 def evaluate(model: Path, task: str, report: Path, asked: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def evaluate(model: Path, task: str, report: Path, asked: argparse.Namespace) ->
             what = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
         else:
             what = ["--generative", asked.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", asked.questions]
-        call("scripts/evaluate.py", model, *what, *ASKED, "--output", report)
+        call("scripts/evaluate.py", model, *what, *ASKED, "--output", report, folder=asked.output)
     found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return found
 
@@ -141,7 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gsm8k-steps", type=int, default=60, help="optimizer steps on GSM8K")
     parser.add_argument("--questions", type=int, default=100, help="of GSM8K that are answered")
     asked = parser.parse_args(arguments)
-    asked.model, asked.data, output = asked.model.resolve(), asked.data.resolve(), asked.output.resolve()
+    for name in ("model", "data", "output"):
+        setattr(asked, name, getattr(asked, name).resolve())
+    output: Path = asked.output
     output.mkdir(parents=True, exist_ok=True)
     reports: dict[str, dict[str, Any]] = {}
     runs = runs_of(asked)
@@ -151,8 +155,11 @@ def main(arguments: list[str] | None = None) -> int:
             reports[f"{task}_before"] = evaluate(asked.model, task, output / f"{task}_before.json", asked)
         for run in runs:
             folder = output / run.name
-            call("train.py", *RECIPE, f"init_from={asked.model}", *run.overrides, f"run.dir={folder}")
-            reports[run.name] = evaluate(folder, run.task, output / f"{run.name}.json", asked)
+            report = output / f"{run.name}.json"
+            if not report.exists():  # a run that was stopped goes on by itself
+                overrides = [*RECIPE, f"init_from={asked.model}", *run.overrides, f"run.dir={folder}"]
+                call("train.py", *overrides, folder=output)
+            reports[run.name] = evaluate(folder, run.task, report, asked)
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"status {error.returncode}: {' '.join(map(str, error.cmd))}\n")
         return 1

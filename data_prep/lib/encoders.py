@@ -21,7 +21,6 @@ from data_prep.lib.errors import MachineError, UserError
 
 Encode = Callable[[str], Any]
 LIBRARIES = ("sentencepiece", "huggingface", "tiktoken")
-ENCODERS = ("auto", "sentencepiece", "gigatoken", "kitoken")
 # The two fast encoders, faster first
 FAST = ("gigatoken", "kitoken")
 # Looking for this many in each text costs less than what gigatoken wins

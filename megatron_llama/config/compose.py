@@ -6,9 +6,8 @@ typed result: Hydra itself stops at the first mistake, and a user wants to hear 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -25,38 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
 from megatron_llama.config.huggingface import FROM_HF, fill_from_adapter, fill_from_hf
-from megatron_llama.config.problems import ConfigError, Problem, nearest, shown, two_lengths
+from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import Config
+from megatron_llama.config.unknown import guess_of, unknown
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
 SCHEMA = "settings"
 # The group of whole recipes, over all others. Its files are in conf/experiment/, or wherever a path says.
 EXPERIMENT = "experiment"
-# What people who know Megatron, NeMo or transformers write, and what it is called here.
-KNOWN_ELSEWHERE = {
-    "tensor_model_parallel_size": "trainer.tp",
-    "tensor_parallel_size": "trainer.tp",
-    "pipeline_model_parallel_size": "trainer.pp",
-    "pipeline_parallel_size": "trainer.pp",
-    "virtual_pipeline_model_parallel_size": "trainer.vpp",
-    "data_parallel_size": "trainer.dp",
-    "sequence_parallel": "trainer.sp",
-    "zero_stage": "trainer.zero",
-    "max_steps": "trainer.steps",
-    "train_iters": "trainer.steps",
-    "learning_rate": "optim.lr",
-    "max_seq_length": "data.seq_length",
-    "encoder_seq_length": "data.seq_length",
-    "data_prefix": "data.prefixes",
-    "num_layers": "model.num_hidden_layers",
-    "num_query_groups": "model.num_key_value_heads",
-    "ffn_hidden_size": "model.intermediate_size",
-    "gradient_clip_val": "optim.clip",
-    "lora_r": "finetune.lora_rank",
-    "target_modules": "finetune.lora_target_modules",
-    "num_train_epochs": "trainer.epochs",
-    "packing": "data.pack",
-}
 # Two ways to say one thing.
 INSTEAD_OF = {
     "trainer.steps": "trainer.epochs",
@@ -73,7 +48,7 @@ def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
     try:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError([*problems, _problem_in_files(error)]) from error
+        raise ConfigError([*problems, _problem_in_files(error, choices)]) from error
     for override in values:
         if override.is_delete():
             _delete(config, override.key_or_group, problems)
@@ -140,12 +115,12 @@ def _parsed(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overr
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
-            problems.append(_syntax_problem(text, str(error).splitlines()[0]))
+        except HydraException:
+            problems.append(_syntax_problem(text))
             continue
         name = override.key_or_group
         if not name:
-            problems.append(_syntax_problem(text, "there is no name"))
+            problems.append(_syntax_problem(text))
         elif override.is_sweep_override():
             problems.append(_sweep_problem(name, text.partition("=")[2]))
         else:
@@ -164,12 +139,14 @@ def _sweep_problem(name: str, values: str) -> Problem:
     return Problem(name, values, "a run has one value for each setting; this asks Hydra for a sweep", instead)
 
 
-def _syntax_problem(text: str, detail: str) -> Problem:
+def _syntax_problem(text: str) -> Problem:
     """The problem of an override that Hydra's grammar does not know."""
-    rule = f"settings are written name=value ({detail})"
+    rule = "settings are written name=value"
     name, equals, value = text.partition("=")
     if text.startswith("-"):
         instead = "leave the dashes out: name=value, such as trainer.tp=2"
+    elif value.startswith("="):
+        instead = f"write {name}={value.lstrip('=')}"
     elif equals and name:
         instead = f"put the value in quotes inside quotes: {name}='\"{value}\"'"
     else:
@@ -227,8 +204,10 @@ def _stored(path: Path) -> str:
     return path.name.removesuffix(".yaml")
 
 
-def _problem_in_files(error: BaseException) -> Problem:
-    """The problem that Hydra, OmegaConf or the YAML reader met in the files under conf/."""
+def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Problem:
+    """The problem that Hydra, OmegaConf or the YAML reader met in the files under conf/, or in a user's own."""
+    own = choices.get(EXPERIMENT, "")
+    files = {f"{EXPERIMENT}/{Path(own).stem}": own} if _is_file(EXPERIMENT, own) else {}
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}"
@@ -238,10 +217,13 @@ def _problem_in_files(error: BaseException) -> Problem:
         cause = cause.__cause__ or cause.__context__
     name = str(getattr(cause, "full_key", "")) or "conf"
     named = re.match(r"In '([^']+)'", str(error))
-    where = f"conf/{named[1]}.yaml" if named else "a file in conf/"
+    where = "a file in conf/"
+    if named:
+        where = named[1] if named[1].endswith((".yaml", ".yml")) else f"conf/{named[1]}.yaml"
+        where = files.get(named[1], where)
     rule = f"{where} can't be used: {str(cause or error).splitlines()[0]}"
     setting = settings_by_name().get(name)
-    guess = f"write {_guess(name)}" if setting is None and _guess(name) else "correct that file"
+    guess = f"write {guess_of(name)}" if setting is None and guess_of(name) else "correct that file"
     return Problem(name, None, rule, f"write {setting.kind_in_words}" if setting else guess)
 
 
@@ -261,7 +243,7 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
         instead = f"write the one you mean, such as {_example(name)}"
         problems.append(Problem(name, value, "this is a section of settings, not a setting", instead))
     elif setting is None and name not in sections():
-        problems.append(_unknown(name, value))
+        problems.append(unknown(name, value))
     else:
         _assign(config, name, setting, value, problems)
 
@@ -276,6 +258,8 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
         OmegaConf.select(config, outer)[inner] = sections()[parent_name].kind()
         parent = OmegaConf.select(config, parent_name)
     try:
+        if setting is not None and setting.kind is bool and isinstance(value, int) and value not in (0, 1):
+            raise OmegaConfBaseException  # OmegaConf takes any number for true
         parent[key] = value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
@@ -290,14 +274,21 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
             schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
             config.optim.schedule = {key: item for key, item in schedule.items() if key != argument}
         return
-    problems.append(
-        Problem(f"~{name}", None, "only arguments of optim.schedule can be taken out", f"write {name}=null")
-    )
+    setting = settings_by_name().get(name)
+    instead = f"write {name}=null" if setting is not None and setting.optional else "leave this out"
+    problems.append(Problem(f"~{name}", None, "only arguments of optim.schedule can be taken out", instead))
 
 
 def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
     """The dataclasses, or None with a problem. The schedule's interpolations stay: ``resolve`` derives their values."""
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
+    try:
+        OmegaConf.to_container(config.optim.schedule, resolve=True)  # resolve() fills in what is derived by then
+    except OmegaConfBaseException as error:
+        rule = f"asks for a value that is not there: {str(error).splitlines()[0]}"
+        name = str(getattr(error, "full_key", "") or "optim.schedule")
+        problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
+        schedule = {}
     with open_dict(config):
         config.optim.schedule = {}
     try:
@@ -309,39 +300,6 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
         return None
     typed.optim.schedule = schedule
     return typed
-
-
-def _unknown(name: str, value: Any) -> Problem:
-    """The problem of a setting that does not exist, with the one that was probably meant."""
-    guess = _guess(name)
-    siblings = ", ".join(_siblings(name))
-    instead = f"write {guess}={shown(value)}" if guess else f"write one of {siblings}; docs/config.md has them all"
-    return Problem(name, value, "there is no setting of this name", instead)
-
-
-def _guess(name: str) -> str | None:
-    """The known setting that ``name`` was probably meant to be."""
-    section, _, leaf = name.rpartition(".")
-    if leaf in KNOWN_ELSEWHERE:
-        return KNOWN_ELSEWHERE[leaf]
-    known = settings_by_name()
-    same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
-    # Misspelt: in the right section, or else in any.
-    for others in ([other for other in known if other.rpartition(".")[0] == section], list(known)):
-        by_leaf = {other.rpartition(".")[2]: other for other in others}
-        guess = nearest(leaf, by_leaf)
-        if guess:
-            return by_leaf[guess]
-    return None
-
-
-def _siblings(name: str) -> list[str]:
-    """The settings beside ``name``, or the sections where there is no such section."""
-    section = name.rpartition(".")[0]
-    beside = [other for other in settings_by_name() if other.rpartition(".")[0] == section]
-    return beside if section and beside else [f"{other}.*" for other in sections()]
 
 
 def _example(section: str) -> str:

@@ -42,7 +42,7 @@ class Setting:
 
     def advice(self, value: Any) -> str:
         """What to write instead of ``value``, which has the wrong type."""
-        if self.kind is int and isinstance(value, float) and value == int(value):
+        if self.kind is int and isinstance(value, float) and value.is_integer():
             return f"write {self.name}={int(value)}"
         if self.kind is list and not isinstance(value, (list, dict)):
             return f"write {self.name}=[{shown(value)}]"

@@ -54,7 +54,7 @@ def _what_fits(plan: Plan, machine: Machine) -> str:
     if larger:
         tp, pp = larger
         return f"write trainer.tp={tp} trainer.pp={pp}, on a multiple of {tp * pp} devices"
-    return "write a smaller model, such as model=llama_56m, or use a machine with more memory"
+    return "write a smaller model (conf/model/ has them, from model=llama_2m on), or use a machine with more memory"
 
 
 def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:

@@ -66,10 +66,11 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def nearest(wanted: str, known: Iterable[str]) -> str | None:
-    """The name in ``known`` that ``wanted`` was probably meant to be, or None."""
-    found = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The name in ``known`` that ``wanted`` was probably meant to be, or None; ``cutoff`` is how like it must be."""
+    by_lower_case = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=1, cutoff=cutoff)
+    return by_lower_case[found[0]] if found else None
 
 
 def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This config") -> str:

@@ -70,6 +70,7 @@ def resolve(
     _note_or_stop(check_weights(sound, exists), sound.dry_run, notes, problems)
     problems += check_files(sound, exists)
     note_records(sound, notes)
+    _note_what_does_nothing(sound if plan is None else plan.config, notes)
     too_big = check_memory(plan, machine) if plan else []
     _note_or_stop(too_big, sound.dry_run and sound.device.memory_gib is None, notes, problems)
     if problems:
@@ -84,6 +85,15 @@ def _note_or_stop(found: list[Problem], is_note: bool, notes: list[str], problem
         notes += [f"a run would be refused here: {problem}" for problem in found]
     else:
         problems += found
+
+
+def _note_what_does_nothing(config: Config, notes: list[str]) -> None:
+    """What was asked for, and never happens in this run."""
+    trainer, data = config.trainer, config.data
+    if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
+        notes.append(f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps")
+    if data.mock and data.prefixes:
+        notes.append("data.mock=true makes tokens up: data.prefixes is not read")
 
 
 def derived(config: Config, world_size: int, notes: list[str]) -> Config:

@@ -30,12 +30,17 @@ def bad_values(config: Config) -> list[Problem]:
     for name, limit in LIMITS.items():
         value = get(config, name)
         setting = settings_by_name()[name]
-        if (value is None and setting.optional) or _under_null(config, name) or limit.holds(value):
+        if (value is None and setting.optional) or _under_null(config, name):
+            continue
+        rule = limit.rule
+        if setting.kind in (int, float) and abs(value) >= TOO_LARGE:
+            rule = f"must be below {TOO_LARGE:.0g}"
+        elif limit.holds(value):
             continue
         example = limit.example or shown(setting.default)
         if name in CHOICES:
             example = nearest(str(value), CHOICES[name]) or example
-        problems.append(Problem(name, value, limit.rule, f"write {name}={example}"))
+        problems.append(Problem(name, value, rule, f"write {name}={example}"))
     return problems
 
 
@@ -119,6 +124,9 @@ def _legal(name: str, fallback: float) -> str:
     return f"{fallback:g}" if default is None else shown(default)
 
 
+# More of anything is a slip of the keyboard, or infinity. Ranks add to the seed, and libraries take 32 bits of it.
+TOO_LARGE = 1e18
+LARGEST_SEED = 2**31 - 1
 # As a shell and Hydra's grammar, in which commas ask for a sweep, let it through.
 GOOD_SPLIT = "'\"969,30,1\"'"
 
@@ -136,9 +144,11 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 LIMITS: Mapping[str, Limit] = {
     **{name: Limit(legal.__contains__, f"must be one of {', '.join(legal)}") for name, legal in CHOICES.items()},
+    "trainer.precision": Limit(PRECISIONS.__contains__, f"must be one of {', '.join(PRECISIONS)}; there is no fp8 yet"),
     "trainer.zero": Limit(lambda stage: stage in settings.ZERO_STAGES, "must be one of 0, 1, 2, 3"),
+    **_at_least("model.vocab_size", 2),
     **_at_least(
-        "model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads "
+        "model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads "
         "model.num_key_value_heads model.head_dim model.max_position_embeddings data.seq_length trainer.tp trainer.pp "
         "trainer.vpp trainer.dp trainer.shard_group trainer.micro_batch_size trainer.global_batch_size "
         "trainer.epochs trainer.val_every_steps trainer.val_steps logging.every_steps logging.sample_tokens "
@@ -147,10 +157,11 @@ LIMITS: Mapping[str, Limit] = {
         1,
     ),
     **_at_least(
-        "trainer.steps trainer.seed trainer.skip_nonfinite_steps trainer.max_restarts optim.min_lr optim.warmup_steps "
+        "trainer.steps trainer.skip_nonfinite_steps trainer.max_restarts optim.min_lr optim.warmup_steps "
         "optim.constant_steps optim.weight_decay",
         0,
     ),
+    "trainer.seed": Limit(lambda seed: 0 <= seed <= LARGEST_SEED, f"must be between 0 and {LARGEST_SEED}"),
     **_above_zero(
         "finetune.lora_alpha "
         "trainer.hang_timeout_seconds model.rms_norm_eps model.rope_theta model.initializer_range "

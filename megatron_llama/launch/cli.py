@@ -51,7 +51,9 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
         return 0
-    overrides = ["dry_run=true" if argument == "--dry-run" else argument for argument in argv]
+    overrides = [argument for argument in argv if argument != "--dry-run"]
+    if len(overrides) < len(argv):
+        overrides.append("dry_run=true")  # last, so that it wins
     # Imported here: --help needs none of it.
     from megatron_llama.launch.run_dir import tell_batch_script
 

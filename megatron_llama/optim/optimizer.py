@@ -130,9 +130,12 @@ def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
         return instantiate(settings.optim.schedule, optimizer=inner)
     except Exception as error:  # whatever a user's scheduler raises, the setting is what to look at
         cause = error.__cause__ or error
-        raise ConfigError(
-            [Problem("optim.schedule", plan.config.optim.schedule.get("_target_"), f"could not be made: {cause}", "")]
-        ) from error
+        target = plan.config.optim.schedule.get("_target_")
+        instead = (
+            f"write it whole, with the arguments that it takes: 'optim.schedule={{_target_: {target}, ...}}'; or take "
+            "one out: ~optim.schedule.max_steps"
+        )
+        raise ConfigError([Problem("optim.schedule", target, f"could not be made: {cause}", instead)]) from error
 
 
 def _adam(kind: type[torch.optim.Optimizer]) -> Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]:

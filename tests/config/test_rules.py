@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from typing import Any
@@ -12,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from megatron_llama.config import PRECISIONS
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.rules import RULES, broken_rules
-from megatron_llama.config.values import LIMITS
+from megatron_llama.config.values import LIMITS, bad_values
 from tests.config.helpers import make, problems_of, put
 from tests.config.rule_cases import CASES, Case
 
@@ -68,6 +69,7 @@ def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
         "trainer.precision": (["fp16", "", "BF16SR"], list(PRECISIONS)),
         "trainer.recompute": (["some"], ["none", "selective", "full"]),
         "trainer.zero": ([-1, 4], [0, 1, 2, 3]),
+        "trainer.seed": ([-1, 2**31], [0, 2**31 - 1]),
         "optim.name": (["adagrad"], ["adamw", "adam", "sgd"]),
         "device.name": (["gpu"], ["auto", "cpu", "cuda"]),
         "model.rope_scaling.rope_type": (["yarn"], ["llama3"]),
@@ -114,6 +116,14 @@ def test_a_value_that_is_wrong_on_its_own(name: str) -> None:
 def test_every_number_has_a_limit() -> None:
     numbers = {name for name, setting in settings_by_name().items() if setting.kind in (int, float)}
     assert numbers <= set(LIMITS)
+
+
+def test_no_number_is_infinite() -> None:
+    settings = settings_by_name().items()
+    # rope_scaling is a section that is null here.
+    numbers = {name for name, setting in settings if setting.kind in (int, float) and "rope_scaling" not in name}
+    for value in (math.inf, -math.inf, math.nan):
+        assert {problem.field for problem in bad_values(make(**dict.fromkeys(numbers, value)))} == numbers
 
 
 def test_all_problems_come_at_once_and_each_only_once() -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.layouts.runner import Result, oracle, run_layout
+from megatron_llama.config import Plan
+from megatron_llama.devices import get_device
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.topology import build_topology
+from tests.layouts.runner import Result, Tensors, make_plan, oracle, run_layout
+from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5  # fp32; sums in another order
 TIED = "model.tie_word_embeddings=true"
+SIX_LAYERS = "model.num_hidden_layers=6"
 
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
 LAYOUTS = [
@@ -24,6 +30,8 @@ LAYOUTS = [
     ("pp2, uneven", 2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"], []),
     ("pp2, tied", 2, ["trainer.pp=2"], [TIED]),
     ("pp2·vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"], []),
+    ("pp2·vpp2, uneven", 2, ["trainer.pp=2", "trainer.vpp=2", "trainer.pipeline_layers=[4,2]"], [SIX_LAYERS]),
+    ("tp2·pp2·vpp2+sp", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2"], []),
     ("pp2·vpp2·dp2, zero 1", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=1"], []),
     ("pp2·vpp2·dp2, zero 2", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"], []),
     ("pp2·vpp2·dp2, zero 3", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], []),
@@ -108,14 +116,22 @@ def test_first_loss_under_pp_is_bitwise_equal() -> None:
 def test_tensor_parallel_ranks_hold_different_shards() -> None:
     # The best-known small 3D trainer gives all tensor-parallel ranks the same random shard and trains a half-width
     # model.
-    weights = oracle().initial
-    for name, tensor in weights.items():
-        if tensor.dim() == 2:
-            rows, columns = tensor.chunk(2, dim=0), tensor.chunk(2, dim=1)
-            assert not torch.equal(*rows) and not torch.equal(*columns), f"the halves of {name} are equal"
-    assert len({tensor.sum().item() for tensor in weights.values() if tensor.dim() == 2}) == sum(
-        tensor.dim() == 2 for tensor in weights.values()
-    )
+    one, other = run_ranks(initial_shards, 2, make_plan(2, "trainer.tp=2"))
+    split = [name for name, values in one.items() if values.dim() == 2]
+    assert len(split) == 4 * 7 + 2
+    for name in split:
+        assert not torch.equal(one[name], other[name]), f"both ranks begin with the same half of {name}"
+    assert len({tensor.sum().item() for tensor in oracle().initial.values() if tensor.dim() == 2}) == len(split)
+
+
+def initial_shards(rank: int, plan: Plan) -> Tensors:
+    """What a rank's model holds before the first step."""
+    device, cpu = get_device("cpu"), torch.device("cpu")
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        pieces = [(piece, shard) for shard in model.shards for piece in shard.pieces]
+        return {piece.name: shard.local[piece.local_slices].clone() for piece, shard in pieces}
 
 
 def test_copies_were_compared() -> None:

@@ -36,6 +36,7 @@ LAYOUTS = {
     "selective recompute": ["trainer.recompute=selective"],
     "full recompute": ["trainer.recompute=full"],
     "micro batches of 4": ["trainer.micro_batch_size=4"],
+    "tp2+sp, odd vocabulary": ["trainer.tp=2", "trainer.micro_batch_size=2", "model.vocab_size=61"],
 }
 
 
@@ -72,14 +73,15 @@ def losses(folder: Path, *overrides: str) -> list[float]:
 
 
 @cache
-def one_process(folder: Path) -> list[float]:
+def one_process(folder: Path, *model: str) -> list[float]:
     """The losses of one process."""
-    return losses(folder)
+    return losses(folder, *model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
+    model = [override for override in layout if override.startswith("model.")]
+    expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)
     found = losses(tmp_path / "run", *layout)
     assert len(found) == len(expected) == 20
     assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
