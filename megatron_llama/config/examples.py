@@ -116,9 +116,27 @@ def samples_per_epoch(data: DataConfig) -> int:
 
     lengths = [document_lengths(prefix)[first:last] for prefix, (first, last) in parts_of(data, 0)]
     if data.kind == "pretrain":
-        return sum(max(0, int(part.sum(dtype=np.int64)) - 1) // data.seq_length for part in lengths)
+        return sum(_pretraining_samples(part, data.seq_length) for part in lengths)
     examples = np.concatenate(lengths)
     if not data.pack:
         return len(examples)
     places = np.minimum(examples - 1, data.seq_length)  # what is too long is refused by the one who reads it
     return sum(kind.count for kind in recipes(histogram(np.maximum(places, 1)), data.seq_length))
+
+
+def epochs_of(data: DataConfig, samples: int) -> float:
+    """How often ``samples`` training sequences go through the training split; of a blend with weights, through the
+    dataset that is gone through most often. Raises OSError or ValueError."""
+    weights = weights_and_paths(data.prefixes)[0]
+    if data.kind != "pretrain" or not weights:
+        return samples / max(1, samples_per_epoch(data))
+    lengths = [document_lengths(prefix)[first:last] for prefix, (first, last) in parts_of(data, 0)]
+    sizes = [max(1, _pretraining_samples(part, data.seq_length)) for part in lengths]
+    return max(samples * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True))
+
+
+def _pretraining_samples(lengths: np.ndarray, seq_length: int) -> int:
+    """Sequences in documents that follow each other; the last label needs one token more."""
+    import numpy as np
+
+    return max(0, int(lengths.sum(dtype=np.int64)) - 1) // seq_length

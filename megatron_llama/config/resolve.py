@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import megatron_llama.config.run_rules  # noqa: F401  enters its rules into the list
 from megatron_llama.config.counting import padded_vocab_size
-from megatron_llama.config.examples import samples_per_epoch
+from megatron_llama.config.examples import epochs_of, samples_per_epoch
 from megatron_llama.config.files import check_data, check_files, check_quantizer, check_weights
 from megatron_llama.config.finetuning import derive_finetuning
 from megatron_llama.config.fitting import check_memory
@@ -70,7 +70,8 @@ def resolve(
     _note_or_stop(check_weights(sound, exists), sound.dry_run, notes, problems)
     problems += check_files(sound, exists)
     note_records(sound, notes)
-    _note_what_does_nothing(sound if plan is None else plan.config, notes)
+    if plan is not None:
+        _note_what_surprises(sound, plan.config, notes)
     too_big = check_memory(plan, machine) if plan else []
     _note_or_stop(too_big, sound.dry_run and sound.device.memory_gib is None, notes, problems)
     if problems:
@@ -87,13 +88,22 @@ def _note_or_stop(found: list[Problem], is_note: bool, notes: list[str], problem
         problems += found
 
 
-def _note_what_does_nothing(config: Config, notes: list[str]) -> None:
-    """What was asked for, and never happens in this run."""
+def _note_what_surprises(asked: Config, config: Config, notes: list[str]) -> None:
+    """What was asked for and never happens in this run; and that it sees its data more than once."""
     trainer, data = config.trainer, config.data
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         notes.append(f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps")
-    if data.mock and data.prefixes:
-        notes.append("data.mock=true makes tokens up: data.prefixes is not read")
+    if data.mock:
+        if data.prefixes:
+            notes.append("data.mock=true makes tokens up: data.prefixes is not read")
+    elif asked.trainer.epochs is None:
+        try:
+            epochs = epochs_of(data, trainer.steps * trainer.global_batch_size)
+        except (OSError, ValueError):  # missing or broken: the checks of files say so
+            return
+        if epochs > 1:
+            which = "the most used dataset" if weights_and_paths(data.prefixes)[0] else "the training data"
+            notes.append(f"{which} is read {epochs:.3g} times, in another order each time")
 
 
 def derived(config: Config, world_size: int, notes: list[str]) -> Config:

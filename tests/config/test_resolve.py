@@ -14,6 +14,7 @@ from megatron_llama.config import Config, ConfigError, compose, resolve
 from megatron_llama.config.counting import layers_per_stage
 from megatron_llama.config.resolve import COSINE, split_layers
 from tests.config.helpers import make
+from tests.data.files import numbered, write_indexed
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -196,4 +197,30 @@ def test_a_model_that_does_not_exist_breaks_no_rule() -> None:
         resolve(written.value.config, 8, known=written.value.problems)
     assert [problem.field for problem in caught.value.problems] == ["model"], (
         "8 does not divide the default model's heads"
+    )
+
+
+def test_what_never_happens_is_noted() -> None:
+    plan = resolve(make(**{"trainer.val_every_steps": 101, "data.prefixes": ["x"], "data.mock": True}), 1)
+    assert plan.notes == (
+        "no validation: trainer.val_every_steps=101 of 100 steps",
+        "data.mock=true makes tokens up: data.prefixes is not read",
+    )
+    assert not resolve(make(**{"trainer.val_every_steps": 100, "data.mock": True}), 1).notes
+
+
+def test_data_that_is_read_again_is_noted(tmp_path: Path) -> None:
+    small, large = (write_indexed(tmp_path / name, numbered(count)) for name, count in (("a", 50), ("b", 500)))
+    tokens = sum(map(len, numbered(50)))
+    base = {"data.seq_length": 16, "data.mock": False, "data.split": "1,0,0", "trainer.global_batch_size": 1}
+
+    def notes(prefixes: list[object], steps: int) -> tuple[str, ...]:
+        return resolve(make(**{**base, "data.prefixes": prefixes, "trainer.steps": steps}), 1).notes
+
+    once = (tokens - 1) // 16
+    assert notes([small], once) == ()
+    assert notes([small], 3 * once) == ("the training data is read 3 times, in another order each time",)
+    assert notes([small, large], 3 * once) == ()
+    assert notes([0.5, small, 0.5, large], 3 * once) == (
+        "the most used dataset is read 1.5 times, in another order each time",
     )

@@ -1,0 +1,59 @@
+"""The single-device part of the suite, on each device of this machine: train.py gives the CPU's losses, in fp32 and in
+bf16, and what one device has saved another goes on from. On a machine with a GPU this is what to run first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.devices import get_device
+from tests.layouts.runner import SMALL
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+FP32 = 1e-4  # relative, over 20 steps
+BF16 = 2e-2  # 8 bits, and another order of sums
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that is here."""
+    try:
+        return get_device(request.param).name
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def losses(folder: Path, device: str, *overrides: str) -> list[float]:
+    """The losses that train.py has logged in ``folder`` after a run of one rank there."""
+    settings = (*SMALL, "optim=constant", "logging.tensorboard=false", f"run.dir={folder}", "trainer.dp=1")
+    words = [sys.executable, str(ROOT / "train.py"), *settings, *overrides, f"device={device}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return [json.loads(line)["reduced_train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@cache
+def on_cpu(folder: Path, *overrides: str) -> list[float]:
+    """What every device is compared with."""
+    return losses(folder, "cpu", *overrides)
+
+
+def furthest(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def test_losses(device: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = on_cpu(tmp_path_factory.getbasetemp() / "on_cpu", "trainer.steps=25")
+    assert expected[-1] < expected[0]
+    found = losses(tmp_path / "fp32", device, "trainer.steps=20")
+    assert furthest(found, expected[:20]) <= FP32
+    # Its checkpoint is every device's.
+    assert furthest(losses(tmp_path / "fp32", "cpu", "trainer.steps=25"), expected) <= FP32
+    bf16 = losses(tmp_path / "bf16", device, "trainer.steps=20", "trainer.precision=bf16")
+    assert bf16 != found and furthest(bf16, expected[:20]) <= BF16
