@@ -238,7 +238,9 @@ def script(folder: Path, work: str, patience: int = 1) -> Path:
     before it says so: on a busy machine the starter may take its time to hear of the cause and end the others."""
     path = folder / "fake_train.py"
     here = Path(__file__)
-    path.write_text(FAKE_TRAIN.format(root=str(ROOT), tests=str(here.parent), module=here.stem, work=work, patience=patience))
+    path.write_text(
+        FAKE_TRAIN.format(root=str(ROOT), tests=str(here.parent), module=here.stem, work=work, patience=patience)
+    )
     return path
 
 
@@ -261,7 +263,10 @@ def fail_on_one(plan: Plan) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    dist.barrier()
     if os.environ["RANK"] == "1":
+        dist.destroy_process_group()
+        time.sleep(1.0)  # rank 0 is the first to know
         raise ZeroDivisionError("the weights of rank one")
     dist.all_reduce(torch.zeros(1))
 
