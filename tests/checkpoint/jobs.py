@@ -47,7 +47,7 @@ class Job:
             finally:
                 os._exit(status)
 
-    def wait(self, timeout: float = 90) -> int:
+    def wait(self, timeout: float = 200) -> int:
         """The exit status; negative for a signal. Ends the job, and fails, when it takes too long."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -67,11 +67,13 @@ class Job:
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
 
-    def until(self, condition: Callable[[], bool], timeout: float = 60) -> None:
-        """Return when ``condition`` is true."""
+    def until(self, condition: Callable[[], bool], timeout: float = 150) -> None:
+        """Return when ``condition`` is true. Ends the job, and fails, when that takes too long."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"never came to it:\n{self.said}"
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"never came to it:\n{self.said}")
             assert os.waitpid(self.pid, os.WNOHANG)[0] == 0, f"ended before:\n{self.said}"
             time.sleep(0.02)
 

@@ -47,7 +47,7 @@ def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper:
     """Resume, train up to step ``until``, and save, on forked ranks. ``tamper`` gets the checkpointer on each rank
     first."""
     plan = make_plan(world_size, run_dir, *overrides)
-    answers = run_ranks(_rank, world_size, plan, until, tamper, timeout=60)
+    answers = run_ranks(_rank, world_size, plan, until, tamper)
     first = answers[0][0]
     assert all(answer[0].losses == first.losses for answer in answers)
     first.random = [answer[0].random[0] for answer in answers]

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ import torch
 
 from megatron_llama.config import Plan
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.train import run_rank
+from megatron_llama.train import loop, run_rank, stop, watchdog
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same
+from tests.launch.test_faults import announce, gone, pids, rank
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.timeout(900),  # more than the limits in jobs.py add up to
+]
 TP2 = ["trainer.tp=2"]
 RUN = [*TP2, "trainer.steps=8", "checkpoint.every_steps=1", "checkpoint.keep=3"]
 
@@ -38,12 +43,28 @@ def assert_as_if_nothing_had_happened(run_dir: Path, whole: Path) -> None:
     assert leftovers(run_dir) == []
 
 
+def _with_each_step(act: Callable[[int, Path], None]) -> Callable[[Plan], None]:
+    """The work of a rank that calls ``act(step, run_dir)`` before each step."""
+
+    def work(plan: Plan) -> None:
+        step, run_dir = loop.training_step, Path(str(plan.config.run.dir))
+
+        def training_step(number: int, *more):
+            act(number, run_dir)
+            return step(number, *more)
+
+        loop.training_step = training_step
+        run_rank(plan)
+
+    return work
+
+
 def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
     # Few kills, each in another part of a run; scripts/kill_test.py does many on the real command.
     folder, chance = tmp_path / "run", random.Random(4)
     reached = 0
-    for _ in range(3):
-        job = Job(folder, *RUN)
+    for held in (3, 6, 8):  # a step that this attempt does not come through, so that it can't end before it is killed
+        job = Job(folder, *RUN, work=_with_each_step(lambda step, _: time.sleep(600 * (step == held))))  # noqa: B023
         job.until(lambda: len(losses(folder)) > reached)  # noqa: B023  called at once
         time.sleep(chance.uniform(0, 0.4))
         job.kill()
@@ -54,68 +75,119 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
     assert_as_if_nothing_had_happened(folder, whole)
 
 
-def _slow(plan: Plan) -> None:
-    """A rank whose steps take a while."""
-    inner = ParallelModel.forward_backward
+def _note_signals(run_dir: Path) -> None:
+    """Has this rank write down each signal that it has received and lived through."""
+    receive = stop.StopSignals._receive
 
-    def slow(self, *arguments, **keywords):
-        time.sleep(0.3)
-        return inner(self, *arguments, **keywords)
+    def noting(self, number, frame):
+        receive(self, number, frame)
+        with (run_dir / f"told{rank()}").open("a") as file:
+            file.write("x")
 
-    ParallelModel.forward_backward = slow  # type: ignore[method-assign]
-    run_rank(plan)
+    stop.StopSignals._receive = noting  # type: ignore[method-assign]
+
+
+def _have_told(run_dir: Path, count: int) -> bool:
+    """Whether both ranks have received so many signals."""
+    told = [run_dir / f"told{number}" for number in range(2)]
+    return all(path.exists() and len(path.read_text()) == count for path in told)
+
+
+def _in_the_third_step(run_dir: Path) -> bool:
+    """Whether both ranks are in it, or further."""
+    return all((run_dir / f"third{number}").exists() for number in range(2))
+
+
+def _waits_for_a_signal(plan: Plan) -> None:
+    """A rank whose third step lasts until a signal comes."""
+
+    def act(step: int, run_dir: Path) -> None:
+        if step == 3:
+            (run_dir / f"third{rank()}").touch()
+            while not (run_dir / f"told{rank()}").exists():
+                time.sleep(0.01)
+
+    _note_signals(Path(str(plan.config.run.dir)))
+    _with_each_step(act)(plan)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     only_on_signal = [setting for setting in RUN if "every_steps" not in setting]
-    job = Job(folder, *only_on_signal, work=_slow)
-    job.until(lambda: len(losses(folder)) >= 2)
+    job = Job(folder, *only_on_signal, work=_waits_for_a_signal)
+    job.until(lambda: _in_the_third_step(folder))
     os.kill(job.pid, number)
     assert job.wait() == 75, job.said
-    last = losses(folder)[-1][0]
-    assert 2 <= last < 8
-    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == [f"step_{last:08d}"]
+    assert losses(folder)[-1][0] == 3
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000003"]
     job = Job(folder, *only_on_signal)
     assert job.wait() == 0, job.said
     assert_as_if_nothing_had_happened(folder, whole)
 
 
+class _Clock:
+    """Takes the place of a module's ``time``: it shows what the test sets."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def monotonic(self) -> float:
+        """The seconds of the test's clock, 0 before it is set."""
+        file = self.run_dir / "clock"
+        return float(file.read_text()) if file.exists() else 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """The watchdog's two waits: until all ranks have written their stacks, then until rank 0 has shown them."""
+        if not (self.run_dir / f"pid{rank()}").exists():
+            announce(self.run_dir)
+            pids(self.run_dir, 2)
+        else:
+            gone(pids(self.run_dir, 1)[0])
+
+    @staticmethod
+    def set(run_dir: Path, seconds: float) -> None:
+        """For the test: turns the hands."""
+        part = run_dir / "clock.part"
+        part.write_text(str(seconds))
+        part.rename(run_dir / "clock")
+
+
 def _stuck(plan: Plan) -> None:
-    """A rank that needs long for its third step."""
-    inner, calls = ParallelModel.forward_backward, []
+    """A rank that needs long for its third step, and goes by the test's clock."""
 
-    def stuck_in_the_third_step(self, *arguments, **keywords):
-        calls.append(1)
-        if len(calls) == 3 and (os.environ["RANK"] == "1" or "all" in plan.config.data.name):
-            for _ in range(600):
-                time.sleep(0.1)
-        return inner(self, *arguments, **keywords)
+    def stuck_in_the_third_step(step: int, run_dir: Path) -> None:
+        if step == 3:
+            (run_dir / f"third{rank()}").touch()
+            if rank() == 1 or "all" in plan.config.data.name:
+                time.sleep(600)
 
-    ParallelModel.forward_backward = stuck_in_the_third_step  # type: ignore[method-assign]
-    run_rank(plan)
+    run_dir = Path(str(plan.config.run.dir))
+    stop.time = watchdog.time = _Clock(run_dir)  # type: ignore[assignment]
+    watchdog._GRACE_SECONDS = 600.0  # the C library has its own clock
+    _note_signals(run_dir)
+    _with_each_step(stuck_in_the_third_step)(plan)
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *TP2, "data.name=all", work=_stuck)
-    job.until(lambda: len(losses(folder)) >= 2)
+    job.until(lambda: _in_the_third_step(folder))
+    for count, seconds in enumerate((10.0, 10.9), start=1):  # the second is an echo of the same wish
+        _Clock.set(folder, seconds)
+        os.kill(job.pid, signal.SIGTERM)
+        job.until(lambda: _have_told(folder, count))  # noqa: B023  called at once
+    _Clock.set(folder, 11.1)
     os.kill(job.pid, signal.SIGTERM)
-    os.kill(job.pid, signal.SIGTERM)  # an echo of the same wish
-    time.sleep(1.5)
-    assert os.waitpid(job.pid, os.WNOHANG)[0] == 0, "the first one waits for the step"
-    begin = time.monotonic()
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.wait(20) == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 10
+    assert job.wait() == 128 + signal.SIGTERM
+    assert losses(folder)[-1][0] == 2, "not even the step was finished"
 
 
 def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", *TP2, "trainer.hang_timeout_seconds=3", work=_stuck)
-    begin = time.monotonic()
-    assert job.wait(60) == 1
-    assert time.monotonic() - begin < 45
+    job.until(lambda: _in_the_third_step(tmp_path / "run"))
+    _Clock.set(tmp_path / "run", 3.1)
+    assert job.wait() == 1
     assert "rank 1: no progress for 3 s, in step 3" in job.said and "stuck_in_the_third_step" in job.said
     assert "rank 0: no progress for 3 s, in step 3" in job.said
 

@@ -116,7 +116,7 @@ def test_a_mistake_in_an_experiment_is_told(tmp_path):
 
 def run(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
     script = str(ROOT / "scripts" / "import_config.py")
-    return subprocess.run([sys.executable, script, *arguments], cwd=where, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, script, *arguments], cwd=where, capture_output=True, text=True, timeout=150)
 
 
 def test_the_script(tmp_path):
@@ -138,7 +138,7 @@ def test_the_script(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert dry.returncode == 0 and "pp 1 × dp 4 × tp 8 = 32" in dry.stdout, dry.stderr
 

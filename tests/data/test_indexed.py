@@ -155,7 +155,7 @@ def test_a_split_without_documents_is_refused(tmp_path: Path, documents: int, sp
     prefix = write_indexed(tmp_path / "text", [[1] * 40] * documents)
     changes: dict[str, Any] = {"data.split": split}
     plan = data_plan([prefix], world=2, **changes)
-    for message in run_ranks(_refusal, 2, plan, timeout=60):
+    for message in run_ranks(_refusal, 2, plan):
         assert "data.prefixes" in message and rule.replace("PREFIX", prefix) in message, message
         assert "use a larger dataset" in message
 
@@ -173,7 +173,7 @@ def test_a_cache_that_can_not_be_written_is_told_by_every_rank(tmp_path: Path) -
     prefix = write_indexed(tmp_path / "text", numbered(20))
     unwritable: dict[str, Any] = {"data.cache_dir": str(tmp_path / "file" / "cache")}
     plan = data_plan([prefix], world=2, **unwritable)
-    messages = run_ranks(_refusal, 2, plan, timeout=60)
+    messages = run_ranks(_refusal, 2, plan)
     assert messages[0] == messages[1] and "NotADirectoryError" in messages[0] and "cache" in messages[0]
 
 

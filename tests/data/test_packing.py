@@ -75,9 +75,9 @@ def test_a_sample_is_a_function_of_seed_and_index(kind: int) -> None:
 
 def test_packing_fills_and_is_fast_for_many() -> None:
     lengths = np.minimum(np.random.RandomState(0).geometric(1 / 300, 2_000_000), 2048).astype(np.int32)
-    start = time.perf_counter()
+    start = time.process_time()
     packed = Packed(lengths, 2048, seed=1)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     filled = lengths.sum() / (len(packed) * 2048)
     assert filled > 0.995, f"{filled:.3f} of the places are used"
     assert sum(lengths[packed.examples(len(packed) - 1)]) <= 2048

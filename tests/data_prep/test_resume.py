@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -72,12 +73,12 @@ def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: P
     owner, name, count = PHASES[phase]
     script = KILLER.format(script="preprocess", root=str(ROOT), owner=owner, name=name, count=count, after=after)
     args = arguments(tmp_path, tokenizer)
-    killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     # with a manifest, all is complete; nothing half-written has a final name
     if (tmp_path / "out/x_text_document.json").exists():
         assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     check_complete(tmp_path, documents, tokenizer)
 
@@ -96,11 +97,29 @@ def test_it_goes_on_where_it_was(tmp_path: Path, documents: list[str], tokenizer
     """The second run must not do the first one's work again."""
     script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
     args = arguments(tmp_path, tokenizer)
-    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     words = done.stdout.split("going on after ")[1].split()
     assert int(words[0]) > 20, done.stdout
     check_complete(tmp_path, documents, tokenizer)
+
+
+# For KILLER: the worker processes.
+CHILDREN = """
+def children():
+    from pathlib import Path
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+def killer"""
+# For KILLER: a kill some time after the first checkpoint.
+TIMER = """
+import threading
+checkpoint = workspace.Workspace.checkpoint
+def timed(*args, **kwargs):
+    checkpoint(*args, **kwargs)
+    workspace.Workspace.checkpoint = checkpoint
+    threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+workspace.Workspace.checkpoint = timed
+"""
 
 
 def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> None:
@@ -110,20 +129,32 @@ def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> No
         *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out/x", "--tokenizer-model", tokenizer),
         *("--append-eod", "--workers", 2, "--block-mib", 0.02, "--checkpoint-seconds", 0),
     ]
-    kills = 0
-    for wait in [0.25 + 0.03 * number for number in range(12)]:
-        process = subprocess.Popen(command("preprocess.py", *args), cwd=ROOT, stdout=subprocess.PIPE)
-        try:
-            if process.wait(timeout=wait) == 0:
-                break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    # Its own clock runs from its first checkpoint on, so that each attempt gets on; and none comes to its end alive.
+    killer = KILLER.format(script="preprocess", root=str(ROOT), owner="publish", name="publish", count=1, after=False)
+    chance, work = random.Random(7), tmp_path / "out/.x_text_document.partial"
+    done_before = -1
+    for _ in range(12):
+        script = killer.replace(
+            "from data_prep.preprocess", TIMER.format(seconds=chance.uniform(0, 0.1)) + "from data_prep.preprocess"
+        )
+        killed = subprocess.run(
+            [sys.executable, "-c", script, *map(str, args)], cwd=ROOT, capture_output=True, timeout=100
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        last = json.loads((work / "journal.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()[-1])
+        assert last["ledger"]["documents_read"] >= max(done_before, 1)
+        done_before = last["ledger"]["documents_read"]
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert kills > 0
     assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
+
+
+def as_a_script(killer: str) -> str:
+    """KILLER whose errors become a message and a status, as the script's do."""
+    return killer.replace(
+        "sys.exit(main(sys.argv[1:]))",
+        "from data_prep.lib.errors import run_main\nrun_main(lambda: main(sys.argv[1:]))",
+    )
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
@@ -134,33 +165,29 @@ def test_a_signal_ends_it_with_75_and_it_goes_on(
     script = KILLER.replace("SIGKILL", which.name).format(
         script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=9, after=True
     )
-    script = script.replace("sys.exit(main(sys.argv[1:]))", "from data_prep.lib.errors import run_main\n"
-                            "run_main(lambda: main(sys.argv[1:]))")  # fmt: skip
     stopped = subprocess.run(
-        [sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", as_a_script(script), *args], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert_refused(stopped, which.name, "the same command goes on", status=75)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert "going on after" in done.stdout
     check_complete(tmp_path, documents, tokenizer)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_workers_end_with_their_parent(tmp_path: Path, tokenizer: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", some_texts(6000, seed=3))
+    write_jsonl(tmp_path / "a.jsonl", some_texts(2000, seed=3))
     args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer]
-    process = subprocess.Popen(
-        command("preprocess.py", *args, "--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1), cwd=ROOT
+    args += ["--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1]
+    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=3, after=False)
+    script = script.replace("os.kill(", "print(*children(), flush=True)\n        os.kill(", 1).replace(
+        "def killer", CHILDREN
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    if not children.parent.parent.exists():
-        pytest.skip("needs /proc")
-    deadline = time.monotonic() + 30
-    workers: list[str] = []
-    while len(workers) < 3 and time.monotonic() < deadline and process.poll() is None:
-        workers = children.read_text().split()
-    assert len(workers) == 3
-    process.kill()
-    process.wait()
+    with open(tmp_path / "pids", "wb") as file:  # no pipe: it would stay open as long as a worker lives
+        killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=ROOT, stdout=file, timeout=100)
+    workers = (tmp_path / "pids").read_text().split()
+    assert killed.returncode == -signal.SIGKILL and len(workers) == 3
+    deadline = time.monotonic() + 60
     while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(worker) for worker in workers)
@@ -175,22 +202,25 @@ def alive(pid: str) -> bool:
 
 
 def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, tokenizer: Path) -> None:
-    texts = some_texts(6000, seed=3)
+    texts = some_texts(2000, seed=3)
     write_jsonl(tmp_path / "a.jsonl", texts)
     args = [
         *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer),
         *("--append-eod", "--workers", 2, "--encoder", "sentencepiece", "--block-mib", 0.1),
     ]
-    process = subprocess.Popen(
-        command("preprocess.py", *args), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=3, after=False)
+    script = script.replace("os.kill(os.getpid()", "os.kill(int(children()[1])", 1).replace(
+        "    if calls == count:\n        os.kill(os.getpid(), signal.SIGKILL)\n", ""
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    workers: list[str] = []
-    while len(workers) < 2 and process.poll() is None:
-        workers = children.read_text().split()
-    os.kill(int(workers[1]), signal.SIGKILL)
-    stdout, stderr = process.communicate(timeout=60)
-    assert_refused(subprocess.CompletedProcess([], process.returncode, stdout, stderr), "signal 9", "goes on", status=1)
+    script = script.replace("def killer", CHILDREN)
+    stopped = subprocess.run(
+        [sys.executable, "-c", as_a_script(script), *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert_refused(stopped, "signal 9", "goes on", status=1)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert outputs(tmp_path / "x") == reference(tokenizer, texts)
@@ -224,9 +254,9 @@ def test_files_of_another_program_are_not_overwritten(tmp_path: Path, preprocess
 def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
     script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=9, after=False)
     args = arguments(tmp_path, tokenizer)
-    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     args.remove("--append-eod")
-    other = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    other = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert_refused(other, "append_eod was true and is now false", ".partial")
 
 
@@ -234,12 +264,12 @@ def test_a_damaged_work_folder_is_noticed(tmp_path: Path, documents: list[str], 
     """After a power cut the data may not be what the journal says: then it starts over, rather than go on wrongly."""
     script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
     args = arguments(tmp_path, tokenizer)
-    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     binary = tmp_path / "out/.x_text_document.partial/x_text_document.bin"
     data = bytearray(binary.read_bytes())
     data[100] ^= 1
     binary.write_bytes(data)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert "starting over" in done.stdout
     check_complete(tmp_path, documents, tokenizer)
 

@@ -124,7 +124,7 @@ def test_the_base_may_move(world: World, trained: Path, tmp_path: Path) -> None:
 def test_the_script(world: World, trained: Path, tmp_path: Path) -> None:
     def script(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, ROOT / "scripts/export_hf.py", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
     answer = script(trained, tmp_path / "merged", "--merge", "--base", world.base, "--dtype", "bfloat16")
     assert answer.returncode == 0 and "bfloat16 in 1 file" in answer.stdout, answer.stderr

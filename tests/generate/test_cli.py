@@ -18,6 +18,7 @@ import transformers.models.auto.tokenization_auto  # noqa: F401  imported before
 import megatron_llama.generate.chat  # noqa: F401  the same
 from megatron_llama.launch import generate
 from tests.checkpoint.jobs import Job
+from tests.cpu import children_cpu_seconds
 from tests.generate.models import make_folder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -33,7 +34,7 @@ class Ended:
     err: str
 
 
-def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 60) -> Ended:
+def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 150) -> Ended:
     """``main`` with these arguments and this on its stdin."""
     with (
         tempfile.TemporaryFile("w+") as given,
@@ -80,9 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("script", ["generate.py", "evaluate.py"])
 def test_help_is_quick(script: str) -> None:
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "CHECKPOINT" in done.stdout and time.monotonic() - begin < 5
+    with children_cpu_seconds(5.0):
+        done = subprocess.run([sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "CHECKPOINT" in done.stdout
     module = f"megatron_llama.launch.{script[:-3]}"
     code = f"import sys; from {module} import parser; parser(); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent).returncode == 0

@@ -52,7 +52,7 @@ def test_all_hear_where_the_run_lives(port):
         assert [a.name for a in arrivals] == ["n1", "n2", "n3"]
         first.open("runs/it's here")
         for thread in threads:
-            thread.join(10)
+            thread.join(100)
     assert heard == {1: "runs/it's here", 2: "runs/it's here"}
 
 

@@ -141,8 +141,19 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     prepare = data_prep.sft.prepare
 
     def slowly(*arguments):
-        time.sleep(0.3)
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("looked*"))) < 2:  # until the other start has found nothing prepared
+            assert time.monotonic() < deadline, "the other start has not come"
+            time.sleep(0.01)
         return prepare(*arguments)
+
+    locked = prepared._locked
+
+    def looking(*arguments):
+        (tmp_path / f"looked{os.getpid()}").touch()
+        return locked(*arguments)
+
+    monkeypatch.setattr(prepared, "_locked", looking)
 
     monkeypatch.setattr(data_prep.sft, "prepare", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")

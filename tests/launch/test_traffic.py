@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import megatron_llama.train.traffic  # noqa: F401  imported once, before the forks
 from megatron_llama.launch import traffic
 from megatron_llama.plan.traffic import Amount, Line
+from tests.cpu import children_cpu_seconds
 from tests.layouts.runner import SHAPE
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "traffic.py"), *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, str(ROOT / "scripts" / "traffic.py"), *arguments], capture_output=True, text=True, timeout=200
     )
 
 
@@ -42,15 +42,14 @@ def run_forked(path: Path, arguments: Sequence[str]) -> tuple[int, str]:
 
     worker = multiprocessing.get_context("fork").Process(target=child)
     worker.start()
-    worker.join(60)
-    assert worker.exitcode is not None, "no end within 60 s"
+    worker.join(200)
+    assert worker.exitcode is not None, "no end within 200 s"
     return worker.exitcode, path.read_text()
 
 
 def test_help_is_quick() -> None:
-    start = time.perf_counter()
-    assert "--measure" in run("--help").stdout
-    assert time.perf_counter() - start < 2
+    with children_cpu_seconds(2.0):
+        assert "--measure" in run("--help").stdout
 
 
 def test_512_ranks_on_a_laptop() -> None:

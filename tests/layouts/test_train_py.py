@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 
 
-def run_train_py(folder: Path, *overrides: str, timeout: float = 120) -> tuple[int, str]:
+def run_train_py(folder: Path, *overrides: str, timeout: float = 200) -> tuple[int, str]:
     """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
     output = folder.with_suffix(".txt")
     worker = multiprocessing.get_context("fork").Process(

@@ -17,13 +17,13 @@ from tests.launch.test_cli import environment
 from tests.launch.test_train_py import losses, steps
 from tests.slurm.conftest import ROOT, Job, Lab, Report
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 TINY = (
     "model=llama_2m data=mock device=cpu data.seq_length=32 model.num_hidden_layers=2 model.hidden_size=64 "
     "model.intermediate_size=96 logging.tensorboard=false trainer.tp=2 trainer.dp=2 trainer.global_batch_size=4 "
     "optim=constant optim.warmup_steps=0"
 ).split()
-# Enough work to be in the middle of when Slurm next looks at time limits, which it does every 30 s.
+# Enough work to be in the middle of it.
 LONG = [*TINY, "trainer.global_batch_size=16", "trainer.steps=120"]
 
 
@@ -100,13 +100,44 @@ def test_compiled_by_one_job_trained_by_the_next(
     )
 
 
+# A fast machine must not come to the end before Slurm looks at time limits, which it does every 30 s.
+PACED_TRAIN = """
+import os, sys, time
+from megatron_llama.launch import main
+from megatron_llama.train import loop
+
+step = loop.training_step
+
+def paced(*arguments):
+    if not os.path.exists({go!r}):
+        time.sleep(2.0)
+    return step(*arguments)
+
+loop.training_step = paced
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def seconds_run(job: Job) -> int:
+    """How long Slurm says that the job has been running, this time."""
+    days, _, clock = job.facts["RunTime"].rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@pytest.mark.timeout(1800)
 def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path: Path, report: Report) -> None:
-    folder = tmp_path / "run"
-    job = lab.submit(["--nodes=4", "--time=60", "--signal=B:USR1@100"], [*LONG, f"run.dir={folder}"])
+    folder, go = tmp_path / "run", tmp_path / "go"
+    (tmp_path / "paced.py").write_text(PACED_TRAIN.format(go=str(go)))
+    (tmp_path / "checkout").mkdir()
+    lab.link(tmp_path / "checkout", tmp_path / "paced.py")
+    options = ["--nodes=4", "--time=60", "--signal=B:USR1@100", f"--chdir={tmp_path}/checkout"]
+    job = lab.submit(options, [*LONG, f"run.dir={folder}"])
 
     reached(job, folder, 2)
-    job.update("TimeLimit=2")  # minutes: 100 s before the end is now, or will be soon
-    seconds = job.wait_for_requeue(1, 90)
+    # In minutes since the job's start; the end is then 40 to 100 s away: time for Slurm's look and for saving.
+    job.update(f"TimeLimit={-(-(seconds_run(job) + 40) // 60)}")
+    seconds = job.wait_for_requeue(1, 200)
     assert "stopped, all ranks have saved; queued again, restart 1 of at most 100" in job.log
     first = steps(folder)[-1]
     report.add(
@@ -120,7 +151,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     urgent = lab.command(
         "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).split()[-1]
-    seconds = job.wait_for_requeue(2, 60)
+    seconds = job.wait_for_requeue(2, 200)
     assert "stopped, all ranks have saved; queued again, restart 2 of at most 100" in job.log
     second = steps(folder)[-1]
     assert Job(lab, int(urgent)).wait_for_end() == "COMPLETED"
@@ -131,13 +162,14 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     reached(job, folder, second + 2)
     assert f"going on from {folder}/checkpoints/step_{second:08d}" in job.log
     lab.kill_node("n3")
-    seconds = job.wait_for_requeue(3, 60)
+    seconds = job.wait_for_requeue(3, 200)
     assert re.search(r"n3.*(Node failure|NODE FAILURE)|NODE FAILURE|[Cc]onnection closed|failed with status", job.log)
     lost = steps(folder)[-1]
     lab.set_up()  # the node comes back
     report.add("node n3 lost (its processes killed at once): queued again", f"{seconds:.0f} s, at step {lost}")
 
-    assert job.wait_for_end(300) == "COMPLETED", job.log
+    go.touch()
+    assert job.wait_for_end(400) == "COMPLETED", job.log
     assert steps(folder) == list(range(1, 121)), "each step once"
     assert losses(folder) == plain(tmp_path / "plain", *LONG), "to the bit"
     restarts = job.facts["Restarts"]
@@ -149,10 +181,10 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
 
 
 def test_the_restart_limit_is_a_failure(lab: Lab, tmp_path: Path, report: Report) -> None:
-    job = lab.submit(["--nodes=2"], [*LONG, f"run.dir={tmp_path}/run"], MAX_RESTARTS="0")
+    job = lab.submit(["--nodes=2"], [*LONG, "trainer.steps=100000", f"run.dir={tmp_path}/run"], MAX_RESTARTS="0")
     reached(job, tmp_path / "run", 1)
     job.signal_batch("USR1")
-    assert job.wait_for_end(60) == "FAILED"
+    assert job.wait_for_end() == "FAILED"
     assert job.facts["ExitCode"] == "75:0"
     assert "MAX_RESTARTS=0: the end, with status 75" in job.log
     report.add("stopped with MAX_RESTARTS=0", "FAILED, exit status 75, saved")
