@@ -94,6 +94,17 @@ def is_table(source: "Source", args: argparse.Namespace) -> bool:
     return args.format == "tsv" or (args.format == "auto" and bare_name(source.path).endswith(SUFFIXES))
 
 
+def sources_of(inputs: Sequence[str], args: argparse.Namespace, say: Callable[[str], None]) -> list["Source"]:
+    """The input's files. Raises UserError."""
+    from data_prep.lib.sources import find_sources, with_array
+
+    left_out: list[str] = []
+    sources = find_sources(inputs, text_suffixes=(), left_out=left_out, arrays=True)
+    for path in left_out:
+        say(f"{path} is left out: it is one JSON value, and no list of records")
+    return [source if is_table(source, args) else with_array(source) for source in sources]
+
+
 def columns_of(sources: Sequence["Source"], args: argparse.Namespace) -> dict[int, list[str]]:
     """The header of each source that is a table.
 
@@ -180,9 +191,8 @@ def prepare(
     from data_prep.lib.build import build
     from data_prep.lib.encode import Job
     from data_prep.lib.run import Options
-    from data_prep.lib.sources import find_sources
 
-    sources = find_sources(inputs, text_suffixes=())
+    sources = sources_of(inputs, args, say)
     chat = chat_of(args, sources)
     options = Options(
         job=Job(sources, KEYS, append_eod=False, max_line=int(args.max_line_mib * 2**20)),
@@ -203,10 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sizes:
         prepare(args, args.input, args.output_prefix)
         return 0
-    from data_prep.lib.sources import find_sources
     from data_prep.lib.splitting import PARTS, split_lines
 
-    sources = find_sources(args.input, text_suffixes=())
+    sources = sources_of(args.input, args, print)
     tables = {is_table(source, args) for source in sources}
     if len(tables) > 1:
         raise UserError("--split: the input mixes tables and records")
