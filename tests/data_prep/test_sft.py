@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_prep import sft
+from data_prep.lib import formats
 from data_prep.lib.chat_templates import own_template
 from data_prep.lib.chat_tokenizer import HuggingFace, encode_pieces
 from data_prep.lib.conversations import REASONS, Turn
@@ -78,6 +80,17 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
         assert ids.tolist() == expected and mask.tolist() == [int(mark) for mark in marks]
     assert manifest["tokens"] == sum(map(len, tokens))
     assert manifest["tokens_with_loss"] == sum(int(mask.sum()) for mask in masks)
+
+
+def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a record makes of the readers, the others are taken."""
+    source = tmp_path / "chat.jsonl"
+    source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
+    monkeypatch.setitem(formats._READERS, "gsm8k", lambda record: record["answer"]["no"])
+    made = ["--input", source, "--tokenizer-model", folder, "--output-prefix", tmp_path / "out", "--seq-length", 128]
+    assert sft.main([*map(str, made), "--workers", "1", "--on-bad-line", "skip"]) == 0
+    manifest = read(tmp_path / "out")[2]
+    assert manifest["skipped"] == {"broken_record": 1} and manifest["documents_written"] == 2
 
 
 def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: Path) -> None:
