@@ -33,6 +33,7 @@ CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
 KEYS = ("sft", "sft_mask")
 SUFFIXES = (".tsv",)
+CHATML_END = "<|im_end|>"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,7 +148,7 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
     tokenizer = load_chat_tokenizer(args.tokenizer_model, own)
     if own:
         folder = Path(args.tokenizer_model)
-        jinja = own_template(folder if folder.is_dir() else folder.parent, tokenizer.control_tokens)
+        jinja = own_template(folder if folder.is_dir() else folder.parent, tokenizer.added_tokens)
         pieces, source = jinja.pieces, jinja.source
     else:
         named = NAMED[args.chat_template]
@@ -176,6 +177,11 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
 
 def _check_end(tokenizer: "ChatTokenizer", args: argparse.Namespace) -> None:
     """A model that never learns to end an answer never ends one."""
+    if args.chat_template == "chatml" and tokenizer.control(CHATML_END) is None:
+        raise UserError(
+            f"{args.tokenizer_model} has no token {CHATML_END}, with which --chat-template chatml ends an answer: "
+            "the model would not stop. Write prompter, dialogue or plain"
+        )
     if tokenizer.encoder.eod is None and args.chat_template != "chatml":
         raise UserError(f"{args.tokenizer_model} has no end-of-text token, with which --chat-template ends an answer")
 
