@@ -97,7 +97,7 @@ class HuggingFace:
         self._tokenizer.encode_special_tokens = not in_text
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.control_tokens = [token.content for token in added if token.special]
-        self.added_tokens = [token.content for token in added if not token.content.isspace()]
+        self.added_tokens = [token.content for token in added if token.content.strip()]
         begun = self._tokenizer.encode("x", add_special_tokens=True).ids
         plain = self._tokenizer.encode("x", add_special_tokens=False).ids
         self.bos = begun[0] if len(begun) > len(plain) and begun[1 : 1 + len(plain)] == plain else None

@@ -13,6 +13,7 @@ import pytest
 from data_prep import sft
 from data_prep.lib.errors import UserError
 from data_prep.lib.json_array import element_lines
+from data_prep.lib.sources import find_sources, with_array
 from tests.data_prep.test_sft import BAD_LINES, GOOD, read
 
 TRICKY: list[Any] = [{"a": 'b"]},[{\\'}, {"c": ["\\\\", {"d": [1, -2.5e3, None]}]}, [[], {}], "x,\ny", "é🤯\u2028", 3]
@@ -46,6 +47,15 @@ def test_what_is_bad_stays_bad() -> None:
     ):
         with pytest.raises(UserError, match=word):
             list(element_lines("f", pieces(bad, 3)))
+
+
+def test_an_indented_array_in_a_folder_is_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "set.json").write_text("[\n {}\n]")
+    (tmp_path / "about.json").write_text("{\n}")
+    left_out: list[str] = []
+    (found,) = find_sources([str(tmp_path)], text_suffixes=(), left_out=left_out, arrays=True)
+    assert with_array(found).is_array and left_out == [str(tmp_path / "about.json")]
+    assert find_sources([str(tmp_path)]) == []  # preprocess.py's rule stays
 
 
 def prepare(folder: Path, source: Path, prefix: Path, *more: str) -> None:
