@@ -33,6 +33,7 @@ CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
 KEYS = ("sft", "sft_mask")
 SUFFIXES = (".tsv",)
+CHATML_END = "<|im_end|>"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,6 +95,17 @@ def is_table(source: "Source", args: argparse.Namespace) -> bool:
     return args.format == "tsv" or (args.format == "auto" and bare_name(source.path).endswith(SUFFIXES))
 
 
+def sources_of(inputs: Sequence[str], args: argparse.Namespace, say: Callable[[str], None]) -> list["Source"]:
+    """The input's files. Raises UserError."""
+    from data_prep.lib.sources import find_sources, with_array
+
+    left_out: list[str] = []
+    sources = find_sources(inputs, text_suffixes=(), left_out=left_out, arrays=True)
+    for path in left_out:
+        say(f"{path} is left out: it is one JSON value, and no list of records")
+    return [source if is_table(source, args) else with_array(source) for source in sources]
+
+
 def columns_of(sources: Sequence["Source"], args: argparse.Namespace) -> dict[int, list[str]]:
     """The header of each source that is a table.
 
@@ -136,7 +148,7 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
     tokenizer = load_chat_tokenizer(args.tokenizer_model, own)
     if own:
         folder = Path(args.tokenizer_model)
-        jinja = own_template(folder if folder.is_dir() else folder.parent, tokenizer.control_tokens)
+        jinja = own_template(folder if folder.is_dir() else folder.parent, tokenizer.added_tokens)
         pieces, source = jinja.pieces, jinja.source
     else:
         named = NAMED[args.chat_template]
@@ -165,6 +177,11 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
 
 def _check_end(tokenizer: "ChatTokenizer", args: argparse.Namespace) -> None:
     """A model that never learns to end an answer never ends one."""
+    if args.chat_template == "chatml" and tokenizer.control(CHATML_END) is None:
+        raise UserError(
+            f"{args.tokenizer_model} has no token {CHATML_END}, with which --chat-template chatml ends an answer: "
+            "the model would not stop. Write prompter, dialogue or plain"
+        )
     if tokenizer.encoder.eod is None and args.chat_template != "chatml":
         raise UserError(f"{args.tokenizer_model} has no end-of-text token, with which --chat-template ends an answer")
 
@@ -180,9 +197,8 @@ def prepare(
     from data_prep.lib.build import build
     from data_prep.lib.encode import Job
     from data_prep.lib.run import Options
-    from data_prep.lib.sources import find_sources
 
-    sources = find_sources(inputs, text_suffixes=())
+    sources = sources_of(inputs, args, say)
     chat = chat_of(args, sources)
     options = Options(
         job=Job(sources, KEYS, append_eod=False, max_line=int(args.max_line_mib * 2**20)),
@@ -203,10 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sizes:
         prepare(args, args.input, args.output_prefix)
         return 0
-    from data_prep.lib.sources import find_sources
     from data_prep.lib.splitting import PARTS, split_lines
 
-    sources = find_sources(args.input, text_suffixes=())
+    sources = sources_of(args.input, args, print)
     tables = {is_table(source, args) for source in sources}
     if len(tables) > 1:
         raise UserError("--split: the input mixes tables and records")

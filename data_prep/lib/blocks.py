@@ -1,8 +1,8 @@
 """Cutting the input into blocks of a few MiB that any worker can take, in a fixed order.
 
 A plain file is cut by byte range: the worker that gets [start, end) reads the lines that begin in it, to their ends.
-A compressed file is one stream, unpacked once, here, into slots of memory shared with the workers, and cut after line
-feeds. Where the cuts fall never shows in the output, which is all blocks joined in order.
+A compressed file, or one that is a JSON array, is one stream, unpacked once, here, into slots of memory shared with the
+workers, and cut after line feeds. Where the cuts fall never shows in the output, which is all blocks joined in order.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cut_blocks(
         source = sources[index]
         check_unchanged(source)
         offset = begin.offset if index == begin.source else 0
-        if source.compression:
+        if source.is_stream:
             segments = _cut_stream(source, index, offset, slots, max_line)
         else:
             segments = _cut_plain(source, index, offset, block_bytes)

@@ -77,6 +77,9 @@ def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dic
             workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
             say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
         raise
+    if options.chat is not None and not run.ledger.keys[0].written:
+        workspace.remove()
+        raise UserError(f"{options.output_prefix}: no example was made of the input: {_reasons(run.ledger)}")
     manifests = [_manifest(options, encoder, wanted, run.ledger, key) for key in range(len(options.job.keys))]
     write_outputs(workspace, _dtypes(options, encoder), manifests, {"ledger": run.ledger})
     say(run.summary())
@@ -84,6 +87,13 @@ def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dic
     manifest = read_finished(options.folder, options.names)
     assert manifest is not None
     return manifest
+
+
+def _reasons(ledger: Ledger) -> str:
+    """Why records were left out, and how many."""
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
+    advice = "without --on-bad-line skip the first is named with its reason"
+    return f"all its records are bad ({counts}); {advice}" if counts else "it holds no record"
 
 
 def _finished(options: Options, wanted: dict[str, Any]) -> dict[str, Any] | None:

@@ -86,11 +86,15 @@ def _marked(text: str, learn: bool) -> list[Piece]:
     return found
 
 
+_NOWHERE = "\ue000\ue001"
+"""Characters for private use."""
+
+
 class Jinja:
     """A chat template in Jinja."""
 
-    def __init__(self, source: str, variables: dict[str, str], control_tokens: Sequence[str], where: str) -> None:
-        """``variables`` are bos_token and its like.
+    def __init__(self, source: str, variables: dict[str, str], ends: Sequence[str], where: str) -> None:
+        """``variables`` are bos_token and its like; ``ends`` the tokens one of which may end an answer.
 
         Raises:
             UserError: it does not compile.
@@ -103,7 +107,7 @@ class Jinja:
         except jinja2.TemplateError as error:
             raise UserError(f"{where}: the chat template is no Jinja: {error}") from None
         self.source, self._variables = source, variables
-        self._control_tokens = tuple(control_tokens)
+        self._ends = tuple(ends)
 
     def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
         """The rendered conversation; control tokens stand in its text. Raises Bad."""
@@ -133,24 +137,17 @@ class Jinja:
         until = self.render(turns[: number + 1])
         asked = self.render(turns[:number], ask=True)
         if not until.startswith(asked):
-            # What asks for an answer is not what stands before a given one (an empty thought, say).
-            start = whole.find(turns[number].text.strip(), len(self._common(whole, self.render(turns[:number]))))
-            if start < 0:
+            # What asks for an answer is not what stands before a given one (a thought that is begun, say). Where that
+            # ends is seen with an answer that no template has in it; looking for the answer would find an `A` in
+            # `Assistant`.
+            asked = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
+            if not until.startswith(asked):
                 raise Bad("template_refuses", f"turn {number + 1} is not found in its text")
-            asked = whole[:start]
         bare = until.rstrip()
-        end = bare if bare.endswith(self._control_tokens) and len(bare) > len(asked) else until
+        end = bare if bare.endswith(self._ends) and len(bare) > len(asked) else until
         if not (whole.startswith(asked) and whole.startswith(end)):
             raise Bad("template_refuses", f"turn {number + 1} reads otherwise once more turns follow")
         return [len(asked), len(end)]
-
-    @staticmethod
-    def _common(one: str, other: str) -> str:
-        """What both begin with."""
-        length = next(
-            (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-        )
-        return one[:length]
 
 
 def _environment() -> Any:
@@ -187,7 +184,7 @@ def _environment() -> Any:
     return environment
 
 
-def own_template(folder: Path, control_tokens: Sequence[str]) -> Jinja:
+def own_template(folder: Path, ends: Sequence[str]) -> Jinja:
     """The template in a tokenizer's Hugging Face folder.
 
     Raises:
@@ -209,7 +206,7 @@ def own_template(folder: Path, control_tokens: Sequence[str]) -> Jinja:
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             variables[name] = value
-    return Jinja(source, variables, control_tokens, str(folder))
+    return Jinja(source, variables, ends, str(folder))
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class ChatTokenizer(Protocol):
     bos: int | None
     control_tokens: list[str]
     """Names of the control tokens that must not stand in a turn's text."""
+    added_tokens: list[str]
+    """Those and all other tokens that were added to the vocabulary: one of them ends an answer, flagged or not."""
 
     def spans(self, text: str) -> Spans:
         """A text's tokens. For a tokenizer with a template of its own, control tokens in it count as such."""
@@ -60,6 +62,7 @@ class SentencePiece:
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=path)
         self.bos = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
         self.control_tokens: list[str] = []  # sentencepiece never makes one of text
+        self.added_tokens: list[str] = []
         pieces = sentencepiece_model.read_model(Path(path).read_bytes()).pieces
         special = (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
         self._named = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind in special}
@@ -94,6 +97,7 @@ class HuggingFace:
         self._tokenizer.encode_special_tokens = not in_text
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.control_tokens = [token.content for token in added if token.special]
+        self.added_tokens = [token.content for token in added if token.content.strip()]
         begun = self._tokenizer.encode("x", add_special_tokens=True).ids
         plain = self._tokenizer.encode("x", add_special_tokens=False).ids
         self.bos = begun[0] if len(begun) > len(plain) and begun[1 : 1 + len(plain)] == plain else None

@@ -11,11 +11,14 @@ import numpy as np
 from data_prep.lib.blocks import Block, Slots, segment_lines
 from data_prep.lib.chat_templates import Piece
 from data_prep.lib.chat_tokenizer import ChatTokenizer, encode_pieces
-from data_prep.lib.conversations import Bad, Labelled, Turn, Turns, labelled_turns, turns_of
+from data_prep.lib.conversations import Bad, Labelled, Turn, Turns, labelled_turns
 from data_prep.lib.encode import KEEP_BAD_BYTES, BadRecord, Job, Result
+from data_prep.lib.formats import turns_of
 from data_prep.lib.indexed import token_dtype
 from data_prep.lib.records import BadLine, parse_object
 
+# What is wrong with one record must not end a run that leaves bad records out.
+_FAULTS = (Bad, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 MASK_DTYPE = np.dtype("u1")
 
 
@@ -64,7 +67,8 @@ class ExampleEncoder:
                 result.text_bytes += len(line)
                 try:
                     example, notes = self._example(line, columns)
-                except Bad as bad:
+                except _FAULTS as error:
+                    bad = error if isinstance(error, Bad) else Bad("broken_record", f"{type(error).__name__}: {error}")
                     raw = line[:KEEP_BAD_BYTES]
                     complete = len(raw) == len(line) <= self.job.max_line
                     reason, detail = bad.line.reason, bad.line.detail

@@ -77,8 +77,8 @@ class Run:
     def encode(self) -> None:
         """Everything from the ledger's position to the input's end."""
         options, job = self.options, self.options.job
-        compressed = any(source.compression for source in job.sources)
-        slots = Slots(slots_for(options.workers) if compressed else 1, options.block_bytes)
+        streams = any(source.is_stream for source in job.sources)
+        slots = Slots(slots_for(options.workers) if streams else 1, options.block_bytes)
         chat = options.chat
         worker = BlockEncoder(job, self.encoder, slots) if chat is None else ExampleEncoder(job, chat, slots)
         with self._signals(), Pool(options.workers, worker) as pool:
@@ -96,8 +96,8 @@ class Run:
         sources = self.options.job.sources
         if position.source >= len(sources):
             return self.disk_before[-1]
-        # of a compressed source, the unpacked offset is no measure; it counts from its beginning
-        inside = 0 if sources[position.source].compression else position.offset
+        # of a stream, the unpacked offset is no measure; it counts from its beginning
+        inside = 0 if sources[position.source].is_stream else position.offset
         return self.disk_before[position.source] + inside
 
     def _show(self, progress: Progress, block: Block) -> None:
@@ -113,7 +113,8 @@ class Run:
         for record in result.bad:
             source = self.options.job.sources[block.segments[record.segment].source]
             line = self.ledger.line_before(block, record.segment, result) + record.line + 1
-            where = source.path if source.is_text else f"{source.path}, line {line}"
+            unit = "record" if source.is_array else "line"
+            where = source.path if source.is_text else f"{source.path}, {unit} {line}"
             if not self.options.skip_bad_lines:
                 raise UserError(
                     f"{where}: {record.reason}: {record.detail}. Nothing was written. "

@@ -12,12 +12,14 @@ import importlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.lib.errors import UserError
+from data_prep.lib.json_array import element_lines
+from data_prep.lib.records import BOM
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt",)
@@ -41,15 +43,26 @@ class Source:
     """"", "gzip" or "zstd" """
     is_text: bool
     """the whole file is one document, rather than one record a line"""
+    is_array: bool = False
+    """the file is one JSON array, read as one element a line"""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its lines can only be found from its beginning on."""
+        return bool(self.compression) or self.is_array
 
 
 def find_sources(
-    patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SUFFIXES, left_out: list[str] | None = None
+    patterns: Sequence[str],
+    text_suffixes: Sequence[str] = TEXT_SUFFIXES,
+    left_out: list[str] | None = None,
+    arrays: bool = False,
 ) -> list[Source]:
     """The input files of the command line, in its order; folders and patterns are sorted by path.
 
     In a folder, .jsonl, .json, .ndjson and .txt files are taken, compressed or not, at any depth. What is plainly no
-    list of records there goes to `left_out`: a manifest of several lines, a text file beside files of records.
+    list of records there goes to `left_out`: a manifest of several lines, a text file beside files of records. With
+    `arrays` a JSON array over several lines is a list of records.
 
     Raises:
         UserError: something is not there, can't be read, or no file is left.
@@ -61,7 +74,7 @@ def find_sources(
         texts = {path for path in paths if bare_name(path).endswith(tuple(text_suffixes))}
         has_records = os.path.isdir(pattern) and len(texts) < len(paths)
         for path in paths:
-            if (has_records and path in texts) or (path != pattern and _is_one_value(path)):
+            if (has_records and path in texts) or (path != pattern and _is_one_value(path, arrays)):
                 if left_out is not None:
                     left_out.append(path)
                 continue
@@ -93,7 +106,7 @@ def _expand(pattern: str, text_suffixes: tuple[str, ...]) -> list[str]:
     return paths
 
 
-def _is_one_value(path: str) -> bool:
+def _is_one_value(path: str, arrays: bool) -> bool:
     """Whether a small .json file is one JSON value over several lines: a manifest or a configuration."""
     if not path.lower().endswith(".json") or os.path.getsize(path) > ONE_VALUE_MAX_BYTES:
         return False
@@ -102,10 +115,10 @@ def _is_one_value(path: str) -> bool:
     if b"\n" not in data:
         return False
     try:
-        json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return False
-    return True
+    return not (arrays and isinstance(value, list))
 
 
 def bare_name(name: str) -> str:
@@ -130,15 +143,30 @@ def _inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
 
 
 def _is_json(head: bytes) -> bool:
-    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"")
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
+
+
+def with_array(source: Source) -> Source:
+    """The source, read as one JSON array where its first byte, white space aside, says that it is one."""
+    with contextlib.closing(_unpacked_pieces(source)) as pieces:
+        for number, (piece, _) in enumerate(pieces):
+            head = (piece if number else piece.removeprefix(BOM)).lstrip()
+            if head:
+                return replace(source, is_array=head.startswith(b"["))
+    return source
 
 
 def read_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
     """The source's bytes, unpacked, in pieces, each with the number of bytes on disk read so far.
 
     Raises:
-        UserError: a compressed stream is damaged or cut off.
+        UserError: a compressed stream is damaged or cut off, or a JSON array is.
     """
+    pieces = _unpacked_pieces(source)
+    return element_lines(source.path, pieces) if source.is_array else pieces
+
+
+def _unpacked_pieces(source: Source) -> Generator[tuple[bytes, int], None, None]:
     with open(source.path, "rb") as file:
         if source.compression == "zstd":
             yield from _unpack_zstd(source.path, file)

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_prep import sft
+from data_prep.lib import formats
 from data_prep.lib.chat_templates import own_template
 from data_prep.lib.chat_tokenizer import HuggingFace, encode_pieces
 from data_prep.lib.conversations import REASONS, Turn
 from data_prep.lib.dataset import IndexedDataset
+from data_prep.lib.errors import UserError
 from data_prep.lib.records import REASONS as LINE_REASONS
 from tests.data_prep.conftest import KILLER, ROOT, assert_refused, command, run_script
 
@@ -71,13 +74,24 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     assert [entry["reason"] for entry in kept] == [*BAD_LINES, "no_assistant_turn"] and kept[-1]["line"] == 53
     # Token conservation: what is in the files is each example's own tokens, and no other.
     tokenizer = HuggingFace(str(folder), in_text=True)
-    template = own_template(folder, tokenizer.control_tokens)
+    template = own_template(folder, tokenizer.added_tokens)
     for number, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
         turns = [Turn("user", f"Question {number}?"), Turn("assistant", f"Answer {number}.")]
         expected, marks = encode_pieces(template.pieces(turns), tokenizer)
         assert ids.tolist() == expected and mask.tolist() == [int(mark) for mark in marks]
     assert manifest["tokens"] == sum(map(len, tokens))
     assert manifest["tokens_with_loss"] == sum(int(mask.sum()) for mask in masks)
+
+
+def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a record makes of the readers, the others are taken."""
+    source = tmp_path / "chat.jsonl"
+    source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
+    monkeypatch.setitem(formats._READERS, "gsm8k", lambda record: record["answer"]["no"])
+    made = ["--input", source, "--tokenizer-model", folder, "--output-prefix", tmp_path / "out", "--seq-length", 128]
+    assert sft.main([*map(str, made), "--workers", "1", "--on-bad-line", "skip"]) == 0
+    manifest = read(tmp_path / "out")[2]
+    assert manifest["skipped"] == {"broken_record": 1} and manifest["documents_written"] == 2
 
 
 def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: Path) -> None:
@@ -95,7 +109,7 @@ def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: 
 def test_truncation_at_the_border(folder: Path, tmp_path: Path, over: int) -> None:
     """129 tokens fit 128 places, since the last is only a label; one more is cut, and counted."""
     tokenizer = HuggingFace(str(folder), in_text=True)
-    template = own_template(folder, tokenizer.control_tokens)
+    template = own_template(folder, tokenizer.added_tokens)
 
     def record(words: int) -> tuple[list[Turn], int]:
         turns = [Turn("user", "q"), Turn("assistant", "x" + " é" * words)]
@@ -126,6 +140,14 @@ def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) 
     assert every.min() == 1 and 0 < masked.sum() < len(masked) and masked[0] == 0
     assert_refused(prepare(tokenizer, source, tmp_path / "no"), "no chat template", "--chat-template")
     assert_refused(prepare(folder, source, tmp_path / "no", "--add-bos"), "--add-bos is for named templates")
+    with pytest.raises(UserError, match=r"no token <\|im_end\|>.*would not stop"):  # text never stops a model
+        sft.chat_of(sft.parser().parse_args(chatml(tokenizer)), [])
+    assert sft.chat_of(sft.parser().parse_args(chatml(folder)), []).tokenizer.control("<|im_end|>") is not None
+
+
+def chatml(tokenizer: Path) -> list[str]:
+    made = ["--input", "x", "--output-prefix", "y", "--seq-length", "8", "--chat-template", "chatml"]
+    return [*made, "--tokenizer-model", str(tokenizer)]
 
 
 def test_tables_are_split_for_good(folder: Path, tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def test_it_is_what_the_command_makes(base: Path, chat: Path, tmp_path: Path, ca
 def test_a_table(base: Path, tmp_path: Path) -> None:
     table = tmp_path / "few.tsv"
     table.write_text("index\tquestion\tsentence\tlabel\n0\ta\tb\tentailment\n1\tc\td\tnot_entailment\n")
-    config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="chatml")
+    config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
     config.data.seq_length = 300
     config.data.validation_prefixes = [str(table)]
     made = with_prepared(config).data
     assert made.prefixes == made.validation_prefixes  # the same records, once
-    options = ("--template", "qnli", "--chat-template", "chatml", "--seq-length", "300")
+    options = ("--template", "qnli", "--chat-template", "plain", "--seq-length", "300")
     assert content(made.prefixes[0]) == by_hand(tmp_path, base, table, *options)
 
 

@@ -1,0 +1,90 @@
+"""A file that is one JSON array, as ShareGPT and Alpaca are published, to one element a line.
+
+Only strings and brackets are told apart here, piece by piece, so memory does not depend on the file's size. Whether an
+element is good JSON is seen where lines are parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from data_prep.lib.errors import UserError
+from data_prep.lib.records import BOM
+
+_OUTSIDE = re.compile(rb'["\[\]{},]|\s+')
+_INSIDE = re.compile(rb'["\\\n]')
+
+
+def element_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    """The array's elements, each ended by a line feed, in pieces; the numbers (bytes on disk) are passed on.
+
+    Raises:
+        UserError: the array has no end, or something else stands after it.
+    """
+    scanner = _Scanner(path)
+    first = True
+    for piece, position in pieces:
+        lines = scanner.feed(piece.removeprefix(BOM) if first else piece)
+        first = False
+        if lines:
+            yield lines, position
+    if scanner.depth or not scanner.begun:
+        raise UserError(f"{path} is cut off: it begins a JSON array that has no end. Fetch it again, or leave it out")
+
+
+class _Scanner:
+    """Where in the array the last piece ended."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.depth = 0  # brackets and braces that are open
+        self.begun = self.in_string = self.escaped = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """The lines of the next piece."""
+        found: list[bytes] = []
+        place = 0
+        while place < len(piece):
+            place = self._inside(piece, place, found) if self.in_string else self._outside(piece, place, found)
+        return b"".join(found)
+
+    def _inside(self, piece: bytes, place: int, found: list[bytes]) -> int:
+        """Takes a part of a string. A raw line feed, which no string may hold, becomes what none may hold either."""
+        if self.escaped:
+            self.escaped = False
+            found.append(piece[place : place + 1].replace(b"\n", b"\r"))
+            return place + 1
+        match = _INSIDE.search(piece, place)
+        if match is None:
+            found.append(piece[place:])
+            return len(piece)
+        found.append(piece[place : match.end()].replace(b"\n", b"\r"))
+        self.in_string, self.escaped = match[0] != b'"', match[0] == b"\\"
+        return match.end()
+
+    def _outside(self, piece: bytes, place: int, found: list[bytes]) -> int:
+        """Takes what stands between strings, up to the next mark."""
+        match = _OUTSIDE.search(piece, place)
+        start, end = match.span() if match else (len(piece), len(piece))
+        mark = piece[start:end]
+        if self.depth == 0:
+            if start > place or not (mark.isspace() or (mark == b"[" and not self.begun)):
+                raise UserError(f"{self.path} begins with a JSON array, and something else stands after the array")
+            if mark == b"[":
+                self.depth, self.begun = 1, True
+            return end
+        found.append(piece[place:start])
+        if mark == b'"':
+            self.in_string = True
+        elif mark in (b"[", b"{"):
+            self.depth += 1
+        elif mark in (b"]", b"}"):
+            self.depth -= 1
+        if self.depth == 0 and mark == b"}":
+            raise UserError(f"{self.path} is no JSON array: its brackets do not match")
+        if self.depth == 0 or (self.depth == 1 and mark == b","):
+            found.append(b"\n")
+        else:
+            found.append(b" " if mark.isspace() else mark)
+        return end
