@@ -166,8 +166,9 @@ class TrainerConfig:
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: int | None = None
     """Steps between validations; none means never."""
-    val_steps: int = 4
-    """Global batches per validation."""
+    val_steps: int | None = None
+    """Global batches per validation. Derived: 4; for data.kind=sft null stays, and means the whole set, each example
+    once."""
 
 
 @dataclass
