@@ -272,7 +272,8 @@ class CheckpointConfig:
     save_last: bool = True
     """Save the last step."""
     export_hf: bool = False
-    """When the run has finished, also write it as a Hugging Face folder to <run.dir>/hf."""
+    """When the run has finished, also write its last checkpoint, with keep_best the best one, as a Hugging Face folder
+    to <run.dir>/hf."""
     asynchronous: bool = True
     """Write beside training, which waits only for a copy to host memory, as large as weights and optimizer."""
 
