@@ -16,6 +16,8 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 ZERO_STAGES = (0, 1, 2, 3)
 FINETUNE_METHODS = ("none", "full", "lora")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+"""PEFT's name of all of them."""
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 FROZEN_DTYPES = ("fp32", "bf16", "int8", "nf4")
 DATA_KINDS = ("pretrain", "sft")
@@ -214,7 +216,8 @@ class FinetuneConfig:
     lora_dropout: float = 0.0
     """Share of the additions' inputs that is dropped in training; the masks depend on the layout."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
-    """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear names
+    all seven."""
     modules_to_save: list[str] = field(default_factory=list)
     """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
     input_layernorm, post_attention_layernorm."""
