@@ -112,10 +112,16 @@ class Checkpointer:
         self.saver.wait()
 
     def export(self) -> None:
-        """Write the run's last checkpoint as a Hugging Face folder, on rank 0, where that was asked for."""
-        if self.plan.config.checkpoint.export_hf and self.topology.rank == 0:
-            made = export(find_checkpoint(self.checkpoints), self.checkpoints.with_name("hf"), merge=self._lora)
-            self._tell(f"exported to {made.folder}, {made.dtype}")
+        """Write the run's last checkpoint, or the best where that is kept, as a Hugging Face folder, on rank 0, where
+        that was asked for."""
+        chosen = self.plan.config.checkpoint
+        if chosen.export_hf and self.topology.rank == 0:
+            best = self.checkpoints / BEST
+            is_best = chosen.keep_best and best.is_file()  # there is none where no validated loss was a number
+            source = find_checkpoint(best if is_best else self.checkpoints)
+            made = export(source, self.checkpoints.with_name("hf"), merge=self._lora)
+            which = "the best in validation" if is_best else "the last"
+            self._tell(f"exported {source.name}, {which}, to {made.folder}, {made.dtype}")
 
     def _converted(self, found: State) -> str:
         """What to add for a checkpoint of another precision; values were converted, to nearest, where dtypes differ."""

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
 from megatron_llama.config.huggingface import FROM_HF, fill_from_adapter, fill_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.unknown import guess_of, unknown
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
@@ -260,7 +260,8 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
     try:
         if setting is not None and setting.kind is bool and isinstance(value, int) and value not in (0, 1):
             raise OmegaConfBaseException  # OmegaConf takes any number for true
-        parent[key] = value
+        # PEFT writes this one name without the brackets of a list.
+        parent[key] = [value] if name == "finetune.lora_target_modules" and value == ALL_LINEAR else value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
         problems.append(Problem(name, value, f"must be {setting.kind_in_words}", setting.advice(value)))
@@ -299,6 +300,8 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
         problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
         return None
     typed.optim.schedule = schedule
+    if typed.finetune.lora_target_modules == [ALL_LINEAR]:
+        typed.finetune.lora_target_modules = list(LORA_TARGETS)
     return typed
 
 

@@ -107,14 +107,14 @@ def histogram(lengths: Any) -> dict[int, int]:
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def samples_per_epoch(data: DataConfig) -> int:
-    """Training sequences in which every document of the training split is seen once; raises OSError or ValueError.
+def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
+    """Sequences in which every document of a split, SPLITS's ``number``, is seen once; raises OSError or ValueError.
 
     Pretraining drops the last, incomplete one.
     """
     import numpy as np
 
-    lengths = [document_lengths(prefix)[first:last] for prefix, (first, last) in parts_of(data, 0)]
+    lengths = [document_lengths(prefix)[first:last] for prefix, (first, last) in parts_of(data, number)]
     if data.kind == "pretrain":
         return sum(_pretraining_samples(part, data.seq_length) for part in lengths)
     examples = np.concatenate(lengths)

@@ -39,22 +39,19 @@ _LORA_SETTINGS = {
     "target_modules": "lora_target_modules",
     "modules_to_save": "modules_to_save",
 }
-# Settings of adapter_config.json that would make it other than plain LoRA: the only value that may stand there.
-_ONLY_LORA: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_rslora": False,
-    "use_dora": False,
-    "rank_pattern": None,
-    "alpha_pattern": None,
-    "layers_to_transform": None,
-    "exclude_modules": None,
-    "trainable_token_indices": None,
-    "target_parameters": None,
-    "layer_replication": None,
+# Of adapter_config.json's other settings: what may stand there beside null, false and nothing. Any that is not named
+# here may stand nowhere, so that what a later PEFT adds is refused, not passed over. Some ways to begin (pissa, olora,
+# corda, loftq) change the base's weights too, and the folder of the base does not hold those.
+_PLAIN_LORA: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),
 }
+# These say nothing of what the adapter's tensors mean. layers_pattern needs layers_to_transform, which is refused.
+_SAYS_NOTHING = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+)
 
 
 def read_hf_config(folder: str) -> dict[str, Any]:
@@ -191,11 +188,12 @@ def fill_from_adapter(
 
 def other_than_lora(content: dict[str, Any]) -> list[str]:
     """What in an adapter_config.json asks for something other than plain LoRA, as clauses."""
-    found = [
-        f"its {name} is {content[name]!r}, and only {only!r} is supported"
-        for name, only in _ONLY_LORA.items()
-        if content.get(name) not in (only, None, {}, [])
-    ]
+    found = []
+    for name, value in content.items():
+        may = _PLAIN_LORA.get(name, ())
+        if value and value not in may and name not in (*_LORA_SETTINGS, *_SAYS_NOTHING):
+            rule = f"only {' or '.join(map(repr, may))} is supported" if may else "that is more than plain LoRA"
+            found.append(f"its {name} is {value!r}, and {rule}")
     if not isinstance(content.get("target_modules"), list):
         found.append("its target_modules are no list of names")
     return found

@@ -14,7 +14,7 @@ class Plan:
 
     config: Config
     """The settings; no field that ``resolve`` derives is None any more, but for facts about the device, run.dir, which
-    depends on the time, and the cache_dir of made-up data."""
+    depends on the time, the cache_dir of made-up data, and val_steps, where null means the whole set."""
     world_size: int
     """Devices, one process each."""
     dp: int

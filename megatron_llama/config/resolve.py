@@ -31,6 +31,7 @@ COSINE = {
     "min_lr": "${optim.min_lr}",
 }
 LONGEST_WARMUP_STEPS = 2000
+VALIDATION_STEPS = 4
 
 
 def resolve(
@@ -132,6 +133,7 @@ def derived(config: Config, world_size: int, notes: list[str]) -> Config:
     if optim.min_lr is None:
         optim.min_lr = optim.lr / 10
     _derive_steps(config, notes)
+    _derive_validation(config, notes)
     if optim.warmup_ratio is not None:
         optim.warmup_steps, optim.warmup_ratio = math.ceil(optim.warmup_ratio * trainer.steps), None
     optim.constant_steps = default_constant_steps(config) if optim.constant_steps is None else optim.constant_steps
@@ -156,6 +158,30 @@ def _derive_steps(config: Config, notes: list[str]) -> None:
         f"{epochs} of {samples:,} sequences in batches of {trainer.global_batch_size}: {trainer.steps:,} steps"
     )
     trainer.epochs = None
+
+
+def _derive_validation(config: Config, notes: list[str]) -> None:
+    """How much each validation looks at; for fine-tuning, whose best checkpoint it chooses, with a note."""
+    trainer, data = config.trainer, config.data
+    if data.kind != "sft" or data.mock:
+        trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
+        return
+    try:
+        samples = samples_per_epoch(data, 1) if trainer.val_every_steps else 0
+    except (OSError, ValueError):  # as above
+        return
+    if not samples:  # it never validates, or is refused when the split is read
+        return
+    kind, size = "sequences" if data.pack else "examples", trainer.global_batch_size
+    if trainer.val_steps is None:
+        notes.append(f"each validation is on all {samples:,} {kind}, in batches of {size}: {-(-samples // size):,}")
+        return
+    seen = trainer.val_steps * size
+    if seen < samples:
+        notes.append(f"each validation is on {seen:,} of {samples:,} {kind}; trainer.val_steps=null takes them all")
+    elif seen > samples:
+        rule = f"each validation takes {seen:,} {kind} of {samples:,}, so that some count more often than others"
+        notes.append(f"{rule}; trainer.val_steps=null takes each once")
 
 
 def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:

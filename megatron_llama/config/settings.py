@@ -16,6 +16,8 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 ZERO_STAGES = (0, 1, 2, 3)
 FINETUNE_METHODS = ("none", "full", "lora")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+"""PEFT's name of all of them."""
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 FROZEN_DTYPES = ("fp32", "bf16", "int8", "nf4")
 DATA_KINDS = ("pretrain", "sft")
@@ -166,8 +168,9 @@ class TrainerConfig:
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: int | None = None
     """Steps between validations; none means never."""
-    val_steps: int = 4
-    """Global batches per validation."""
+    val_steps: int | None = None
+    """Global batches per validation. Derived: 4; for data.kind=sft null stays, and means the whole set, each example
+    once."""
 
 
 @dataclass
@@ -213,7 +216,8 @@ class FinetuneConfig:
     lora_dropout: float = 0.0
     """Share of the additions' inputs that is dropped in training; the masks depend on the layout."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
-    """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear names
+    all seven."""
     modules_to_save: list[str] = field(default_factory=list)
     """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
     input_layernorm, post_attention_layernorm."""
@@ -271,7 +275,8 @@ class CheckpointConfig:
     save_last: bool = True
     """Save the last step."""
     export_hf: bool = False
-    """When the run has finished, also write it as a Hugging Face folder to <run.dir>/hf."""
+    """When the run has finished, also write its last checkpoint, with keep_best the best one, as a Hugging Face folder
+    to <run.dir>/hf."""
     asynchronous: bool = True
     """Write beside training, which waits only for a copy to host memory, as large as weights and optimizer."""
 

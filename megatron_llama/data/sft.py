@@ -48,11 +48,13 @@ class Examples:
 class SFTDataset:
     """Samples of ``seq_length`` tokens made of whole examples, in the order that ``order`` says."""
 
-    def __init__(self, examples: Examples, order: Order, seq_length: int) -> None:
-        self.examples, self.order, self.seq_length = examples, order, seq_length
+    def __init__(self, examples: Examples, order: Order, seq_length: int, once: bool = False) -> None:
+        """``once``: one epoch and no more."""
+        self.examples, self.order, self.seq_length, self.once = examples, order, seq_length, once
 
     def __len__(self) -> int:
-        """Samples in an epoch; those that follow are the next epochs'."""
+        """Samples in an epoch; those that follow are the next epochs', or with ``once`` padding with nothing to learn,
+        which fills the last batch."""
         return len(self.order)
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
@@ -60,7 +62,8 @@ class SFTDataset:
         tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
         documents = np.full(self.seq_length, PADDING, dtype="int64")
         place = 0
-        for number, example in enumerate(self.order.examples(index)):
+        is_over = self.once and index >= len(self)
+        for number, example in enumerate(() if is_over else self.order.examples(index)):
             ids, mask = self.examples[example]
             end = place + len(ids) - 1
             tokens[place:end], labels[place:end], loss_mask[place:end] = ids[:-1], ids[1:], mask[1:]
@@ -129,4 +132,5 @@ def _split(plan: Plan, number: int) -> SFTDataset:
     order: Order = OneEach(len(examples), seed)
     if data.pack:
         order = Packed(examples.lengths - 1, data.seq_length, seed)
-    return SFTDataset(examples, order, data.seq_length)
+    whole = number > 0 and plan.config.trainer.val_steps is None
+    return SFTDataset(examples, order, data.seq_length, once=whole)

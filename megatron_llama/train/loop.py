@@ -99,13 +99,14 @@ def training_step(
 
 
 def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
-    """Mean loss over all tokens with loss in the validation samples, the same ones each time.
+    """Mean loss over all tokens with loss in the validation samples, the same ones each time: ``val_steps`` batches,
+    or the whole set once.
 
     A batch counts as much as it has such tokens: a mean of batches' means would weight short answers more.
     """
     trainer = plan.config.trainer
     losses, counts = [], []
-    for batch in range(trainer.val_steps):
+    for batch in range(trainer.val_steps or -(-len(batches.samples) // trainer.global_batch_size)):
         microbatches = batches.at(batch * trainer.global_batch_size)
         counts.append(model.tokens_with_loss(microbatches))
         losses.append(model.forward_backward(microbatches, train=False))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_llama.checkpoint import folder
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.export import find_checkpoint
+from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.folder import best_checkpoint, pointed, saved_steps
 from megatron_llama.checkpoint.manifest import read_manifest
 from tests.checkpoint.jobs import Job
@@ -70,6 +70,31 @@ def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / "best").exists()
     run(1, tmp_path / "other", *KEEP[:2], until=3, tamper=validating(LOSSES))  # not asked for
     assert saved_steps(tmp_path / "other" / "checkpoints") == [3]
+
+
+@pytest.mark.parametrize(
+    ("losses", "step", "said"),
+    [(LOSSES, 2, "step_00000002, the best in validation,"), ({}, 3, "step_00000003, the last,")],
+    ids=["validated", "never"],
+)
+def test_the_best_is_what_is_exported(
+    losses: dict[int, float], step: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def exporting(checkpointer: Checkpointer) -> None:
+        validating(losses)(checkpointer)
+        finish = checkpointer.finish
+
+        def then_export(step: int) -> None:
+            finish(step)
+            checkpointer.export()
+
+        checkpointer.finish = then_export  # type: ignore[method-assign]
+
+    run(1, tmp_path, *KEEP, "checkpoint.export_hf=true", until=3, tamper=exporting)
+    assert f"exported {said}" in capfd.readouterr().err
+    expected = export(tmp_path / "checkpoints" / f"step_{step:08d}", tmp_path / "expected").folder
+    ours = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert ours == (expected / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("moment", ["before the marker", "before the pruning"])

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_llama.config import compose, format_plan, parameters, resolve, stage_memory, trained_parameters
 from megatron_llama.config.memory import GIB
+from megatron_llama.config.settings import LORA_TARGETS
 from tests.config.helpers import make, problems_of
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -63,6 +64,14 @@ def lora(**changes: Any):
 def test_what_is_wrong_is_said(changes: dict[str, Any], field: str, advice: str) -> None:
     (problem,) = problems_of(lora(**changes))
     assert problem.field == field and problem.instead.startswith(advice), problem
+
+
+@pytest.mark.parametrize("spelling", ["all-linear", "[all-linear]"])
+def test_all_matrices_have_a_name_as_in_peft(spelling: str) -> None:
+    chosen = ["data=mock", "finetune=lora", f"finetune.lora_target_modules={spelling}"]
+    assert compose(chosen, CONF).finetune.lora_target_modules == list(LORA_TARGETS)
+    mixed = compose([*chosen[:2], "finetune.lora_target_modules=[all-linear,q_proj]"], CONF)
+    assert [problem.field for problem in problems_of(mixed)] == ["finetune.lora_target_modules"]
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -19,6 +19,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.topology import build_topology
+from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run
 from tests.data.files import data_plan, write_indexed
 from tests.layouts.runner import CONF, SMALL
@@ -240,6 +241,52 @@ def _losses(rank: int, plan: Plan) -> tuple[float, float, float]:
                 count += batch.loss_mask.sum().item()
         loss = model.forward_backward(batches).item()
         return loss, build_optimizer(plan, model).gradient_norm().item(), total / max(count, 1)
+
+
+@pytest.mark.parametrize(("pack", "layout"), [(False, "trainer.zero=2"), (True, "trainer.pp=2")])
+def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout: str) -> None:
+    held_out = write_set(tmp_path / "held_out", some_examples(21, first=7, vocabulary=64))
+    overrides = [*SMALL, *sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
+    overrides += ["trainer.val_every_steps=1", "model.initializer_range=0.3"]
+    ((found, by_hand),) = run_ranks(_val_loss, 1, resolve(compose(overrides, CONF), 1))
+    assert found == pytest.approx(by_hand, rel=1e-6)
+    for other, _ in run_ranks(_val_loss, 2, resolve(compose([*overrides, layout], CONF), 2)):
+        assert other == pytest.approx(found, rel=1e-6)
+
+
+def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
+    """What validation says, and in one process the mean over all learned tokens, example by example."""
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        validation = build_data(plan, topology, CPU).validation
+        assert validation is not None and isinstance(validation.samples, SFTDataset)
+        total, count = 0.0, 0.0
+        examples = validation.samples.examples
+        for ids, mask in (examples[number] for number in range(len(examples) if plan.world_size == 1 else 0)):
+            tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+            tokens[0, : len(ids) - 1] = torch.tensor(ids[:-1].astype("int64"))
+            logits = model.logits(tokens)
+            assert logits is not None
+            labels, learned = torch.tensor(ids[1:].astype("int64")), torch.tensor(mask[1:].astype("float64"))
+            losses = torch.nn.functional.cross_entropy(logits[: len(labels), 0].double(), labels, reduction="none")
+            total, count = total + (losses * learned).sum().item(), count + learned.sum().item()
+        return validate(plan, model, validation), total / max(count, 1)
+
+
+def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(50))
+    settings = {"data.split": "30,20,0", "trainer.val_every_steps": 5, "trainer.global_batch_size": 8}
+    for steps, said in {
+        None: "on all 20 examples, in batches of 8: 3",
+        2: "on 16 of 20 examples; trainer.val_steps=null",
+        3: "takes 24 examples of 20, so that some count more often",
+    }.items():
+        plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})
+        assert plan.config.trainer.val_steps == steps and said in plan.notes[-1], plan.notes
+    assert not plan_of([prefix], **{**settings, "trainer.val_every_steps": None}).notes
+    text = data_plan([prefix], **{"trainer.val_every_steps": 5, "data.split": "30,20,0"})
+    assert text.config.trainer.val_steps == 4 and not text.notes  # pretraining's is a number
 
 
 @pytest.mark.parametrize("pack", [False, True])

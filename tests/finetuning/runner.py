@@ -14,7 +14,6 @@ from megatron_llama.config import Plan, compose, resolve
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.optim.optimizer import decays
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assembled
@@ -161,9 +160,10 @@ def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
     """torch.optim.AdamW in a plain loop over the same batches. To be called in a forked rank."""
     optim = plan.config.optim
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # As transformers' Trainer groups them, for a Llama: all but the norms, which are the only vectors.
     groups = [
-        {"params": [p for n, p in named.items() if decays(_plain(n))], "weight_decay": optim.weight_decay},
-        {"params": [p for n, p in named.items() if not decays(_plain(n))], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)  # type: ignore[arg-type]
     tuned = Tuned()

@@ -152,12 +152,29 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
         ({"target_modules": ".*_proj"}, "target_modules are no list"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"target_modules": ["q_proj", "c_attn"]}, "must be some of q_proj"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),  # the base is another one then
+        ({"init_lora_weights": "pissa_niter_16"}, "only True or False or 'gaussian'"),
+        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config is"),
+        ({"of_a_later_peft": 3}, "of_a_later_peft is 3"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(settings: dict[str, Any], said: str, world: World, tmp_path: Path) -> None:
     folder = _with(world.adapter, tmp_path / "other", **settings)
     with pytest.raises(ConfigError, match=said):
         make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False, "lora_dropout": 0.1, "inference_mode": True, "revision": "main"},
+        {"of_a_later_peft": None, "another": False, "one_more": {}},
+    ],
+)
+def test_what_does_not_matter_is_let_through(settings: dict[str, Any], world: World, tmp_path: Path) -> None:
+    folder = _with(world.adapter, tmp_path / "other", **settings)
+    make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
 
 
 def test_an_adapter_sets_rank_and_modules(world: World, tmp_path: Path) -> None:

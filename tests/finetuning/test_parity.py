@@ -78,6 +78,22 @@ def test_lora_in_harder_layouts(ranks: int, layout: list[str], world: World, tmp
     assert all(distance(ours.first_grads[name], grad) <= TOLERANCE for name, grad in one.first_grads.items())
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ("model.num_hidden_layers=4", ["trainer.pp=2", "trainer.vpp=2"]),
+        ("model.tie_word_embeddings=true", ["trainer.pp=2"]),  # both stages have the table, and none trains it
+    ],
+    ids=["pp2·vpp2", "tied, pp2"],
+)
+def test_lora_in_other_shapes(shape: str, layout: list[str], tmp_path: Path) -> None:
+    ours = tune(2, tmp_path / "ours", *runner.LORA, shape, *layout, steps=3)
+    one = tune(1, tmp_path / "one", *runner.LORA, shape, steps=3)
+    assert max(worst(ours, one).values()) <= TOLERANCE, worst(ours, one)
+    assert ours.frozen.keys() == one.frozen.keys()
+    assert all(torch.equal(ours.frozen[name], tensor) for name, tensor in one.frozen.items())
+
+
 def test_whole_modules_beside_lora(world: World, tmp_path: Path) -> None:
     """Embedding, head and every norm train too, as peft's modules_to_save."""
     saved = ["finetune.modules_to_save=[embed_tokens,lm_head,norm]", "finetune.lora_target_modules=[v_proj,up_proj]"]
