@@ -47,7 +47,12 @@ def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
     text = path.read_text().replace(
         "import test_cli as this", f"import test_{'cli' if work == 'meet' else 'hosts'} as this"
     )
-    path.write_text(text.replace("sys.exit(", f"import megatron_llama.launch.start\n{ADDRESS}\n{PATIENCE}\nsys.exit("))
+    path.write_text(
+        text.replace(
+            "sys.exit(",
+            f"import megatron_llama.launch.meeting, megatron_llama.launch.start\n{ADDRESS}\n{PATIENCE}\nsys.exit(",
+        )
+    )
     return subprocess.Popen(
         [sys.executable, str(path), *TINY, "trainer.global_batch_size=4", *overrides],
         cwd=folder,
