@@ -1,8 +1,8 @@
 # Sourced by run.slurm and compile.slurm, in the repository's root: the environment that matters on a cluster, and the
 # step that starts the ranks. What you have set yourself (before sbatch, which hands it on) always wins.
 
-# SIGUSR1 comes before the time limit, SIGTERM when the job is cancelled or preempted; each may come at any moment. To srun
-# itself SIGTERM would mean: kill the ranks.
+# SIGUSR1 comes before the time limit, SIGTERM when the job is cancelled or preempted; each may come at any moment. To
+# srun itself SIGTERM would mean: kill the ranks.
 asked=0 step=''
 trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1 TERM
 

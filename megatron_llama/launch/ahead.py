@@ -34,9 +34,12 @@ Examples
   python scripts/compile.py model=llama_15m trainer.tp=2 trainer.micro_batch_size=2
   python scripts/compile.py {ONE_PER_STAGE} model=llama_15m trainer.tp=8 trainer.pp=4 trainer.dp=2
 
-Ends with the numbers of graphs, of successful and of failed compilations; the report is <run.dir>/compile.json.
+Ends with the numbers of graphs, of successful and of failed compilations. Where run.dir is given, that run's own
+files stay as they are: all of this, the report compile.json too, goes to <run.dir>/compile.
 Exit status: 0 all graphs were compiled, 2 a mistake in what was asked, else a failure.
 """
+FOLDER = "compile"
+"""In the run's folder, whose config.yaml, plan.txt and compile.json are the run's."""
 # What a run has and its compilation must not have. Said last, so that it wins.
 FORCED = (
     "trainer.compile=true",
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     overrides = [argument for argument in argv if argument != ONE_PER_STAGE]
     if len(overrides) == len(argv):
-        return cli.main([*overrides, *FORCED], work=compile_one_rank)
+        return cli.main([*overrides, *FORCED], work=compile_one_rank, inside=FOLDER)
     return _one_per_stage([*overrides, *FORCED])
 
 
@@ -91,7 +94,7 @@ def _one_per_stage(overrides: list[str]) -> int:
     from megatron_llama.config import ConfigError, format_problems
 
     try:
-        plan, device = _plan(cli.composed(overrides))
+        plan, device = _plan(cli.composed(overrides, inside=FOLDER))
         return _start(plan, device)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")

@@ -128,7 +128,7 @@ def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_lo
     asked = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
     _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *asked, **variables)
     assert len(named(events, "compiled")) == 2
-    report = json.loads((tmp_path / "ahead/run/compile.json").read_text())
+    report = json.loads((tmp_path / "ahead/run/compile/compile.json").read_text())
     assert (report["total_graphs"], report["total_failed_compilations"], report["cache_misses"]) == (1, 0, 1)
 
     root = trainium(tmp_path / "machine")
