@@ -70,8 +70,7 @@ def on_the_cpu(folder: Path) -> list[float]:
     """The losses of the same run on the CPU, eager."""
     losses, events = train(folder, folder, "trainer.pp=2", OMP_NUM_THREADS="1")
     assert len(set(losses)) == STEPS
-    (imported,) = named(events, "import torch")  # once, in the parent that is forked
-    assert imported["environment"]["OMP_NUM_THREADS"] == "1"
+    assert len(named(events, "import torch")) == 1, "once, in the parent that is forked"
     return losses
 
 
