@@ -88,7 +88,8 @@ class Device(ABC):
         return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
     def ahead_of_time_environment(self) -> dict[str, str]:
-        """Variables with which graphs are compiled but not run, where the device's compiler can do that."""
+        """Variables with which graphs are compiled but not run, where the device's compiler can do that: then no device
+        is needed. They must stand before ``probe``. Raises ConfigError where nothing says what to compile for."""
         return {}
 
     def compiled_artefacts(self, folder: Path) -> int | None:

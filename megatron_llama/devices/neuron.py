@@ -168,7 +168,14 @@ class Neuron(Device):
         return {**super().compile_environment(folder), "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff")}
 
     def ahead_of_time_environment(self) -> dict[str, str]:
-        return {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": _target() or "trn2"}
+        variable = "NEURON_PLATFORM_TARGET_OVERRIDE"
+        if target := os.environ.get(variable) or _target():
+            return {"TORCH_NEURONX_COMPILE_ONLY": "1", variable: target}
+        from megatron_llama.config import ConfigError, Problem
+
+        rule = "no chip of this machine says what to compile for, and graphs for another one would be of no use"
+        instead = f"export {variable}={' or '.join(_CHIPS)}, whichever the run will have"
+        raise ConfigError([Problem(variable, None, rule, instead)])
 
     def compiled_artefacts(self, folder: Path) -> int | None:
         """NEFF files: each is one graph."""

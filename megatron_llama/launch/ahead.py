@@ -60,10 +60,19 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
+    from megatron_llama.config import ConfigError, format_problems
+
     overrides = [argument for argument in argv if argument != ONE_PER_STAGE]
-    if len(overrides) == len(argv):
-        return cli.main([*overrides, *FORCED], work=compile_one_rank, inside=FOLDER)
-    return _one_per_stage([*overrides, *FORCED])
+    words = [*overrides, *FORCED]
+    try:
+        _need_no_device(words)
+        if len(overrides) == len(argv):
+            return cli.main(words, work=compile_one_rank, inside=FOLDER)
+        plan, device = _plan(cli.composed(words, inside=FOLDER))
+        return _start(plan, device)
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error) + "\n")
+        return cli.EXIT_USER
 
 
 def compile_one_rank(plan: Plan) -> None:
@@ -89,16 +98,17 @@ def _prepare(plan: Plan) -> None:
         os.environ.setdefault(name, value)
 
 
-def _one_per_stage(overrides: list[str]) -> int:
-    """Starts one process per kind of stage on this machine, for a world of any size."""
-    from megatron_llama.config import ConfigError, format_problems
+def _need_no_device(overrides: list[str]) -> None:
+    """Sets what lets the device that is asked for compile without being here, before it is asked whether it is."""
+    from megatron_llama.config import ConfigError, compose
+    from megatron_llama.devices import compiling_ahead
 
     try:
-        plan, device = _plan(cli.composed(overrides, inside=FOLDER))
-        return _start(plan, device)
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return cli.EXIT_USER
+        name = compose(overrides, cli.CONF_DIR).device.name
+    except ConfigError:
+        return  # it will be said with all else that is wrong
+    for variable, value in compiling_ahead(name).items():
+        os.environ.setdefault(variable, value)
 
 
 def _plan(config: Config) -> tuple[Plan, Device]:

@@ -39,7 +39,7 @@ class Graph:
     """One compilation on one rank."""
 
     what: str
-    """What was compiled: block or optimizer."""
+    """What was compiled: a block."""
     mode: str
     """training or validation."""
     key: str

@@ -123,7 +123,7 @@ def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_lo
     """Then the run finds every graph, and what the user has set stands."""
     cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"
     nothing.mkdir()
-    variables = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+    variables = {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
     asked = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
     _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *asked, **variables)
     assert len(named(events, "compiled")) == 2
