@@ -64,9 +64,7 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, inside
     return status
 
 
-def _run_as_asked(
-    overrides: list[str], work: Callable[[Plan], None], inside: str | None
-) -> tuple[int, Place | None]:
+def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: str | None) -> tuple[int, Place | None]:
     """Does what the command line asks for; returns the exit status, and whose it is."""
     from megatron_llama.config import ConfigError, format_plan, format_problems, resolve
     from megatron_llama.launch.meeting import LaunchFailed
