@@ -29,8 +29,8 @@ def verdict(comparison: Comparison) -> str:
         measure += f" and the spread of {len(comparison.seeds) + 1} seeds"
     if not apart and not comparison.covered:
         return (
-            f"Only {comparison.overlap:.0%} of {to}'s samples could be compared, and {comparison.min_overlap:.0%} are asked for "
-            "(--min-overlap): no verdict, which counts as not agreeing."
+            f"Only {comparison.overlap:.0%} of {to}'s samples could be compared, and {comparison.min_overlap:.0%} are "
+            "asked for (--min-overlap): no verdict, which counts as not agreeing."
         )
     if not apart:
         what = "The curve agrees" if len(comparison.compared) == 1 else "The curves agree"

@@ -114,6 +114,20 @@ def device_index(name: str, local_rank: int, visible: int) -> int:
     raise ConfigError([Problem("device", name, rule, instead)])
 
 
+def numbers_in(variable: str, text: str) -> list[int]:
+    """The numbers in a variable such as ``0-2,5``. Raises ConfigError, naming it, where that is not what stands there."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            from megatron_llama.config import ConfigError, Problem
+
+            rule = "must be a number, or numbers and ranges of them with commas between"
+            raise ConfigError([Problem(variable, text, rule, f"write {variable}=0-3, or unset it")])
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
 def package_missing(package: str, source: str) -> str | None:
     """None when ``package`` is installed, else that it is not and that it comes from ``source``. Imports nothing.
 

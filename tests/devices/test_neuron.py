@@ -87,6 +87,17 @@ def test_cores(variables: dict[str, str], cores: int, machine: Path, monkeypatch
     assert DEVICE.count() == cores
 
 
+@pytest.mark.parametrize("variable", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "NEURON_LOGICAL_NC_CONFIG"])
+@pytest.mark.parametrize("text", ["all", "-1", "0-"])
+def test_a_variable_that_is_no_number_is_the_users_mistake(
+    variable: str, text: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainium(machine)
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=variable):
+        DEVICE.count()
+
+
 @pytest.mark.parametrize(
     ("user", "local_rank", "core"),
     [
