@@ -115,7 +115,7 @@ def device_index(name: str, local_rank: int, visible: int) -> int:
 
 
 def numbers_in(variable: str, text: str) -> list[int]:
-    """The numbers in a variable such as ``0-2,5``. Raises ConfigError, naming it, where that is not what stands there."""
+    """The numbers in a variable such as ``0-2,5``. Raises ConfigError, naming it, where it holds other things."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
