@@ -74,8 +74,9 @@ def meets_new_graphs(plan: Plan, step: int, first: int) -> bool:
     """Whether a run that began with step ``first`` may have to compile in ``step``: on Trainium a large model has taken
     longer than any hang should."""
     every = plan.config.trainer.val_every_steps
-    validates = bool(every) and step % every == 0 and step // every - (first - 1) // every <= WARM_UP_BATCHES
-    return step < first + WARM_UP_BATCHES or validates
+    if step < first + WARM_UP_BATCHES or not every:
+        return step < first + WARM_UP_BATCHES
+    return step % every == 0 and step // every - (first - 1) // every <= WARM_UP_BATCHES
 
 
 def training_step(
