@@ -29,6 +29,7 @@ def main() -> int:
         window=arguments.window,
         tags=arguments.tag,
         samples_per_step=arguments.samples_per_step,
+        min_overlap=arguments.min_overlap,
     )
     try:
         comparison = run_comparison(asked)
@@ -70,6 +71,13 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument(
         "--window", type=float, help="samples to smooth over (default: 5%% of what is compared, 8 steps at least)"
+    )
+    parser.add_argument(
+        "--min-overlap",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of RUN_A's samples that all runs must have; below it they don't agree (default 0.9)",
     )
     parser.add_argument(
         "--tag",

@@ -1,6 +1,11 @@
 # Sourced by run.slurm and compile.slurm, in the repository's root: the environment that matters on a cluster, and the
 # step that starts the ranks. What you have set yourself (before sbatch, which hands it on) always wins.
 
+# SIGUSR1 comes before the time limit, SIGTERM when the job is cancelled or preempted; each may come at any moment. To
+# srun itself SIGTERM would mean: kill the ranks.
+asked=0 step=''
+trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1 TERM
+
 default() { [ -n "${!1+set}" ] || export "$1=$2"; }
 
 # --- The environment ------------------------------------------------------------------------------------------------
@@ -36,21 +41,25 @@ tasks_per_node() {
 #   status  srun's      said  what the first rank left: its own exit status, or "running", or nothing
 #   asked   1 where a signal asked for the end; the ranks have got it too      logs  the folder of what they printed
 run_step() {
-    local step shown tasks
+    local shown tasks
     tasks=$(tasks_per_node "$@")
-    logs=logs/$SLURM_JOB_ID/${SLURM_RESTART_COUNT:-0}-$(date +%Y%m%d-%H%M%S) asked=0
+    logs=logs/$SLURM_JOB_ID/${SLURM_RESTART_COUNT:-0}-$(date +%Y%m%d-%H%M%S)
     mkdir -p "$logs"
     export MEGATRON_LLAMA_STATUS=$PWD/$logs/status
     printf '\n== %s: job %s, restart %s, on %s, %s tasks per node\n== logs in %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" \
         "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" "$tasks" "$logs"
     : >"$logs/task_0.txt"
+    if [ "$asked" = 1 ]; then    # nothing has started
+        trap '' USR1 TERM
+        status=143 said=''
+        return
+    fi
     # A task that ends badly ends all; one that is never heard of again ends 60 s after the others.
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * tasks))" --ntasks-per-node="$tasks" \
         --cpu-bind=none --kill-on-bad-exit=1 --wait=60 --open-mode=append --output="$logs/task_%t.txt" \
         "$PYTHON" "$@" &
     step=$!
-    # SIGTERM comes when the job is cancelled or preempted. To srun itself it would mean: kill the ranks.
-    trap 'asked=1; kill -USR1 "$step" 2>/dev/null' USR1 TERM
+    [ "$asked" = 0 ] || kill -USR1 "$step" 2>/dev/null    # it came between the two lines above
     tail -n +1 -F --pid="$step" "$logs/task_0.txt" 2>/dev/null &
     shown=$!
     while kill -0 "$step" 2>/dev/null; do wait "$step"; done

@@ -29,6 +29,7 @@ class Asked:
     window: float | None = None
     tags: Sequence[str] = ()
     samples_per_step: Sequence[str] = ()
+    min_overlap: float = 0.9
 
 
 def run_comparison(asked: Asked) -> Comparison:
@@ -46,7 +47,7 @@ def run_comparison(asked: Asked) -> Comparison:
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     count = len(asked.runs)
-    return compare(runs[0], runs[1:count], asked.tolerance, runs[count:], asked.window)
+    return compare(runs[0], runs[1:count], asked.tolerance, runs[count:], asked.window, asked.min_overlap)
 
 
 def labels(paths: Sequence[str]) -> list[str]:
@@ -69,6 +70,9 @@ def _bad_numbers(asked: Asked) -> list[Problem]:
         problems.append(Problem("--tolerance", asked.tolerance, "must be at least 0", "write --tolerance 0.01"))
     if asked.window is not None and not asked.window > 0:
         problems.append(Problem("--window", asked.window, "must be above 0, in samples", "leave it out"))
+    if not 0 <= asked.min_overlap <= 1:
+        rule, instead = "must be a share from 0 to 1", "write --min-overlap 0.9"
+        problems.append(Problem("--min-overlap", asked.min_overlap, rule, instead))
     known = {Path(path).resolve() for path in asked.runs}
     for index, path in enumerate(asked.seeds):
         where = Path(path).resolve()

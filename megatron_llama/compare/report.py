@@ -27,6 +27,11 @@ def verdict(comparison: Comparison) -> str:
     measure = f"a tolerance of {comparison.tolerance:.3g} (relative)"
     if comparison.seeds:
         measure += f" and the spread of {len(comparison.seeds) + 1} seeds"
+    if not apart and not comparison.covered:
+        return (
+            f"Only {comparison.overlap:.0%} of {to}'s samples could be compared, and {comparison.min_overlap:.0%} are "
+            "asked for (--min-overlap): no verdict, which counts as not agreeing."
+        )
     if not apart:
         what = "The curve agrees" if len(comparison.compared) == 1 else "The curves agree"
         return f"{what} with {to} within {measure}."
@@ -51,7 +56,7 @@ def _column(one: Compared, comparison: Comparison) -> tuple[str, ...]:
         f"{one.largest:+.3%} at {one.largest_at:,.0f} samples",
         _divergence(one),
         _speed(one.run.speed) + ratio,
-        "agrees" if one.agrees else "does not agree",
+        ("agrees" if comparison.covered else "agrees so far") if one.agrees else "does not agree",
     )
 
 
@@ -147,7 +152,10 @@ def as_html(comparison: Comparison) -> str:
     """The report as one page: no script, nothing from elsewhere, for wide and narrow screens, light and dark."""
     table = rows(comparison)
     names = [comparison.reference.name, *(one.run.name for one in comparison.compared)]
-    kinds = ["reference", *("agrees" if one.agrees else "differs" for one in comparison.compared)]
+    kinds = [
+        "reference",
+        *("agrees" if one.agrees and comparison.covered else "differs" for one in comparison.compared),
+    ]
     sources = [comparison.reference, *(one.run for one in comparison.compared)]
     sections = []
     for column, (name, kind, run) in enumerate(zip(names, kinds, sources, strict=True), start=1):

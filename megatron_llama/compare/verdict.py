@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_llama.compare.curves import Floats, Grid, binned, common_grid, smoothed
+from megatron_llama.compare.curves import Floats, Grid, binned, borders, common_grid, smoothed
 from megatron_llama.compare.noise import seeds_band
 from megatron_llama.compare.runs import Run
 from megatron_llama.config import ConfigError, Problem
@@ -74,12 +74,25 @@ class Comparison:
     """The same, smoothed."""
     band: Floats
     """The gap that is allowed at each point, relative: the tolerance, and with seeds their noise on top."""
+    min_overlap: float
+    """Share of the reference's samples that must have been compared for a verdict that curves agree."""
     compared: tuple[Compared, ...] = ()
 
     @property
     def agree(self) -> bool:
         """The verdict."""
-        return all(one.agrees for one in self.compared)
+        return self.covered and all(one.agrees for one in self.compared)
+
+    @property
+    def overlap(self) -> float:
+        """Share of the reference's samples that all runs have."""
+        edges = borders(self.reference)
+        return (self.grid.end - self.grid.start) / float(edges[-1] - edges[0])
+
+    @property
+    def covered(self) -> bool:
+        """Whether enough of the reference was compared; a bin may hang over its end."""
+        return self.overlap + self.grid.width / float(self.reference.samples[-1]) >= self.min_overlap
 
     @property
     def reference_final(self) -> float:
@@ -93,6 +106,7 @@ def compare(
     tolerance: float,
     seeds: Sequence[Run] = (),
     window_samples: float | None = None,
+    min_overlap: float = 0.9,
 ) -> Comparison:
     """Compares each of ``others`` with ``reference``; raises ConfigError where that can't be done."""
     runs = [reference, *seeds, *others]
@@ -107,7 +121,8 @@ def compare(
     if seeds:
         _different(reference, seeds, drawn)
         band = band + seeds_band(curves, grid.window)
-    comparison = Comparison(tolerance, grid, reference, tuple(seeds), drawn.mean(axis=0), curves.mean(axis=0), band)
+    means = drawn.mean(axis=0), curves.mean(axis=0)
+    comparison = Comparison(tolerance, grid, reference, tuple(seeds), *means, band, min_overlap)
     return replace(comparison, compared=tuple(_compared(run, comparison) for run in others))
 
 

@@ -40,4 +40,12 @@ def get_device(name: str = "auto") -> Device:
     raise AssertionError("the CPU is always there")
 
 
-__all__ = ["VARIABLES", "Device", "get_device"]
+def compiling_ahead(name: str) -> dict[str, str]:
+    """The variables with which ``name`` compiles without being here. None for ``auto``, which looks for what is."""
+    if name not in _KNOWN:
+        return {}
+    device: Device = import_module(_KNOWN[name]).DEVICE
+    return device.ahead_of_time_environment()
+
+
+__all__ = ["VARIABLES", "Device", "compiling_ahead", "get_device"]

@@ -88,7 +88,8 @@ class Device(ABC):
         return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
     def ahead_of_time_environment(self) -> dict[str, str]:
-        """Variables with which graphs are compiled but not run, where the device's compiler can do that."""
+        """Variables with which graphs are compiled but not run, where the device's compiler can do that: then no device
+        is needed. They must stand before ``probe``. Raises ConfigError where nothing says what to compile for."""
         return {}
 
     def compiled_artefacts(self, folder: Path) -> int | None:
@@ -111,6 +112,20 @@ def device_index(name: str, local_rank: int, visible: int) -> int:
     rule = f"rank {local_rank} of this machine finds {visible} devices: each rank needs one of its own"
     instead = f"start {visible} ranks per machine" if visible else "check that the job was given devices"
     raise ConfigError([Problem("device", name, rule, instead)])
+
+
+def numbers_in(variable: str, text: str) -> list[int]:
+    """The numbers in a variable such as ``0-2,5``. Raises ConfigError, naming it, where it holds other things."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            from megatron_llama.config import ConfigError, Problem
+
+            rule = "must be a number, or numbers and ranges of them with commas between"
+            raise ConfigError([Problem(variable, text, rule, f"write {variable}=0-3, or unset it")])
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def package_missing(package: str, source: str) -> str | None:

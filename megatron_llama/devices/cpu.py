@@ -40,12 +40,14 @@ class Cpu(Device):
             return physical
 
     def environment(self, plan: Plan) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(max(1, self.count() // plan.world_size))}
+        return {}  # how many ranks share this machine, and so its cores, is known when they enter
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
 
-        torch.set_num_threads(max(1, self.count() // local_ranks))
+        asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is about nested threads
+        threads = int(asked) if asked.isdecimal() and int(asked) else max(1, self.count() // local_ranks)
+        torch.set_num_threads(threads)
         return torch.device("cpu")
 
     def peak_flops(self, precision: str) -> tuple[float, str]:

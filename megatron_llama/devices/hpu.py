@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device, device_index, package_missing
+from megatron_llama.devices.base import Device, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def _cards() -> list[str]:
 def _visible_modules() -> list[int]:
     """Cards that this process may use, by the number that the bridge knows them by."""
     if listed := os.environ.get("HABANA_VISIBLE_MODULES"):
-        return [int(module) for module in listed.split(",")]
+        return numbers_in("HABANA_VISIBLE_MODULES", listed)
     return list(range(len(_cards())))
 
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.devices.base import Device, device_index, package_missing, point_to_point_works
+from megatron_llama.devices.base import Device, device_index, numbers_in, package_missing, point_to_point_works
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,8 @@ def _read(path: Path) -> str:
 
 def _cores_per_device() -> int:
     """Physical cores that make one logical core, torch's device."""
-    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+    variable = "NEURON_LOGICAL_NC_CONFIG"
+    return max(1, numbers_in(variable, os.environ.get(variable) or "2")[0])
 
 
 def _target() -> str | None:
@@ -76,13 +77,9 @@ def _target() -> str | None:
 def _visible_cores() -> list[int]:
     """Logical cores that this process may use, from the user's variables or the driver."""
     if listed := os.environ.get("NEURON_RT_VISIBLE_CORES"):
-        cores: list[int] = []
-        for part in listed.split(","):
-            first, _, last = part.partition("-")
-            cores += range(int(first), int(last or first) + 1)
-        return cores
+        return numbers_in("NEURON_RT_VISIBLE_CORES", listed)
     if number := os.environ.get("NEURON_RT_NUM_CORES"):
-        return list(range(int(number)))
+        return list(range(numbers_in("NEURON_RT_NUM_CORES", number)[0]))
     physical = sum(int(_read(chip / "core_count") or _CORES_PER_CHIP) for chip in _chips())
     return list(range(physical // _cores_per_device()))
 
@@ -168,7 +165,14 @@ class Neuron(Device):
         return {**super().compile_environment(folder), "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff")}
 
     def ahead_of_time_environment(self) -> dict[str, str]:
-        return {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": _target() or "trn2"}
+        variable = "NEURON_PLATFORM_TARGET_OVERRIDE"
+        if target := os.environ.get(variable) or _target():
+            return {"TORCH_NEURONX_COMPILE_ONLY": "1", variable: target}
+        from megatron_llama.config import ConfigError, Problem
+
+        rule = "no chip of this machine says what to compile for, and graphs for another one would be of no use"
+        instead = f"export {variable}={' or '.join(_CHIPS)}, whichever the run will have"
+        raise ConfigError([Problem(variable, None, rule, instead)])
 
     def compiled_artefacts(self, folder: Path) -> int | None:
         """NEFF files: each is one graph."""

@@ -34,9 +34,12 @@ Examples
   python scripts/compile.py model=llama_15m trainer.tp=2 trainer.micro_batch_size=2
   python scripts/compile.py {ONE_PER_STAGE} model=llama_15m trainer.tp=8 trainer.pp=4 trainer.dp=2
 
-Ends with the numbers of graphs, of successful and of failed compilations; the report is <run.dir>/compile.json.
+Ends with the numbers of graphs, of successful and of failed compilations. Where run.dir is given, that run's own
+files stay as they are: all of this, the report compile.json too, goes to <run.dir>/compile.
 Exit status: 0 all graphs were compiled, 2 a mistake in what was asked, else a failure.
 """
+FOLDER = "compile"
+"""In the run's folder, whose config.yaml, plan.txt and compile.json are the run's."""
 # What a run has and its compilation must not have. Said last, so that it wins.
 FORCED = (
     "trainer.compile=true",
@@ -57,10 +60,19 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
+    from megatron_llama.config import ConfigError, format_problems
+
     overrides = [argument for argument in argv if argument != ONE_PER_STAGE]
-    if len(overrides) == len(argv):
-        return cli.main([*overrides, *FORCED], work=compile_one_rank)
-    return _one_per_stage([*overrides, *FORCED])
+    words = [*overrides, *FORCED]
+    try:
+        _need_no_device(words)
+        if len(overrides) == len(argv):
+            return cli.main(words, work=compile_one_rank, inside=FOLDER)
+        plan, device = _plan(cli.composed(words, inside=FOLDER))
+        return _start(plan, device)
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error) + "\n")
+        return cli.EXIT_USER
 
 
 def compile_one_rank(plan: Plan) -> None:
@@ -86,16 +98,17 @@ def _prepare(plan: Plan) -> None:
         os.environ.setdefault(name, value)
 
 
-def _one_per_stage(overrides: list[str]) -> int:
-    """Starts one process per kind of stage on this machine, for a world of any size."""
-    from megatron_llama.config import ConfigError, format_problems
+def _need_no_device(overrides: list[str]) -> None:
+    """Sets what lets the device that is asked for compile without being here, before it is asked whether it is."""
+    from megatron_llama.config import ConfigError, compose
+    from megatron_llama.devices import compiling_ahead
 
     try:
-        plan, device = _plan(cli.composed(overrides))
-        return _start(plan, device)
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return cli.EXIT_USER
+        name = compose(overrides, cli.CONF_DIR).device.name
+    except ConfigError:
+        return  # it will be said with all else that is wrong
+    for variable, value in compiling_ahead(name).items():
+        os.environ.setdefault(variable, value)
 
 
 def _plan(config: Config) -> tuple[Plan, Device]:

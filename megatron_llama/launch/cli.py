@@ -46,8 +46,11 @@ Exit status: 0 done, 2 a mistake in what was asked, 75 stopped after saving (sta
 """
 
 
-def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int:
-    """Runs ``train.py`` with ``argv``; returns the exit status. ``work`` replaces what a rank does."""
+def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, inside: str | None = None) -> int:
+    """Runs ``train.py`` with ``argv``; returns the exit status. ``work`` replaces what a rank does.
+
+    ``inside`` names a folder in the ``run.dir`` that is asked for, for what is not the run itself.
+    """
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
         return 0
@@ -57,13 +60,13 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None) -> int
     # Imported here: --help needs none of it.
     from megatron_llama.launch.run_dir import tell_batch_script
 
-    status, place = _run_as_asked(overrides, work or run_one_rank)
+    status, place = _run_as_asked(overrides, work or run_one_rank, inside)
     if place is None or place.rank == 0:
         tell_batch_script(status)
     return status
 
 
-def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[int, Place | None]:
+def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: str | None) -> tuple[int, Place | None]:
     """Does what the command line asks for; returns the exit status, and whose it is."""
     from megatron_llama.config import ConfigError, format_plan, format_problems, resolve
     from megatron_llama.launch.meeting import LaunchFailed
@@ -73,7 +76,7 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
     place = None
     try:
         place = place_of(os.environ)
-        config = composed(overrides, place)
+        config = composed(overrides, place, inside)
         if config.dry_run:
             decision = decide(with_finished(config), place)
             plan = resolve(decision.config, decision.world_size, decision.machine)
@@ -93,13 +96,17 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None]) -> tuple[i
         return EXIT_RESTART, place
 
 
-def composed(overrides: Sequence[str], place: Place | None = None) -> Config:
-    """The config that a command line asks for. Raises ConfigError with all that is wrong with it, not only with what
-    can't be read: the user should hear of it at once."""
+def composed(overrides: Sequence[str], place: Place | None = None, inside: str | None = None) -> Config:
+    """The config that a command line asks for; its folder is the one ``inside`` run.dir. Raises ConfigError with all
+    that is wrong with it, not only with what can't be read: the user should hear of it at once."""
     from megatron_llama.config import ConfigError, compose, resolve
 
     try:
-        return compose(overrides, CONF_DIR)
+        config = compose(overrides, CONF_DIR)
+        told = place is not None and place.starter == "hosts"  # then the folder is named already
+        if inside and config.run.dir and not told:
+            config.run.dir = str(Path(config.run.dir) / inside)
+        return config
     except ConfigError as error:
         if error.config is None:
             raise

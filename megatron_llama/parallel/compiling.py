@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 
 from megatron_llama.config import ConfigError, Plan, Problem
 from megatron_llama.devices import Device
@@ -38,7 +39,7 @@ class Graph:
     """One compilation on one rank."""
 
     what: str
-    """What was compiled: block or optimizer."""
+    """What was compiled: a block."""
     mode: str
     """training or validation."""
     key: str
@@ -79,6 +80,9 @@ class Compiler:
         # backward of their own (parallel/traceable.py) may be cached.
         functorch.force_non_lazy_backward_lowering = True
         functorch.autograd_cache_allow_custom_autograd_functions = True
+        # A CPU kernel asks for the number of threads when it runs. Inductor would write the compiling process's into it
+        # and into the cache's key, and a rank has as many as its machine and its neighbours leave it.
+        inductor.cpp.dynamic_threads = True
 
     def compile(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """``function``, compiled when it is first called, for static shapes, in one graph.

@@ -36,7 +36,7 @@ def compile_rank(plan: Plan) -> None:
     """This process's part of compiling for ``plan``, as one of all its ranks.
 
     RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which. Rank 0 prints the totals and writes
-    ``<run.dir>/compile.json``. Raises NotCompiled, on all ranks, where a compilation failed.
+    ``compile.json`` to its folder. Raises NotCompiled, on all ranks, where a compilation failed.
     """
     start = time.perf_counter()
     _finish(_compile(plan, int(os.environ["RANK"]), gather), plan, start)

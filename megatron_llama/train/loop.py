@@ -43,7 +43,7 @@ def train(
     watchdog = _watchdog(plan, topology)
     with StopSignals() as signals, watchdog, _logger(plan, topology, peak, first - 1) as logger:
         for step in range(first, trainer.steps + 1):
-            watchdog.beat(f"step {step}")
+            watchdog.beat(f"step {step}", patient=model.compiler is not None and meets_new_graphs(plan, step, first))
             start = time.perf_counter()
             metrics = training_step(step, plan, model, optimizer, data.train, finite)
             device.synchronize()
@@ -68,6 +68,15 @@ def train(
         if logger is not None:
             logger.finish(samples)
     checkpointer.export()
+
+
+def meets_new_graphs(plan: Plan, step: int, first: int) -> bool:
+    """Whether a run that began with step ``first`` may have to compile in ``step``: on Trainium a large model has taken
+    longer than any hang should."""
+    every = plan.config.trainer.val_every_steps
+    if step < first + WARM_UP_BATCHES or not every:
+        return step < first + WARM_UP_BATCHES
+    return step % every == 0 and step // every - (first - 1) // every <= WARM_UP_BATCHES
 
 
 def training_step(

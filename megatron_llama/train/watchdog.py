@@ -26,10 +26,12 @@ class Watchdog:
         self._file = folder / f"rank_{rank:05d}.txt"
         self._ended = threading.Event()
 
-    def beat(self, phase: str) -> None:
-        """Progress: what begins now is ``phase``."""
-        self._phase, self._since = phase, time.monotonic()
-        if self.timeout is not None:
+    def beat(self, phase: str, *, patient: bool = False) -> None:
+        """Progress: what begins now is ``phase``; a ``patient`` one may take any time."""
+        self._phase, self._since = phase, float("inf") if patient else time.monotonic()
+        if patient:
+            faulthandler.cancel_dump_traceback_later()
+        elif self.timeout is not None:
             faulthandler.dump_traceback_later(self.timeout + _GRACE_SECONDS, exit=True, file=2)
 
     def __enter__(self) -> Watchdog:

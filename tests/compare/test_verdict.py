@@ -144,16 +144,22 @@ def test_different_steps_are_aligned_on_samples(tmp_path, batch):
 
 
 def test_a_run_that_was_cut_short_is_compared_as_far_as_it_goes(tmp_path):
-    from megatron_llama.compare.report import notes
+    from megatron_llama.compare.report import notes, rows, verdict
 
     losses = falling()
     a, b = ours(tmp_path / "a", losses), ours(tmp_path / "b", losses[: STEPS // 4])
-    result = compared(a, b)
+    result = compared(a, b, min_overlap=0.25)
     assert result.agree and result.grid.end == SAMPLES / 4
     assert any("ends after 25%" in note for note in notes(result))
+    result = compared(a, b)
+    assert not result.agree, "a run that dies early must not pass for one that agrees"
+    assert "Only 25% of a's samples could be compared, and 90% are asked for" in verdict(result)
+    assert rows(result)[-1] == ("verdict", "reference", "agrees so far")
+    assert compared(b, a).agree, "of the reference nothing is missing"
+    assert [found.field for found in problems(a, b, min_overlap=90)] == ["--min-overlap"]
     apart = falling()
     apart[STEPS // 2 :] *= 2  # after the end of the other
-    assert compared(ours(tmp_path / "c", apart), b).agree
+    assert compared(ours(tmp_path / "c", apart), b, min_overlap=0.25).agree
 
 
 def test_no_samples_in_common(tmp_path):

@@ -33,6 +33,12 @@ def test_what_is_left_open_is_said(tmp_path):
     assert check(tmp_path / "ours.yaml", CONF, 20) == [problem], "20 devices are no whole number of tp * pp"
 
 
+def test_nxdt_may_say_num_key_value_heads(tmp_path):
+    content = changed(NXDT)
+    content["model"]["num_key_value_heads"] = content["model"].pop("num_kv_heads")
+    assert experiment(tmp_path, converted(tmp_path, content)).model.num_key_value_heads == 8
+
+
 def test_a_shape_in_hugging_faces_config(tmp_path):
     shape = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
     shape |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "rope_theta": 500000.0}

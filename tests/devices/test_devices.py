@@ -51,17 +51,24 @@ def test_memory_of_a_container_is_its_limit(
     assert get_device("cpu").memory_bytes() == (expected or 4096 << 20)
 
 
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5])]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    asked: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[int] = []
     monkeypatch.setattr(cpu.Cpu, "count", lambda self: 8)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked or "")
+    if asked is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
     device = get_device("cpu")
-    for world in (1, 3, 16):
-        assert device.environment(resolve(make(**{"trainer.global_batch_size": 48}), world)) == {
-            "OMP_NUM_THREADS": str(max(1, 8 // world))
-        }
-        assert device.enter(0, world) == torch.device("cpu")
-    assert threads == [8, 2, 1]
+    # The world, ranks of other machines included, says nothing about this one.
+    assert device.environment(resolve(make(**{"trainer.global_batch_size": 48}), 16)) == {}
+    for local_ranks in (1, 3, 16):
+        assert device.enter(0, local_ranks) == torch.device("cpu")
+    assert threads == expected, "what the user sets wins"
 
 
 def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,13 @@ def test_each_process_takes_one_card(
     assert hpu.os.environ["HLS_MODULE_ID"] == module
 
 
+def test_a_variable_that_is_no_number_is_the_users_mistake(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gaudi(machine)
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "all")
+    with pytest.raises(ConfigError, match="HABANA_VISIBLE_MODULES"):
+        DEVICE.count()
+
+
 def test_more_ranks_than_cards_is_the_users_mistake(machine: Path) -> None:
     gaudi(machine, cards=2)
     with pytest.raises(ConfigError, match="rank 2 of this machine finds 2 devices"):

@@ -87,6 +87,17 @@ def test_cores(variables: dict[str, str], cores: int, machine: Path, monkeypatch
     assert DEVICE.count() == cores
 
 
+@pytest.mark.parametrize("variable", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "NEURON_LOGICAL_NC_CONFIG"])
+@pytest.mark.parametrize("text", ["all", "-1", "0-"])
+def test_a_variable_that_is_no_number_is_the_users_mistake(
+    variable: str, text: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainium(machine)
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=variable):
+        DEVICE.count()
+
+
 @pytest.mark.parametrize(
     ("user", "local_rank", "core"),
     [
@@ -127,7 +138,17 @@ def test_memory_and_peak_are_those_of_a_logical_core(machine: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("precision", "stochastic"),
-    [("bf16_sr", True), ("bf16SR", True), ("fp32_OptStates", True), ("bf16", False), ("fp32", False)],
+    [
+        ("bf16_sr", True),
+        ("bf16", False),
+        # The recipe's six.
+        ("bf16SR", True),
+        ("fp32_ZeroOptMaster", True),
+        ("fp32_ZeroOptMasterGradAcc", False),
+        ("megatron_amp_O2", False),
+        ("fp32_OptStates", True),
+        ("fp32", False),
+    ],
 )
 def test_the_hardware_rounds_only_where_the_precision_says_so(precision: str, stochastic: bool) -> None:
     variables = DEVICE.environment(plan_in(precision))
@@ -139,6 +160,9 @@ def test_the_hardware_rounds_only_where_the_precision_says_so(precision: str, st
 def test_compiling_ahead_needs_no_device(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() is not None
+    with pytest.raises(ConfigError, match="NEURON_PLATFORM_TARGET_OVERRIDE(.|\n)*trn2 or trn3"):
+        DEVICE.ahead_of_time_environment()  # a guess would be told by the run's chips only
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     for name, value in DEVICE.ahead_of_time_environment().items():
         monkeypatch.setenv(name, value)
     assert neuron.os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] == "trn2"

@@ -70,8 +70,7 @@ def on_the_cpu(folder: Path) -> list[float]:
     """The losses of the same run on the CPU, eager."""
     losses, events = train(folder, folder, "trainer.pp=2", OMP_NUM_THREADS="1")
     assert len(set(losses)) == STEPS
-    (imported,) = named(events, "import torch")  # once, in the parent that is forked
-    assert imported["environment"]["OMP_NUM_THREADS"] == "1"
+    assert len(named(events, "import torch")) == 1, "once, in the parent that is forked"
     return losses
 
 
@@ -124,11 +123,11 @@ def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_lo
     """Then the run finds every graph, and what the user has set stands."""
     cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"
     nothing.mkdir()
-    variables = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+    variables = {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
     asked = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
     _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *asked, **variables)
     assert len(named(events, "compiled")) == 2
-    report = json.loads((tmp_path / "ahead/run/compile.json").read_text())
+    report = json.loads((tmp_path / "ahead/run/compile/compile.json").read_text())
     assert (report["total_graphs"], report["total_failed_compilations"], report["cache_misses"]) == (1, 0, 1)
 
     root = trainium(tmp_path / "machine")

@@ -45,7 +45,7 @@ class Job:
 
         starter = Starter(work, place)
         status = starter.wait(300)
-        report = place / "run" / "compile.json"
+        report = place / "run" / ("" if main is cli.main else "compile") / "compile.json"
         return (
             status,
             starter.out.read_text() + starter.errors,
@@ -64,7 +64,8 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in said
     assert (report["world_size"], report["cache_misses"], report["total_graphs"]) == (8, 2, 2)
     assert {tuple(graph["ranks"]) for graph in report["graphs"]} == {(0, 4)}
-    left = {path.name for path in (job.folder / "ahead" / "run").iterdir()} - {".lock"}
+    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
+    left = {path.name for path in (job.folder / "ahead" / "run" / "compile").iterdir()} - {".lock"}
     assert left == {"config.yaml", "plan.txt", "compile.json"}, "no TensorBoard, no checkpoints, no metrics"
 
     trained = (*LAYOUT, "trainer.compile=true", "trainer.compile_strict=true", "trainer.steps=4")
@@ -89,6 +90,7 @@ def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
     assert "FAILED: " in said
     assert said.rstrip().endswith("NotCompiled: 1 of 1 graphs could not be compiled")
     assert report["graphs"][0]["failure"]
+    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
 
 
 def test_mistakes_are_the_users(job: Job) -> None:

@@ -21,6 +21,8 @@ printf '%s\\n' "$@" >"$FOLDER/arguments"
 [ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; kill $!; exit $ENDS' USR1; sleep 30 & touch "$FOLDER/waiting"; wait; }
 exit $ENDS
 """
+# The last command before srun; the signal comes while it runs.
+MKDIR = '#!/bin/bash\n[ -z "$EARLY" ] || kill -s "$EARLY" "$PPID"\nexec /bin/mkdir "$@"\n'
 SCONTROL = '#!/bin/sh\necho "$@" >>"$FOLDER/scontrol"\n'
 
 
@@ -40,7 +42,7 @@ class Job:
         for name in ("train.py", "scripts", "run.slurm", "compile.slurm"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "bin").mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("mkdir", MKDIR)):
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
 
@@ -48,7 +50,7 @@ class Job:
         """Starts the script; srun will end with ``ends``, and the first rank will have ``said``."""
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
-        told = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": said, "WAIT": "", "CHECKPOINT": ""}
+        told = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": said, "WAIT": "", "CHECKPOINT": "", "EARLY": ""}
         variables = environment() | slurm | told | {"PATH": path} | more
         return subprocess.Popen(
             ["bash", script, "a=b c", "it's"], cwd=self.folder, env=variables, stdout=subprocess.PIPE, text=True
@@ -114,11 +116,21 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_reaches_the_step_and_the_job_comes_back(job, number):
     script = job.start(138, "running", WAIT="1")
+    deadline = time.monotonic() + 60
     while not (job.folder / "waiting").exists():
+        assert script.poll() is None and time.monotonic() < deadline, "srun was not started"
         time.sleep(0.02)
     script.send_signal(number)
     end = job.end(script)
     assert (job.folder / "told").exists(), "as SIGUSR1: SIGTERM would have srun kill the ranks"
+    assert (end.status, end.requeued) == (75, True)
+    assert "stopped before it could save" in end.printed
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job, number):
+    end = job.run(0, "0", EARLY=number)
+    assert not (job.folder / "arguments").exists(), "srun was started"
     assert (end.status, end.requeued) == (75, True)
     assert "stopped before it could save" in end.printed
 

@@ -146,7 +146,7 @@ def test_the_world_of_a_starter_wins():
 
 def note_place(plan: Plan) -> None:
     """A rank that only says where it is."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     place = {name: os.environ[name] for name in names} | {"dir": plan.config.run.dir}
     (Path(str(plan.config.run.dir)) / f"place{os.environ['RANK']}.json").write_text(json.dumps(place))
 

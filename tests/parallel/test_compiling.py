@@ -107,6 +107,23 @@ def test_compiled_equals_eager(cache: Path, sp: str) -> None:
     )
 
 
+def _by_threads(rank: int, plan: Plan) -> list[bool]:
+    compiler = Compiler(plan, get_device("cpu"))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        torch._dynamo.reset()
+        compiler.compile(lambda x: (x.sin() + 1).sum(), "block")(torch.ones(64, 64))
+    return [graph.cached for graph in compiler.graphs]
+
+
+@needs_compiler
+def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who compile ahead are fewer on a machine than the run's ranks, and have more threads each."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plan = make_plan(1, "trainer.compile=true", f"trainer.compile_cache={tmp_path}")
+    assert run_ranks(_by_threads, 1, plan) == [[False, True, True]]
+
+
 def _late(rank: int, plan: Plan) -> list[Graph]:
     device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
     longer = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))

@@ -38,6 +38,7 @@ ONE_TO_ONE: Mapping[str, str] = {
     "model.num_attention_heads": "model.num_attention_heads",
     "model.num_query_groups": "model.num_key_value_heads",
     "model.num_kv_heads": "model.num_key_value_heads",
+    "model.num_key_value_heads": "model.num_key_value_heads",
     "model.kv_channels": "model.head_dim",
     "model.init_method_std": "model.initializer_range",
     "model.layernorm_epsilon": "model.rms_norm_eps",
