@@ -28,7 +28,7 @@ from megatron_llama.launch.meeting import LaunchFailed
 MOST_BYTES = 256 << 20
 """Of a file on disk. Beyond it preparation takes many minutes, which belong in a job of their own."""
 _NAME, _READ_BYTES = "records", 1 << 20
-_VERSION = 1  # of what data_prep/sft.py makes of the same records; raise it when that changes
+_VERSION = 2  # of what data_prep/sft.py makes of the same records; raise it when that changes
 # All that tokenizers and chat templates are read from.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,6 +37,7 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 
 
