@@ -114,7 +114,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
 def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> Task:
     """The task, with its records as ids; what can't be asked is added to ``problems``."""
     from megatron_llama.evaluate.answers import ask
-    from megatron_llama.evaluate.perplexity import open_ids
+    from megatron_llama.evaluate.perplexity import open_examples, open_ids
     from megatron_llama.evaluate.records import TEMPLATES as OURS
     from megatron_llama.evaluate.records import find_template, read_records
 
@@ -125,7 +125,9 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
     template, records, asked = None, None, []
     file = arguments.labelled or arguments.generative
     if arguments.dataset is not None:
-        problems.of(lambda: open_ids(arguments.dataset, loaded.source.model))
+        model = loaded.source.model
+        problems.of(lambda: open_examples(arguments.dataset, model) or open_ids(arguments.dataset, model))
+        _check_examples(arguments, problems)
     elif file is not None and arguments.template is not None:
         template = problems.of(lambda: find_template(arguments.template))
         if template is not None and bool(template.labels) != (arguments.labelled is not None):
@@ -159,6 +161,17 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
     )
 
 
+def _check_examples(arguments: argparse.Namespace, problems: Problems) -> None:
+    """A fine-tuning set is not cut, so that nothing says where."""
+    from megatron_llama.config.examples import MASK_SUFFIX
+
+    if Path(f"{arguments.dataset}{MASK_SUFFIX}.idx").is_file():
+        for name in ("seq_length", "max_tokens"):
+            if (value := getattr(arguments, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                problems.add(flag, value, "cuts text, and a fine-tuning set has whole examples", f"leave {flag} out")
+
+
 def evaluate_rank(loaded: Loaded, task: Task) -> None:
     """What each rank does; rank 0 reports."""
     from megatron_llama.generate.generator import generator
@@ -184,9 +197,12 @@ def evaluate_rank(loaded: Loaded, task: Task) -> None:
 
 def _measured(made: Generator, loaded: Loaded, task: Task, progress: _Progress | None) -> dict[str, Any]:
     from megatron_llama.evaluate.answers import accuracy, written
-    from megatron_llama.evaluate.perplexity import open_ids, perplexity
+    from megatron_llama.evaluate.perplexity import learned_perplexity, open_examples, open_ids, perplexity
 
     if task.dataset is not None:
+        examples = open_examples(task.dataset, loaded.source.model)
+        if examples is not None:
+            return {"dataset": task.dataset, **asdict(learned_perplexity(made, examples, progress))}
         ids = open_ids(task.dataset, loaded.source.model)[: task.max_tokens]
         return {"dataset": task.dataset, **asdict(perplexity(made, ids, task.seq_length, progress))}
     assert task.template is not None and task.records is not None

@@ -244,3 +244,25 @@ def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tm
         assert done.status == 2 and named in done.err, (arguments, done.err)
     done = command(evaluate.main, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
     assert done.status == 2 and "vocabulary ends at 99" in done.err
+
+
+def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_path: Path) -> None:
+    """Each example alone, on its learned tokens: as transformers' loss is where all others are -100."""
+    path, prefix = tmp_path / "some.jsonl", tmp_path / "set"
+    lines = [("cat", "the mat"), ("a dog and a cat", "on"), ("é", "Hello the cat sat")]
+    path.write_text("".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in lines))
+    made = ["--tokenizer-model", folder, "--seq-length", 256, "--output-prefix", prefix]
+    assert run_script("sft.py", "--input", path, *made).returncode == 0
+    found = report(tmp_path, folder, "--dataset", f"{prefix}_sft", "--tp", 2)
+    tokens, masks = (IndexedDataset(f"{prefix}_sft{end}") for end in ("", "_mask"))
+    pairs = [(tokens.document(n).tolist(), masks.document(n).tolist()) for n in range(3)]
+    split = [[(ids[:at], ids[at : at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in pairs]
+    theirs = [one for scores in run_ranks(_their_label_scores, 1, folder, split)[0] for one in scores]
+    assert found["tokens"] == len(theirs) == sum(map(sum, masks_of(pairs))) and found["windows"] == 3
+    assert found["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
+    refused = command(evaluate.main, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
+    assert refused.status == 2 and "whole examples" in refused.err
+
+
+def masks_of(pairs: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    return [mask for _, mask in pairs]
