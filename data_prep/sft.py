@@ -59,7 +59,11 @@ def parser() -> argparse.ArgumentParser:
         "--too-long", choices=["bad", "truncate"], default="bad", help="what is longer is a bad line, or cut"
     )
     example.add_argument("--train-on-inputs", action="store_true", help="loss on all tokens, not on answers alone")
-    example.add_argument("--add-bos", action="store_true", help="begin examples with the begin-of-text token")
+    example.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin a named template's examples with the begin-of-text token (default: where the tokenizer does)",
+    )
     output = result.add_argument_group("output and run")
     output.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH_sft.bin ...")
     output.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
@@ -158,8 +162,9 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
         raise UserError("--add-bos is for named templates; the tokenizer's own writes its begin-of-text token itself")
     if args.add_bos and tokenizer.bos is None:
         raise UserError(f"--add-bos: {args.tokenizer_model} has no begin-of-text token")
-    names = ("format", "template", "chat_template", "seq_length", "too_long", "train_on_inputs", "add_bos")
-    options = {name: getattr(args, name) for name in names}
+    add_bos = bool(tokenizer.adds_bos and not own if args.add_bos is None else args.add_bos)
+    names = ("format", "template", "chat_template", "seq_length", "too_long", "train_on_inputs")
+    options = {**{name: getattr(args, name) for name in names}, "add_bos": add_bos}
     return Chat(
         tokenizer=tokenizer,
         pieces=pieces,
@@ -169,7 +174,7 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
         max_tokens=args.seq_length + 1,  # the last token is only a label
         truncate=args.too_long == "truncate",
         train_on_inputs=args.train_on_inputs,
-        add_bos=args.add_bos,
+        add_bos=add_bos,
         own_template=own,
         options={**options, "chat_template_sha256": hashlib.sha256(source.encode()).hexdigest()},
     )

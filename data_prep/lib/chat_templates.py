@@ -57,6 +57,29 @@ class Named:
                 found += [*_marked(before, False), Piece(turn.text, False), *_marked(after, False)]
         return found
 
+    def ask(self, turns: Sequence[Turn]) -> list[Piece]:
+        """The conversation up to where the assistant's next answer begins, its gap not among it."""
+        return [*self.pieces(turns), *_marked(self.assistant[0], False)]
+
+    def jinja(self, end: str | None, add_bos: bool) -> str:
+        """The template in Jinja. ``end`` is the name of the end-of-text token, None for the variable eos_token."""
+
+        def said(text: str, *values: str) -> str:
+            parts = [json.dumps(part) for part in text.split(END)]
+            whole = f" + {'eos_token' if end is None else json.dumps(end)} + ".join(parts)
+            return "{{ " + " + ".join([whole, *values]) + " }}"
+
+        content, (before, close, after) = "message['content']", self.assistant
+        roles = [f"{said(one)}{said('', content)}{said(other)}" for one, other in (self.system, self.user)]
+        answer = said(before + self.gap, content) + said(close + after)
+        turn = (
+            f"{{% if message['role'] == 'assistant' %}}{answer}{{% elif message['role'] == 'system' %}}{roles[0]}"
+            f"{{% else %}}{roles[1]}{{% endif %}}"
+        )
+        begin = "{{ bos_token }}" if add_bos else ""
+        asked = f"{{% if add_generation_prompt %}}{said(before)}{{% endif %}}"
+        return f"{begin}{{% for message in messages %}}{turn}{{% endfor %}}{asked}"
+
 
 NAMED = {
     "chatml": Named(

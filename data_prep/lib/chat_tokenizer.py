@@ -6,6 +6,7 @@ encoded apart: what is asked ends there, so the model could never have said that
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class ChatTokenizer(Protocol):
 
     encoder: Encoder
     bos: int | None
+    adds_bos: bool
+    """Whether its makers put ``bos`` before every text."""
     control_tokens: list[str]
     """Names of the control tokens that must not stand in a turn's text."""
     added_tokens: list[str]
@@ -61,6 +64,7 @@ class SentencePiece:
         self.encoder = load_encoder("sentencepiece", path, "sentencepiece")
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=path)
         self.bos = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
+        self.adds_bos = self.bos is not None and _llama_adds_bos(Path(path).parent)
         self.control_tokens: list[str] = []  # sentencepiece never makes one of text
         self.added_tokens: list[str] = []
         pieces = sentencepiece_model.read_model(Path(path).read_bytes()).pieces
@@ -101,6 +105,7 @@ class HuggingFace:
         begun = self._tokenizer.encode("x", add_special_tokens=True).ids
         plain = self._tokenizer.encode("x", add_special_tokens=False).ids
         self.bos = begun[0] if len(begun) > len(plain) and begun[1 : 1 + len(plain)] == plain else None
+        self.adds_bos = self.bos is not None
         # What adds special tokens also trims spaces off the spans, which would hide that a token crosses a border.
         self._tokenizer.post_processor = tokenizers.processors.Sequence([])
 
@@ -124,6 +129,15 @@ def load_chat_tokenizer(path: str, own: bool) -> ChatTokenizer:
     if own:
         raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
     return SentencePiece(path)
+
+
+def _llama_adds_bos(folder: Path) -> bool:
+    """What the settings beside a sentencepiece model say; a model without them is a plain one, as we train them."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return bool(settings.get("add_bos_token", True))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def encode_pieces(pieces: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_llama.evaluate.perplexity import Progress
 from megatron_llama.evaluate.records import Record, Records, Template
+from megatron_llama.generate.asking import NONE, Asking
 from megatron_llama.generate.generator import Generator
 from megatron_llama.generate.sampling import Sampling
 from megatron_llama.generate.text import Text
@@ -50,21 +51,19 @@ def share(right: int, of: int) -> Share:
     return Share(right, of, p, max(0.0, low), min(1.0, high))
 
 
-def ask(records: Records, template: Template, text: Text, chat: bool, room: int) -> list[Asked]:
+def ask(records: Records, template: Template, asking: Asking, room: int) -> list[Asked]:
     """The records as ids, shortest first. Those with more than ``room`` ids are left out and counted in ``records``.
 
     A label's ids are those that differ when it is written after the prompt: a tokenizer may join its first letters
-    with the prompt's last. ``chat`` puts the prompt into the tokenizer's chat template, as a user's message.
+    with the prompt's last. The prompt is a user's message in ``asking``'s template, to the letter as it was taught.
     """
     asked = []
     for record in records.good:
         prompt = template.prompt.format(**record)
-        if chat:
-            prompt, encode = text.chat_text([{"role": "user", "content": prompt.strip()}]), text.encode_more
-        else:
-            encode = text.encode
-        ids = encode(prompt)
-        whole = [encode(prompt + (label.strip() if chat else label)) for label in template.labels.values()]
+        messages = [{"role": "user", "content": prompt}]
+        ids = asking.ids(messages)
+        labels = [label if asking.template == NONE else label.strip() for label in template.labels.values()]
+        whole = [asking.ids(messages, label) for label in labels]
         shared = min([len(ids), *(_same(ids, other) for other in whole)])
         one = Asked(ids[:shared], [other[shared:] for other in whole], record)
         if shared + max(map(len, one.labels), default=0) > room or not shared:

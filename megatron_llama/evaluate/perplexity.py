@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig
+from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
+from megatron_llama.config.examples import MASK_SUFFIX, document_lengths
 from megatron_llama.data.checks import check_dataset
 from megatron_llama.generate.generator import Generator
 
@@ -41,6 +43,30 @@ def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
     return np.memmap(prefix + ".bin", dtype=IndexedDataset(prefix).index.dtype, mode="r")
 
 
+def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    """(ids, mask of what is learned) of each example of a fine-tuning set; None for a dataset of text.
+
+    Raises ConfigError for a set that does not fit the model, or whose masks are not its own.
+    """
+    if not Path(prefix + MASK_SUFFIX + ".idx").is_file():
+        return None
+    open_ids(prefix, model)
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    lengths = document_lengths(prefix)
+    if not np.array_equal(lengths, document_lengths(prefix + MASK_SUFFIX)):
+        rule = f"{prefix + MASK_SUFFIX} is not its loss masks: counts or lengths differ"
+        raise ConfigError([Problem("--dataset", prefix, rule, "make the dataset again")])
+    if int(lengths.max()) - 1 > model.max_position_embeddings:
+        rule = (
+            f"holds an example of {lengths.max()} tokens, and the model has {model.max_position_embeddings} positions"
+        )
+        raise ConfigError([Problem("--dataset", prefix, rule, "make it again with a smaller --seq-length")])
+    tokens, masks = IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)
+    # Copies: what a dataset gives out is gone with it.
+    return [(np.array(tokens[number]), np.array(masks[number])) for number in range(len(lengths))]
+
+
 def windows(count: int, length: int) -> Iterator[tuple[int, int]]:
     """(first input, first after the last input) of windows that predict every id but the first once; the last is
     shorter."""
@@ -69,3 +95,35 @@ def perplexity(made: Generator, ids: np.ndarray, length: int, progress: Progress
             progress(done, len(spans))
     mean = total / (len(ids) - 1)
     return Perplexity(len(ids) - 1, len(spans), length, mean, math.exp(mean) if mean < 700 else math.inf)
+
+
+@torch.no_grad()
+def learned_perplexity(
+    made: Generator, examples: list[tuple[np.ndarray, np.ndarray]], progress: Progress | None = None
+) -> Perplexity:
+    """Of a fine-tuning set: each example alone, over the tokens that are to be learned, all weighed alike, as val_loss
+    is. ``windows`` are the examples and ``seq_length`` is the longest one's."""
+    order = sorted(range(len(examples)), key=lambda number: len(examples[number][0]))  # like with like: less padding
+    longest = len(examples[order[-1]][0]) - 1
+    total, count, done = 0.0, 0, 0
+    while done < len(order):
+        # Batches are cut by the length of their last example, the longest.
+        room = _LOGIT_BYTES * made.plan.config.trainer.tp // (made.plan.padded_vocab_size * 4)
+        rows = 1
+        while done + rows < len(order) and (rows + 1) * (len(examples[order[done + rows]][0]) - 1) <= room:
+            rows += 1
+        batch = [examples[number] for number in order[done : done + rows]]
+        length = len(batch[-1][0]) - 1
+        tokens, labels, mask = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
+        for row, (ids, learned) in enumerate(batch):
+            tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1].astype(np.int64))
+            labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:].astype(np.int64))
+            mask[row, : len(ids) - 1] = torch.from_numpy(learned[1:].astype(np.int64))
+        losses = made.llama(tokens.to(made.device), labels.to(made.device)).double().cpu()
+        total += losses[mask.T.bool()].sum().item()  # [s, b]
+        count += int(mask.sum())
+        done += rows
+        if progress is not None:
+            progress(done, len(order))
+    mean = total / max(1, count)
+    return Perplexity(count, len(order), longest, mean, math.exp(mean) if mean < 700 else math.inf)

@@ -33,11 +33,10 @@ class Template:
         return {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name} | {self.answer}
 
 
-# What data_prep/sft.py trains on, so that a tuned model is asked as it was taught: with --chat in the tokenizer's chat
-# template, without it in data_prep's `plain` one, where the answer stands on the next line.
+# What data_prep/sft.py trains on as a user's message, so that a tuned model is asked as it was taught.
 TEMPLATES: Mapping[str, Template] = {
-    **{name: Template(asked.prompt + "\n", asked.label, asked.words) for name, asked in LABELLED.items()},
-    "gsm8k": Template("{question}\n", "answer"),
+    **{name: Template(asked.prompt, asked.label, asked.words) for name, asked in LABELLED.items()},
+    "gsm8k": Template("{question}", "answer"),
 }
 
 

@@ -11,6 +11,7 @@ from megatron_llama.checkpoint.export import find_checkpoint, model_of
 from megatron_llama.checkpoint.files import Damaged, Stored, read_json
 from megatron_llama.checkpoint.huggingface import INDEX, SINGLE, open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.taught import Taught, taught
 from megatron_llama.config import (
     Config,
     ConfigError,
@@ -58,6 +59,8 @@ class Source:
     """Tokens of a sequence that it was trained on, or is meant for."""
     lora: Trained | None = None
     """What is to be added to ``stored``."""
+    taught: Taught | None = None
+    """Of a fine-tuning run: what its conversations were put in."""
 
 
 def open_source(path: Path, base: Path | None = None) -> Source:
@@ -97,6 +100,7 @@ def open_source(path: Path, base: Path | None = None) -> Source:
         _token_ids(Path(origin)) if origin else {},
         int(settings.get("data", {}).get("seq_length", 0)) or model.max_position_embeddings,
         lora,
+        taught(settings),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ from megatron_llama.checkpoint.files import Damaged, read_json
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.generate.source import Source
 
-Message = Mapping[str, str]
-"""``role`` and ``content``."""
 ARGUMENT = "--tokenizer"
-_CONFIG, _FAST, _PIECES, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"
+_CONFIG, _FAST, _PIECES = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 
 
 class Text(ABC):
@@ -27,9 +25,10 @@ class Text(ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of a text that a model is to continue: with what stands before every text (BOS), if anything."""
 
+    @property
     @abstractmethod
-    def encode_more(self, text: str) -> list[int]:
-        """Ids of a text whose special tokens are written out in it, as a chat template does; nothing is added."""
+    def adds_bos(self) -> bool:
+        """Whether ``encode`` puts BOS before a text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -44,19 +43,6 @@ class Text(ABC):
     @abstractmethod
     def end(self) -> int | None:
         """The id that ends a text."""
-
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation, up to where the assistant's answer begins; see ``chat_text``."""
-        return self.encode_more(self.chat_text(messages))
-
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        """A conversation in the tokenizer's own template, up to where the assistant's answer begins.
-
-        Raises ConfigError where there is no template or it refuses the conversation.
-        """
-        rule = "has no chat template"
-        instead = "write --prompt, or --tokenizer FOLDER of a Hugging Face tokenizer with a chat template"
-        raise ConfigError([Problem("--chat", str(self.path), rule, instead)])
 
 
 class Pieces(Text):
@@ -76,11 +62,12 @@ class Pieces(Text):
         return sentencepiece.SentencePieceProcessor(model_file=str(self.path))
 
     def encode(self, text: str) -> list[int]:
-        bos = [self._pieces.bos_id()] if self.bos and self._pieces.bos_id() >= 0 else []
+        bos = [self._pieces.bos_id()] if self.adds_bos else []
         return bos + self._pieces.encode(text)
 
-    def encode_more(self, text: str) -> list[int]:
-        return self._pieces.encode(text)
+    @property
+    def adds_bos(self) -> bool:
+        return self.bos and self._pieces.bos_id() >= 0
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._pieces.decode(list(ids))
@@ -95,13 +82,12 @@ class Pieces(Text):
 
 
 class HuggingFace(Text):
-    """A folder with tokenizer.json, read by the library ``tokenizers``; its template is rendered by transformers."""
+    """A folder with tokenizer.json, read by the library ``tokenizers``."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         try:
             self._settings = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-            self.has_template = bool(self._settings.get("chat_template")) or (folder / _TEMPLATE).exists()
             self._end = self._id_of(self._settings.get("eos_token"))
         except ImportError as error:
             raise ConfigError([_missing("tokenizers", folder)]) from error
@@ -123,8 +109,9 @@ class HuggingFace(Text):
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def encode_more(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    @property
+    def adds_bos(self) -> bool:
+        return self.encode("x")[0] != self._tokenizer.encode("x", add_special_tokens=False).ids[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -136,25 +123,6 @@ class HuggingFace(Text):
     @property
     def end(self) -> int | None:
         return self._end
-
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        if not self.has_template:
-            return super().chat_text(messages)
-        try:
-            return self._template.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except ImportError as error:
-            raise ConfigError([_missing("transformers", self.path)]) from error
-        except Exception as error:  # a template may raise whatever it likes
-            rule = f"its chat template refuses this conversation ({error})"
-            raise ConfigError(
-                [Problem("--chat", str(self.path), rule, "leave out --system, or use --prompt")]
-            ) from None
-
-    @cached_property
-    def _template(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(self.path))
 
 
 def open_text(source: Source, given: Path | None = None) -> Text:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.sft import CHAT_TEMPLATES as TEMPLATES
 from megatron_llama.launch import inference
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ class Task:
     asked: list[Asked]
     batch_size: int
     max_new_tokens: int
-    chat: bool
     output: Path | None
 
 
@@ -67,7 +67,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--labelled", type=Path, metavar="FILE", help=".tsv with a head, or .jsonl")
     made.add_argument("--generative", type=Path, metavar="FILE", help=".tsv with a head, or .jsonl")
     made.add_argument("--template", metavar="NAME", help="qnli, sst2, gsm8k, or a JSON file (docs/evaluation.md)")
-    made.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
+    made.add_argument("--chat", action="store_true", help="ask in the chat template it was taught in, else own")
+    made.add_argument(
+        "--chat-template", choices=(*TEMPLATES, "none"), help="ask in this one; none: prompts as they are"
+    )
     made.add_argument("--limit", type=int, metavar="N", help="the first N records only")
     made.add_argument("--batch-size", type=int, default=16, metavar="N", help="records at a time (default 16)")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default 256)")
@@ -111,7 +114,8 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
 def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> Task:
     """The task, with its records as ids; what can't be asked is added to ``problems``."""
     from megatron_llama.evaluate.answers import ask
-    from megatron_llama.evaluate.perplexity import open_ids
+    from megatron_llama.evaluate.perplexity import open_examples, open_ids
+    from megatron_llama.evaluate.records import TEMPLATES as OURS
     from megatron_llama.evaluate.records import find_template, read_records
 
     context = loaded.source.model.max_position_embeddings
@@ -121,7 +125,9 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
     template, records, asked = None, None, []
     file = arguments.labelled or arguments.generative
     if arguments.dataset is not None:
-        problems.of(lambda: open_ids(arguments.dataset, loaded.source.model))
+        model = loaded.source.model
+        problems.of(lambda: open_examples(arguments.dataset, model) or open_ids(arguments.dataset, model))
+        _check_examples(arguments, problems)
     elif file is not None and arguments.template is not None:
         template = problems.of(lambda: find_template(arguments.template))
         if template is not None and bool(template.labels) != (arguments.labelled is not None):
@@ -133,8 +139,11 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
         records = problems.of(lambda: read_records(file, found, arguments.limit))
     if template is not None and records is not None and loaded.text is not None and not problems.found:
         room = context if template.labels else context - 1
-        text, some = loaded.text, records
-        asked = problems.of(lambda: ask(some, found, text, arguments.chat, room)) or []
+        # Nobody taught it: our questions then have the answer on the next line, and a file's prompts are as they are.
+        otherwise = "own" if arguments.chat else "plain" if arguments.template in OURS else "none"
+        problems.of(lambda: inference.open_asking(loaded, arguments.chat_template, otherwise))
+        asking, some = loaded.asking, records
+        asked = [] if asking is None else problems.of(lambda: ask(some, found, asking, room)) or []
         if not asked and not problems.found:
             problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another")
     return Task(
@@ -148,9 +157,19 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
         asked,
         arguments.batch_size,
         arguments.max_new_tokens,
-        arguments.chat,
         arguments.output,
     )
+
+
+def _check_examples(arguments: argparse.Namespace, problems: Problems) -> None:
+    """A fine-tuning set is not cut, so that nothing says where."""
+    from megatron_llama.config.examples import MASK_SUFFIX
+
+    if Path(f"{arguments.dataset}{MASK_SUFFIX}.idx").is_file():
+        for name in ("seq_length", "max_tokens"):
+            if (value := getattr(arguments, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                problems.add(flag, value, "cuts text, and a fine-tuning set has whole examples", f"leave {flag} out")
 
 
 def evaluate_rank(loaded: Loaded, task: Task) -> None:
@@ -178,13 +197,19 @@ def evaluate_rank(loaded: Loaded, task: Task) -> None:
 
 def _measured(made: Generator, loaded: Loaded, task: Task, progress: _Progress | None) -> dict[str, Any]:
     from megatron_llama.evaluate.answers import accuracy, written
-    from megatron_llama.evaluate.perplexity import open_ids, perplexity
+    from megatron_llama.evaluate.perplexity import learned_perplexity, open_examples, open_ids, perplexity
 
     if task.dataset is not None:
+        examples = open_examples(task.dataset, loaded.source.model)
+        if examples is not None:
+            return {"dataset": task.dataset, **asdict(learned_perplexity(made, examples, progress))}
         ids = open_ids(task.dataset, loaded.source.model)[: task.max_tokens]
         return {"dataset": task.dataset, **asdict(perplexity(made, ids, task.seq_length, progress))}
-    assert task.template is not None and task.records is not None and loaded.text is not None
-    common = {"template": asdict(task.template), "chat": task.chat, "skipped": task.records.skipped}
+    assert task.template is not None and task.records is not None
+    assert loaded.text is not None and loaded.asking is not None
+    name = loaded.asking.template
+    common = {"template": asdict(task.template), "chat": name not in ("plain", "none"), "chat_template": name}
+    common["skipped"] = task.records.skipped
     if task.labelled is not None:
         found = accuracy(made, task.asked, task.template, task.batch_size, progress)
         return {"labelled": str(task.labelled), **common, **found}

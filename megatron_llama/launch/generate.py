@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from data_prep.sft import CHAT_TEMPLATES as TEMPLATES
 from megatron_llama.launch import inference
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
     )
     inference.add_arguments(made)
     made.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to continue, as one batch")
-    made.add_argument("--chat", action="store_true", help="a conversation on stdin, in the tokenizer's chat template")
+    made.add_argument("--chat", action="store_true", help="a conversation on stdin, in a chat template")
+    made.add_argument("--chat-template", choices=TEMPLATES, help="default: what the run was taught in, else own")
     made.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of each answer (default 256)")
     made.add_argument("--temperature", type=float, help="logits are divided by this (default 0.7)")
@@ -65,10 +67,19 @@ def _main(arguments: argparse.Namespace) -> int:
     request = _request(arguments, problems)
     loaded = inference.open_model(arguments, problems)
     if loaded is not None:
+        _ask_in(loaded, arguments, problems)
         _check_texts(loaded, request, problems)
     problems.check()
     assert loaded is not None, "where there is no problem there is a model"
     return inference.start(partial(answer_rank, loaded, request), loaded.plan)
+
+
+def _ask_in(loaded: Loaded, arguments: argparse.Namespace, problems: Problems) -> None:
+    """A conversation needs its template; of a model that learned one, any text may end as it ends."""
+    if arguments.chat:
+        problems.of(lambda: inference.open_asking(loaded, arguments.chat_template, "own"))
+    elif loaded.source.taught is not None:
+        inference.Problems().of(lambda: inference.open_asking(loaded, None, "own"))  # without it there is no such end
 
 
 def _request(arguments: argparse.Namespace, problems: Problems) -> Request:
@@ -79,6 +90,8 @@ def _request(arguments: argparse.Namespace, problems: Problems) -> Request:
         problems.add("--chat", None, f"{rule}: one of --prompt and --chat", "write --prompt TEXT, or --chat")
     if arguments.system is not None and not arguments.chat:
         problems.add("--system", arguments.system, "is a part of conversations", "write --chat too, or leave it out")
+    if arguments.chat_template is not None and not arguments.chat:
+        problems.add("--chat-template", arguments.chat_template, "is for conversations", "write --chat too")
     if arguments.max_new_tokens < 1:
         problems.add("--max-new-tokens", arguments.max_new_tokens, "must be at least 1", "write --max-new-tokens 64")
     drawn = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
@@ -101,9 +114,10 @@ def _check_texts(loaded: Loaded, request: Request, problems: Problems) -> None:
     """Whether the prompts fit the model, and the tokenizer has a template that takes such a conversation."""
     assert loaded.text is not None
     text, context = loaded.text, loaded.source.model.max_position_embeddings
-    if request.chat:
+    if request.chat and loaded.asking is not None:
+        asking = loaded.asking
         system = [{"role": "system", "content": request.system}] if request.system is not None else []
-        problems.of(lambda: text.chat([*system, {"role": "user", "content": "Hello"}]))
+        problems.of(lambda: asking.ids([*system, {"role": "user", "content": "Hello"}]))
     for prompt in request.prompts:
         count = len(text.encode(prompt))
         shown = prompt if len(prompt) < 40 else prompt[:36] + " ..."
@@ -124,8 +138,8 @@ def answer_rank(loaded: Loaded, request: Request) -> None:
     speaks = os.environ["RANK"] == "0"
     with generator(loaded.source, loaded.plan, loaded.stop) as made:
         if request.chat:
-            text = loaded.text if speaks else None
-            Chat(made, text, request.sampling, request.max_new_tokens, request.system).run(sys.stdin, sys.stdout)
+            asking = loaded.asking if speaks else None
+            Chat(made, asking, request.sampling, request.max_new_tokens, request.system).run(sys.stdin, sys.stdout)
         else:
             ids = [loaded.text.encode(prompt) for prompt in request.prompts]
             printer = Printer(sys.stdout, loaded.text, request.prompts, ids) if speaks else None

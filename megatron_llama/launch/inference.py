@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import argparse
 
     from megatron_llama.config import Plan, Problem
+    from megatron_llama.generate.asking import Asking
     from megatron_llama.generate.source import Source
     from megatron_llama.generate.text import Text
 
@@ -52,6 +53,8 @@ class Loaded:
     text: Text | None
     """None where none is needed and none is known."""
     stop: frozenset[int]
+    asking: Asking | None = None
+    """What conversations are put in, where there are any."""
 
 
 class Problems:
@@ -109,6 +112,16 @@ def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text:
     if plan is None or (text is None and needs_text):
         return None
     return Loaded(source, plan, text, frozenset() if text is None else stop_ids(source, text))
+
+
+def open_asking(loaded: Loaded, template: str | None, otherwise: str) -> None:
+    """Have the model asked in ``template``, else as it was taught, else ``otherwise``, and stop at that one's own end;
+    raises ConfigError where its tokenizer can't."""
+    from megatron_llama.generate import asking
+
+    assert loaded.text is not None
+    loaded.asking = asking.open_asking(loaded.text, template, loaded.source.taught, otherwise)
+    loaded.stop |= loaded.asking.stop
 
 
 def run(main: Callable[[], int]) -> int:

@@ -17,6 +17,7 @@ from megatron_llama.evaluate import answers
 from megatron_llama.evaluate.answers import ask, final_number, share
 from megatron_llama.evaluate.perplexity import windows
 from megatron_llama.evaluate.records import TEMPLATES, Template, find_template, read_records
+from megatron_llama.generate.asking import Asking
 from megatron_llama.generate.text import HuggingFace
 from megatron_llama.launch import evaluate
 from tests.data_prep.conftest import run_script
@@ -123,7 +124,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFace(folder)
-    asked = ask(read_records(file, BALANCED), BALANCED, text, chat=False, room=256)
+    asked = ask(read_records(file, BALANCED), BALANCED, Asking(text, "none"), room=256)
     assert len(asked) == 24
     assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
@@ -143,7 +144,7 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
     from tests.generate.test_generator import with_generator
 
-    asked = ask(read_records(labelled[0], LABELS), LABELS, HuggingFace(folder), chat=False, room=256)[:10]
+    asked = ask(read_records(labelled[0], LABELS), LABELS, Asking(HuggingFace(folder), "none"), room=256)[:10]
     assert len({len(label) for one in asked for label in one.labels}) > 1
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
     ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
@@ -154,8 +155,9 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
     text, records = HuggingFace(folder), read_records(path, LABELS)
-    (one,) = ask(records, LABELS, text, chat=True, room=256)
-    assert one.prompt == text.chat([{"role": "user", "content": "cat and dog"}])
+    asking = Asking(text, "own")
+    (one,) = ask(records, LABELS, asking, room=256)
+    assert one.prompt == asking.ids([{"role": "user", "content": "cat and dog"}])
     assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
     assert records.skipped == {"unreadable": 1}
 
@@ -198,26 +200,28 @@ def test_templates() -> None:
         find_template("qnl")
 
 
-ROWS = {"question": "Who sat on the mat?", "sentence": "The cat sat on the mat.", "label": "entailment"}
-WORDED = {"question": "2 + 2 = ?", "answer": "2 + 2 = 4\n#### 4"}
+ROWS = {"question": " Who sat on the mat?", "sentence": "The cat sat on the mat.", "label": "entailment"}
+WORDED = {"question": " 2 + 2 = ?\n", "answer": "2 + 2 = 4\n#### 4"}
 
 
-@pytest.mark.parametrize("chat", [True, False], ids=["own", "plain"])
+@pytest.mark.parametrize("template", ["own", "plain", "dialogue"])
 @pytest.mark.parametrize("name", ["qnli", "gsm8k"])
-def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, chat: bool) -> None:
-    """The ids that come before a training example's answer are the ids of evaluation's prompt."""
+def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, template: str) -> None:
+    """The ids that come before a training example's answer are the ids of evaluation's prompt, white space and all."""
     record = ROWS if name == "qnli" else WORDED
     source = tmp_path / ("set.tsv" if name == "qnli" else "set.jsonl")
     line = "\t".join(record.values()) if name == "qnli" else json.dumps(record)
     source.write_text((HEAD.removeprefix("index\t") if name == "qnli" else "") + line + "\n")
-    options = ["--seq-length", 256, "--chat-template", "own" if chat else "plain"]
+    options = ["--seq-length", 256, "--chat-template", template]
     options += ["--template", "qnli"] if name == "qnli" else []
     prefix = ["--output-prefix", tmp_path / "set"]
     done = run_script("sft.py", "--input", source, "--tokenizer-model", folder, *options, *prefix)
     assert done.returncode == 0, done.stderr
     ids, mask = (IndexedDataset(str(tmp_path / f"set_sft{end}")).document(0) for end in ("", "_mask"))
     learned = mask.tolist().index(1)
-    (one,) = ask(read_records(source, TEMPLATES[name]), TEMPLATES[name], HuggingFace(folder), chat=chat, room=256)
+    (one,) = ask(
+        read_records(source, TEMPLATES[name]), TEMPLATES[name], Asking(HuggingFace(folder), template), room=256
+    )
     assert one.prompt == ids[:learned].tolist()
     if name == "qnli":
         assert one.labels[0] == ids[learned:][mask[learned:] == 1].tolist()[:-1]  # the last one ends the answer
@@ -240,3 +244,25 @@ def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tm
         assert done.status == 2 and named in done.err, (arguments, done.err)
     done = command(evaluate.main, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
     assert done.status == 2 and "vocabulary ends at 99" in done.err
+
+
+def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_path: Path) -> None:
+    """Each example alone, on its learned tokens: as transformers' loss is where all others are -100."""
+    path, prefix = tmp_path / "some.jsonl", tmp_path / "set"
+    lines = [("cat", "the mat"), ("a dog and a cat", "on"), ("é", "Hello the cat sat")]
+    path.write_text("".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in lines))
+    made = ["--tokenizer-model", folder, "--seq-length", 256, "--output-prefix", prefix]
+    assert run_script("sft.py", "--input", path, *made).returncode == 0
+    found = report(tmp_path, folder, "--dataset", f"{prefix}_sft", "--tp", 2)
+    tokens, masks = (IndexedDataset(f"{prefix}_sft{end}") for end in ("", "_mask"))
+    pairs = [(tokens.document(n).tolist(), masks.document(n).tolist()) for n in range(3)]
+    split = [[(ids[:at], ids[at : at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in pairs]
+    theirs = [one for scores in run_ranks(_their_label_scores, 1, folder, split)[0] for one in scores]
+    assert found["tokens"] == len(theirs) == sum(map(sum, masks_of(pairs))) and found["windows"] == 3
+    assert found["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
+    refused = command(evaluate.main, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
+    assert refused.status == 2 and "whole examples" in refused.err
+
+
+def masks_of(pairs: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    return [mask for _, mask in pairs]

@@ -99,14 +99,3 @@ def test_what_ends_an_answer(folder: Path) -> None:
     assert stop_ids(source(folder), text) == {0}
     assert stop_ids(source(folder, eos_token_id=5), text) == {0, 5}
     assert stop_ids(source(folder, eos_token_id=[5, 6]), text) == {0, 5, 6}
-
-
-def test_templates(folder: Path, pieces: Path, tmp_path: Path) -> None:
-    text = HuggingFace(folder)
-    shown = text.chat_text([{"role": "system", "content": "answer"}, {"role": "user", "content": "Hello"}])
-    assert shown == "<|system|>answer<|end|><|user|>Hello<|end|><|assistant|>"
-    assert text.chat([{"role": "user", "content": "Hello"}])[0] == 2  # <|user|> is one id
-    write_tokenizer(tmp_path, template=False)
-    for without in (HuggingFace(tmp_path), Pieces(pieces)):
-        with pytest.raises(ConfigError, match="has no chat template"):
-            without.chat([{"role": "user", "content": "Hello"}])
