@@ -31,6 +31,7 @@ from megatron_llama.checkpoint.files import (
 from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
 from megatron_llama.checkpoint.huggingface import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
+from megatron_llama.checkpoint.taught import add_end, write_taught_template
 from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
 from megatron_llama.config.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
 from megatron_llama.model.names import Shape, hf_shapes
@@ -48,6 +49,7 @@ _COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -233,8 +235,11 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
     tokenizer = manifest.state.settings.get("data", {}).get("tokenizer")
     if not (folder / "tokenizer_config.json").exists() and tokenizer is not None:
         token_ids |= _write_sentencepiece(Path(tokenizer), folder)
+    end = write_taught_template(manifest.state.settings, folder)
     if not (folder / "generation_config.json").exists():
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
+    if end is not None:
+        add_end(folder / "generation_config.json", end)
     return token_ids, (folder / "tokenizer_config.json").exists()
 
 

@@ -1,4 +1,5 @@
-"""How the conversations were put that a run learned from: its sets' manifests say, else its config."""
+"""How the conversations were put that a run learned from: its sets' manifests say, else its config. An export says it
+to other programs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.lib.chat_templates import END, NAMED
+from data_prep.lib.chat_tokenizer import load_chat_tokenizer
+from data_prep.lib.conversations import Turn
+from data_prep.lib.errors import UserError
+from megatron_llama.checkpoint.files import write_synced
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.config.values import weights_and_paths
 
@@ -41,3 +47,42 @@ def _manifest(prefix: str) -> Taught | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return Taught(template, bool(add_bos)) if template in CHAT_TEMPLATES else None
+
+
+def write_taught_template(settings: Mapping[str, Any], folder: Path) -> int | None:
+    """Puts the named template that the run was taught in beside the tokenizer in ``folder``, instead of the tokenizer's
+    own, in which the model would not know what to say. Returns the id that ends its answers."""
+    said, settings_file = taught(settings), folder / "tokenizer_config.json"
+    if said is None or said.template not in NAMED or not settings_file.exists():
+        return None
+    named, tokenizer_file = NAMED[said.template], folder / "tokenizer.model"
+    try:
+        content = json.loads(settings_file.read_text(encoding="utf-8"))
+        place = folder if (folder / "tokenizer.json").exists() else tokenizer_file
+        tokenizer = load_chat_tokenizer(str(place), own=False)
+    except (UserError, OSError, ValueError):  # a tokenizer that nobody can read
+        return None
+    add_bos = content.get("add_bos_token", False) if said.add_bos is None else said.add_bos
+    end = END if tokenizer.control(END) is not None else None
+    _rewrite(folder / "chat_template.jinja", named.jinja(end, bool(add_bos)))
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    if content.pop("chat_template", None) is not None:
+        _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
+    answer = named.pieces([Turn("assistant", "")])
+    ends = [tokenizer.control(piece.text) for piece in answer if piece.control and piece.learn]
+    return ends[-1] if ends else None
+
+
+def add_end(file: Path, end: int) -> None:
+    """Adds an id at which generation stops to a generation_config.json."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    known = content.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in ends:
+        _rewrite(file, json.dumps({**content, "eos_token_id": [*ends, end]}, indent=2) + "\n")
+
+
+def _rewrite(file: Path, content: str) -> None:
+    """In a folder that nobody sees yet."""
+    file.unlink(missing_ok=True)
+    write_synced(file, content.encode())

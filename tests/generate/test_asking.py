@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from data_prep.lib.chat_templates import NAMED
 from data_prep.lib.dataset import IndexedDataset
 from data_prep.sft import main as prepare
-from megatron_llama.checkpoint.taught import Taught, taught
+from megatron_llama.checkpoint.taught import Taught, add_end, taught, write_taught_template
 from megatron_llama.config import ConfigError
 from megatron_llama.generate.asking import Asking, open_asking
 from megatron_llama.generate.text import HuggingFace, Pieces, Text
@@ -163,3 +164,28 @@ def test_others_render_an_exported_template_alike(folders: Path, template: str, 
             assert text == begin + shown.replace("<|endoftext|>", "<|endoftext|>" if begin else "<|end|>")
         else:
             assert ids[: len(asking.ids(turns[:-1]))] == asking.ids(turns[:-1])
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    hf = tmp_path / "hf"
+    shutil.copytree(folders / "bos", hf)
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    end = write_taught_template({"data": {"kind": "sft", "prefixes": [], "chat_template": name}}, hf)
+    if end is not None:
+        add_end(hf / "generation_config.json", end)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(hf))
+    asking = Asking(text_of(folders / "bos"), name, add_bos=False)
+    rendered = theirs.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    assert rendered == asking.shown(HELLO)
+    ends = json.loads((hf / "generation_config.json").read_text())["eos_token_id"]
+    assert set([ends] if isinstance(ends, int) else ends) == {0, *asking.stop}
+
+
+def test_nothing_is_written_where_the_own_template_was_taught(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "bos", tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    for data in ({"kind": "sft", "prefixes": [], "chat_template": "own"}, {"kind": "pretrain"}):
+        assert write_taught_template({"data": data}, tmp_path / "hf") is None
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
