@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import string
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.lib.conversations import LABELLED
+from data_prep.lib.errors import UserError
+from data_prep.lib.sources import bare_name, find_sources, read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
 
 Record = Mapping[str, Any]
@@ -71,7 +72,7 @@ def find_template(name: str) -> Template:
 
 
 def read_records(path: Path, template: Template, limit: int | None = None) -> Records:
-    """The records of a .tsv (with a head) or .jsonl file, at most the first ``limit`` good ones.
+    """The records of a .tsv (with a head), .jsonl or .json (one array) file, at most the first ``limit`` good ones.
 
     What can't be asked is left out and counted. Raises ConfigError for a file that can't be read or has nothing good.
     """
@@ -88,7 +89,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
                 records.skip("unknown label")
             else:
                 records.good.append(record)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, UserError) as error:
         raise ConfigError(
             [Problem("FILE", str(path), f"can't be read: {error}", "name a .tsv or .jsonl file")]
         ) from None
@@ -99,13 +100,12 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
 
 
 def _rows(path: Path) -> Iterator[Record | None]:
-    """Each record; None for one that can't be read."""
-    with path.open(encoding="utf-8", newline="") as file:
-        if path.suffix == ".tsv":
-            # GLUE's files have quotes that are only characters.
-            yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            return
-        for line in file:
+    """Each record; None for one that can't be read. By data_prep's readers: compressed files and JSON arrays too."""
+    for source in find_sources([str(path)], text_suffixes=(), arrays=True):
+        if bare_name(source.path).endswith(".tsv"):
+            yield from _table(line.decode().rstrip("\r") for line in read_lines(source))
+            continue
+        for line in read_lines(with_array(source)):
             if not line.strip():
                 continue
             try:
@@ -113,3 +113,12 @@ def _rows(path: Path) -> Iterator[Record | None]:
             except ValueError:
                 content = None
             yield content if isinstance(content, dict) else None
+
+
+def _table(lines: Iterator[str]) -> Iterator[Record | None]:
+    """Each line by the names in the first. GLUE's files have quotes that are only characters."""
+    names = next(lines, "").split("\t")
+    for line in lines:
+        cells = line.split("\t")
+        if line:
+            yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else None

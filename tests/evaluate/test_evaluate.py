@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from data_prep.lib.dataset import IndexedDataset
 from megatron_llama.config import ConfigError
 from megatron_llama.evaluate import answers
-from megatron_llama.evaluate.answers import ask, final_number, share
+from megatron_llama.evaluate.answers import Asked, ask, final_number, share
 from megatron_llama.evaluate.perplexity import windows
 from megatron_llama.evaluate.records import TEMPLATES, Template, find_template, read_records
 from megatron_llama.generate.asking import Asking
@@ -162,12 +164,42 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     assert records.skipped == {"unreadable": 1}
 
 
+def test_files_are_read_as_they_are_prepared(tmp_path: Path) -> None:
+    good = {"question": "q", "sentence": 'a "b" c', "label": "entailment"}
+    table = "question\tsentence\tlabel\r\n" + "\t".join(good.values()) + "\r\nq\ts\tentailment\tmore\nq\ts\n"
+    (tmp_path / "table.tsv").write_bytes(table.encode())
+    (tmp_path / "array.json").write_text(json.dumps([good, 1], indent=1))
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps(good)}\n[]\n\n".encode()))
+    for name, unreadable in (("table.tsv", 2), ("array.json", 1), ("lines.jsonl.gz", 1)):
+        records = read_records(tmp_path / name, LABELS)
+        assert list(records.good) == [good] and records.skipped == {"unreadable": unreadable}, name
+    with pytest.raises(ConfigError, match="can't be read"):
+        read_records(tmp_path / "nowhere.jsonl", LABELS)
+
+
 def test_written_answers(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": "4\n#### 4"}) + "\n" for q in ("2 + 2", "cat", "a b")))
     found = report(tmp_path, folder, "--generative", path, "--template", "gsm8k", "--max-new-tokens", 6)
     assert found["well_formed"]["of"] == found["exact_match"]["of"] == 3
     assert found["exact_match"]["right"] == 0 and len(found["examples"]) == 3
+
+
+def test_right_wrong_and_malformed_answers(folder: Path) -> None:
+    said = ["It is 4.\n#### 4", "#### 5", "It is 6."]
+    text = HuggingFace(folder)
+
+    class Says:
+        """A model that has learned these answers."""
+
+        def generate(self, prompts: list[list[int]], *_: object) -> list[SimpleNamespace]:
+            return [SimpleNamespace(ids=text.encode(said[prompt[0]])) for prompt in prompts]
+
+    truth = ("#### 4", "#### 6", "#### 6")
+    asked = [Asked([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
+    found = answers.written(Says(), asked, find_template("gsm8k"), text, 2, 16)
+    assert [found[kind]["right"] for kind in ("well_formed", "exact_match")] == [2, 1]
+    assert [one["written"] for one in found["examples"]] == said
 
 
 @pytest.mark.parametrize(
