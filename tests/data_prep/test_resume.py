@@ -130,7 +130,9 @@ def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> No
         *("--append-eod", "--workers", 2, "--block-mib", 0.02, "--checkpoint-seconds", 0),
     ]
     # Its own clock runs from its first checkpoint on, so that each attempt gets on; and none comes to its end alive.
-    killer = KILLER.format(script="preprocess", root=str(ROOT), owner="publish", name="publish", count=1, after=False)
+    killer = KILLER.format(
+        script="preprocess", root=str(ROOT), owner="publish", name="write_index", count=1, after=False
+    )
     chance, work = random.Random(7), tmp_path / "out/.x_text_document.partial"
     done_before = -1
     for _ in range(12):

@@ -86,11 +86,11 @@ def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
     assert open_text(source(tmp_path)).encode("cat") == [bos, *plain]  # Llama 2's own
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert open_text(source(tmp_path)).encode("cat") == plain  # ours
-    with pytest.raises(ConfigError, match="not known.*|--tokenizer"):
+    with pytest.raises(ConfigError, match=r"not\s+known.*|--tokenizer"):
         open_text(source(None))
-    with pytest.raises(ConfigError, match="290 ids"):
+    with pytest.raises(ConfigError, match=r"290\s+ids"):
         open_text(source(folder, vocab_size=100))
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match=r"no\s+such\s+file"):
         open_text(source(None), tmp_path / "nothing.model")
 
 
