@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_llama.config import Config, Problem
+from megatron_llama.config.examples import MASK_SUFFIX, SPLITS, document_lengths, parts_of
 
 # Megatron's dtype codes of .idx files
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
@@ -59,6 +60,57 @@ def check_dataset(config: Config) -> list[Problem]:
             problems.append(Problem(name, prefix, rule, _vocabulary_advice(config, largest)))
         problems += _check_tokenizer(prefix, config)
     return problems
+
+
+def check_data(config: Config) -> list[Problem]:
+    """Everything that keeps the config's data, of whatever kind, from being trained on; nothing of made-up data."""
+    if config.data.mock:
+        return []
+    if config.data.kind == "sft":
+        return check_sft(config, config.trainer.val_every_steps is not None)
+    return check_dataset(config)
+
+
+def check_sft(config: Config, validate: bool) -> list[Problem]:
+    """Everything that keeps the config's fine-tuning sets from being trained on."""
+    problems = check_dataset(config)
+    if problems:
+        return problems
+    data = config.data
+    for number in range(1 + validate):
+        for prefix, (first, last) in parts_of(data, number):
+            name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
+            problems += [Problem(name, prefix, *what) for what in _unfit(prefix, data.seq_length)]
+            if first == last:
+                count = len(document_lengths(prefix))
+                rule = f"split {data.split} leaves none of its {count} examples for {SPLITS[number]}"
+                advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
+                problems.append(Problem(name, prefix, rule, advice))
+    return list(dict.fromkeys(problems))
+
+
+def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
+    """(rule, advice) for all that is wrong with a set on its own."""
+    again = "make the dataset again"
+    lengths = document_lengths(prefix)
+    try:
+        masks = document_lengths(prefix + MASK_SUFFIX)
+        kind = dtype_of(prefix + MASK_SUFFIX)
+        size = Path(prefix + MASK_SUFFIX + ".bin").stat().st_size
+    except (OSError, ValueError) as error:
+        return [(f"has no loss masks that can be read: {error}", again)]
+    if kind != np.uint8 or len(masks) != len(lengths) or not np.array_equal(masks, lengths):
+        return [(f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ", again)]
+    if size != int(lengths.sum(dtype=np.int64)):
+        return [(f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}", again)]
+    if lengths.min() < 2:
+        return [("holds an example of one token, which has no label", again)]
+    if lengths.max() > seq_length + 1:
+        longest = int(lengths.max())
+        rule = f"holds an example of {longest} tokens, which needs data.seq_length={longest - 1}; it is {seq_length}"
+        advice = f"write data.seq_length={longest - 1}, or make the dataset again with --seq-length {seq_length}"
+        return [(rule, advice)]
+    return []
 
 
 def _vocabulary_advice(config: Config, largest: int) -> str:

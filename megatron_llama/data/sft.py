@@ -6,16 +6,15 @@ An example of n tokens takes n - 1 places: its last token is only ever a label, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_llama.config import Plan, Problem
-from megatron_llama.config.examples import MASK_SUFFIX, SPLITS, document_lengths, parts_of
-from megatron_llama.data.checks import check_dataset, dtype_of
+from megatron_llama.config import Plan
+from megatron_llama.config.examples import MASK_SUFFIX, document_lengths, parts_of
+from megatron_llama.data.checks import check_sft
 from megatron_llama.data.indexed import raise_together
 from megatron_llama.data.packing import OneEach, Order, Packed
 
@@ -80,50 +79,8 @@ def build_sft(plan: Plan, validate: bool) -> tuple[SFTDataset, SFTDataset | None
 
     Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
     """
-    raise_together(check_sft(plan, validate) if dist.get_rank() == 0 else [])
+    raise_together(check_sft(plan.config, validate) if dist.get_rank() == 0 else [])
     return _split(plan, 0), _split(plan, 1) if validate else None
-
-
-def check_sft(plan: Plan, validate: bool) -> list[Problem]:
-    """Everything that keeps the plan's fine-tuning sets from being trained on."""
-    problems = check_dataset(plan.config)
-    if problems:
-        return problems
-    data = plan.config.data
-    for number in range(1 + validate):
-        for prefix, (first, last) in parts_of(data, number):
-            name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
-            problems += [Problem(name, prefix, *what) for what in _unfit(prefix, data.seq_length)]
-            if first == last:
-                count = len(document_lengths(prefix))
-                rule = f"split {data.split} leaves none of its {count} examples for {SPLITS[number]}"
-                advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
-                problems.append(Problem(name, prefix, rule, advice))
-    return list(dict.fromkeys(problems))
-
-
-def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
-    """(rule, advice) for all that is wrong with a set on its own."""
-    again = "make the dataset again"
-    lengths = document_lengths(prefix)
-    try:
-        masks = document_lengths(prefix + MASK_SUFFIX)
-        kind = dtype_of(prefix + MASK_SUFFIX)
-        size = Path(prefix + MASK_SUFFIX + ".bin").stat().st_size
-    except (OSError, ValueError) as error:
-        return [(f"has no loss masks that can be read: {error}", again)]
-    if kind != np.uint8 or len(masks) != len(lengths) or not np.array_equal(masks, lengths):
-        return [(f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ", again)]
-    if size != int(lengths.sum(dtype=np.int64)):
-        return [(f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}", again)]
-    if lengths.min() < 2:
-        return [("holds an example of one token, which has no label", again)]
-    if lengths.max() > seq_length + 1:
-        longest = int(lengths.max())
-        rule = f"holds an example of {longest} tokens, which needs data.seq_length={longest - 1}; it is {seq_length}"
-        advice = f"write data.seq_length={longest - 1}, or make the dataset again with --seq-length {seq_length}"
-        return [(rule, advice)]
-    return []
 
 
 def _split(plan: Plan, number: int) -> SFTDataset:

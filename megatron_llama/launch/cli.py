@@ -81,6 +81,7 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: st
             decision = decide(with_finished(config), place)
             plan = resolve(decision.config, decision.world_size, decision.machine)
             if place is None or place.rank == 0:
+                _look_into_data(plan.config)
                 sys.stdout.write(format_plan(plan).rstrip() + "\n")
             return 0, place
         return _run(config, place, work, overrides), place
@@ -226,6 +227,21 @@ def _plan(decision: Decision) -> Plan:
     return plan
 
 
+def _look_into_data(config: Config) -> None:
+    """Raises ConfigError for data that is here and can't be used: the ranks find out only once they have a model."""
+    from megatron_llama.config import ConfigError
+    from megatron_llama.config.files import check_data as what_is_missing
+    from megatron_llama.config.records import record_files
+
+    if record_files(config.data) or what_is_missing(config, os.path.exists):
+        return  # a dry run, which has said so
+    from megatron_llama.data.checks import check_data
+
+    problems = check_data(config)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _with_prepared(decision: Decision, speaks: bool = True) -> Plan:
     """The plan once the files of records are prepared; what is wrong with everything else has been said by then."""
     from megatron_llama.launch.prepared import with_prepared
@@ -245,6 +261,7 @@ def _run(config: Config, place: Place | None, work: Callable[[Plan], None], over
         return join(plan, decision.device, place, work, partial(_with_prepared, decision, place.rank == 0))
     if not hosts.asked_for(config):  # the hosts have disks of their own
         plan = _with_prepared(decision)
+        _look_into_data(plan.config)
     plan.config.run.dir = config.run.dir or run_dir.default_dir_of_job(config, os.environ.get("SLURM_JOB_ID"))
     run_dir.tell_batch_script("running", plan.config.run.dir)
     if hosts.asked_for(config):

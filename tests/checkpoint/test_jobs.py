@@ -111,7 +111,10 @@ def _waits_for_a_signal(plan: Plan) -> None:
     _with_each_step(act)(plan)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGUSR1, id="SIGUSR1", marks=pytest.mark.slow)],
+)
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     only_on_signal = [setting for setting in RUN if "every_steps" not in setting]

@@ -119,6 +119,7 @@ def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
     assert len(named(events, "activation or gradient by all-reduce")) == 2 * 2 * microbatches * STEPS
 
 
+@pytest.mark.slow
 def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_losses: list[float]) -> None:
     """Then the run finds every graph, and what the user has set stands."""
     cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"

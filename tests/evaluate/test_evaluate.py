@@ -117,7 +117,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for number in range(24):
         question, sentence = (" ".join(generator.choice(words, generator.integers(1, 7))) for _ in range(2))
         lines.append(f"{number}\t{question}\t{sentence}\t{'not_' if number % 3 else ''}entailment\n")
-    lines += ["24\ta\tb\tneither\n", "25\ta\n", f"26\t{'cat ' * 300}\tb\tentailment\n"]
+    lines += ["24\ta\tb\tneither\n", "25\ta\n", "26\ta\t\tentailment\n", f"27\t{'cat ' * 300}\tb\tentailment\n"]
     (place / "some.tsv").write_text(HEAD + "".join(lines))
     (place / "template.json").write_text(json.dumps(BALANCED.__dict__))
     return place / "some.tsv", place / "template.json"
@@ -139,7 +139,7 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
         assert found["accuracy"]["right"] == right and found["accuracy"]["of"] == 24
         assert [found["labels"][name]["chosen"] for name in names] == [chosen.count(name) for name in names]
     assert found["majority"] == {"label": "not_entailment", "share": 16 / 24}
-    assert found["skipped"] == {"unknown label": 1, "lacks a field": 1, "too long": 1}
+    assert found["skipped"] == {"unknown label": 1, "unreadable": 1, "lacks a field": 1, "too long": 1}
     assert report(tmp_path, folder, "--labelled", file, "--template", template, "--limit", 7)["accuracy"]["of"] == 7
 
 

@@ -58,6 +58,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     status, said, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")
     assert status == 0, said

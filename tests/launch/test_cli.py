@@ -18,6 +18,7 @@ import yaml
 from megatron_llama.config import ConfigError, Plan, compose
 from megatron_llama.launch import cli, run_dir
 from megatron_llama.launch.world import Place
+from tests.data.files import numbered, write_indexed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
@@ -72,6 +73,21 @@ def test_a_dry_run_is_light_and_leaves_nothing(arguments):
     done = probe(arguments)
     assert done.stdout.endswith("heavy: [] status: 0\n"), done.stderr
     assert set(ROOT.iterdir()) | set((ROOT / "runs").glob("*")) == before
+
+
+def test_broken_data_is_told_before_a_rank_starts(tmp_path):
+    prefix = write_indexed(tmp_path / "set", numbered(50, first_id=700))
+    write_indexed(tmp_path / "set_mask", numbered(50))  # of another type than masks are
+    words = [f"data.prefixes=[{prefix}]", "data.tokenizer=null", "device=cpu", f"run.dir={tmp_path / 'run'}"]
+    for more, said in (
+        (["model.vocab_size=600"], "the model's vocabulary ends at 599"),
+        (["model.vocab_size=9999", "data.kind=sft"], "is not its loss masks"),
+    ):
+        for dry in ([], ["--dry-run"]):
+            done = probe([*words, *more, *dry])
+            assert said in " ".join(done.stderr.split()) and "rank grid" not in done.stdout, done.stderr
+            assert done.stdout.endswith("heavy: [] status: 2\n")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_of_512_ranks_shows_the_last_one():

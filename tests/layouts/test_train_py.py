@@ -78,7 +78,12 @@ def one_process(folder: Path, *model: str) -> list[float]:
     return losses(folder, *model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+# What test_layouts.py holds to the last bit over three steps, or what another row has more of.
+SLOW = {"tp2", "selective recompute", "full recompute"}
+ROWS = [pytest.param(row, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, row in LAYOUTS.items()]
+
+
+@pytest.mark.parametrize("layout", ROWS)
 def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = [override for override in layout if override.startswith("model.")]
     expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)

@@ -55,6 +55,7 @@ def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
         return model.compiler.graphs
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
     """Four ranks in two tensor-parallel groups, two blocks on each: one graph to train, one to validate."""
@@ -87,6 +88,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     assert all(distance(tensor, eager.trained[name]) <= 1e-5 for name, tensor in fused.trained.items())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_is_new_says_why(cache: Path) -> None:
     compiled(cache, "trainer.tp=2", "trainer.pp=2", batches=1)  # it is there where the test above has run
@@ -95,7 +97,7 @@ def test_what_is_new_says_why(cache: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("sp", ["true", "false"])
+@pytest.mark.parametrize("sp", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_compiled_equals_eager(cache: Path, sp: str) -> None:
     layout = ("trainer.tp=2", "trainer.pp=2", f"trainer.sp={sp}")
     differences = worst(
@@ -116,6 +118,7 @@ def _by_threads(rank: int, plan: Plan) -> list[bool]:
     return [graph.cached for graph in compiler.graphs]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who compile ahead are fewer on a machine than the run's ranks, and have more threads each."""
@@ -136,6 +139,7 @@ def _late(rank: int, plan: Plan) -> list[Graph]:
         return model.compiler.graphs
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = (f"trainer.compile_cache={cache}", "trainer.compile=true")
