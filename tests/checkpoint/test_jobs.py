@@ -248,6 +248,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_the_weights(tmp_path:
     assert all(tensor.float().isfinite().all() for tensor in final_tensors(folder).values())
 
 
+@pytest.mark.slow
 def test_steps_can_be_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *RUN, "trainer.skip_nonfinite_steps=2", work=_nan_on_rank_1)

@@ -84,6 +84,7 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     assert losses == pytest.approx(eager, rel=1e-5) and len(losses) == 4
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
     status, said, report = job.run("ahead", *SMALL, compiler="/bin/false")
     assert status == 1

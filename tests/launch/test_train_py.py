@@ -72,6 +72,7 @@ def losses(folder: Path) -> list[float]:
     return [record["reduced_train_loss"] for record in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path):
     for name, command in (("hand", BY_HAND), ("torchrun", TORCHRUN)):
         run = start(command, "trainer.steps=3", f"run.dir={tmp_path}/{name}")

@@ -78,9 +78,10 @@ def one_process(folder: Path, *model: str) -> list[float]:
     return losses(folder, *model)
 
 
-# What test_layouts.py holds to the last bit over three steps, or what another row has more of.
-SLOW = {"tp2", "selective recompute", "full recompute"}
-ROWS = [pytest.param(row, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, row in LAYOUTS.items()]
+# One of each axis, and all together, with every `make test`; the others, which test_layouts.py has over three steps
+# too, with `make test-slow`.
+QUICK = {"tp2+sp", "pp2·vpp2", "dp2, zero 3", "tp2·pp2·dp2+sp"}
+ROWS = [pytest.param(row, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, row in LAYOUTS.items()]
 
 
 @pytest.mark.parametrize("layout", ROWS)
@@ -93,6 +94,7 @@ def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytes
     assert expected[-1] < expected[0]  # it learns, so there is something to compare
 
 
+@pytest.mark.slow
 def test_different_seeds_differ(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
     found = losses(tmp_path / "run", "trainer.seed=7")

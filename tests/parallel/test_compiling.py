@@ -97,7 +97,8 @@ def test_what_is_new_says_why(cache: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("sp", [pytest.param("true", marks=pytest.mark.slow), "false"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", ["true", "false"])
 def test_compiled_equals_eager(cache: Path, sp: str) -> None:
     layout = ("trainer.tp=2", "trainer.pp=2", f"trainer.sp={sp}")
     differences = worst(
