@@ -71,7 +71,7 @@ test: $(INSTALLED)  ## the test suite, but for what needs a cluster or minutes
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## what takes minutes: a compiler, and the experiments end to end
-	@$(PY) -m pytest -m slow
+	@$(PY) -m pytest -m slow -n 2 --dist loadfile
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where it can be set up (root)

@@ -91,7 +91,7 @@ def _raw() -> dict[str, list[str]]:
     numbers = range(200)
     return {
         "chat.jsonl": [said(n) for n in numbers],
-        "alpaca_data.jsonl": [alpaca(n) for n in range(120)],
+        "alpaca_data.json": ["[", *(alpaca(n) + "," * (n < 119) for n in range(120)), "]"],
         "train.tsv": [table, *map(labelled, numbers)],
         "dev.tsv": [table, *map(labelled, range(200, 240))],
         "train.jsonl": [preferred(n) for n in range(32)],
