@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.chat_templates import END, NAMED
-from data_prep.lib.chat_tokenizer import load_chat_tokenizer
+from data_prep.lib.chat_templates import END, NAMED, Named
+from data_prep.lib.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from data_prep.lib.conversations import Turn
 from data_prep.lib.errors import UserError
 from megatron_llama.checkpoint.files import write_synced
@@ -63,14 +63,18 @@ def write_taught_template(settings: Mapping[str, Any], folder: Path) -> int | No
     except (UserError, OSError, ValueError):  # a tokenizer that nobody can read
         return None
     add_bos = content.get("add_bos_token", False) if said.add_bos is None else said.add_bos
-    end = END if tokenizer.control(END) is not None else None
-    _rewrite(folder / "chat_template.jinja", named.jinja(end, bool(add_bos)))
+    _rewrite(folder / "chat_template.jinja", jinja_of(named, tokenizer, bool(add_bos)))
     (folder / "chat_template.json").unlink(missing_ok=True)
     if content.pop("chat_template", None) is not None:
         _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
     answer = named.pieces([Turn("assistant", "")])
     ends = [tokenizer.control(piece.text) for piece in answer if piece.control and piece.learn]
     return ends[-1] if ends else None
+
+
+def jinja_of(named: Named, tokenizer: ChatTokenizer, add_bos: bool) -> str:
+    """A named template as other programs render it that read this tokenizer."""
+    return named.jinja(END if tokenizer.control(END) is not None else None, add_bos)
 
 
 def add_end(file: Path, end: int) -> None:

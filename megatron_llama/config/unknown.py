@@ -49,11 +49,11 @@ SAID_OTHERWISE = {
 
 def unknown(name: str, value: Any) -> Problem:
     """The problem of a setting that does not exist, with the one that was probably meant."""
-    guess = guess_of(name)
-    siblings = ", ".join(_siblings(name))
-    if name.rpartition(".")[2].lower() in SAID_OTHERWISE:
-        return Problem(name, value, "there is no setting of this name", SAID_OTHERWISE[name.rpartition(".")[2].lower()])
-    instead = f"write {guess}={shown(value)}" if guess else f"write one of {siblings}; docs/config.md has them all"
+    instead = SAID_OTHERWISE.get(name.rpartition(".")[2].lower())
+    if instead is None and (guess := guess_of(name)):
+        instead = f"write {guess}={shown(value)}"
+    if instead is None:
+        instead = f"write one of {', '.join(_siblings(name))}; docs/config.md has them all"
     return Problem(name, value, "there is no setting of this name", instead)
 
 

@@ -93,8 +93,7 @@ def perplexity(made: Generator, ids: np.ndarray, length: int, progress: Progress
         done += len(batch)
         if progress is not None:
             progress(done, len(spans))
-    mean = total / (len(ids) - 1)
-    return Perplexity(len(ids) - 1, len(spans), length, mean, math.exp(mean) if mean < 700 else math.inf)
+    return _of(total, len(ids) - 1, len(spans), length)
 
 
 @torch.no_grad()
@@ -125,5 +124,10 @@ def learned_perplexity(
         done += rows
         if progress is not None:
             progress(done, len(order))
+    return _of(total, count, len(order), longest)
+
+
+def _of(total: float, count: int, windows: int, length: int) -> Perplexity:
+    """What losses of ``total`` nats over ``count`` ids come to."""
     mean = total / max(1, count)
-    return Perplexity(count, len(order), longest, mean, math.exp(mean) if mean < 700 else math.inf)
+    return Perplexity(count, windows, length, mean, math.exp(mean) if mean < 700 else math.inf)

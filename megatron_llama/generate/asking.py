@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_prep.lib.chat_templates import END, NAMED, Jinja, Named, Piece, own_template
+from data_prep.lib.chat_templates import NAMED, Jinja, Named, Piece, own_template
 from data_prep.lib.chat_tokenizer import ChatTokenizer, encode_pieces, load_chat_tokenizer
 from data_prep.lib.conversations import Bad, Turn
 from data_prep.lib.errors import UserError
@@ -77,12 +77,6 @@ class Asking:
             return self._own.render(turns, ask=True)
         except Bad as error:
             raise self._refused(error) from None
-
-    def jinja(self) -> str:
-        """A named template as other programs render it, for a folder that holds this tokenizer."""
-        assert self._named is not None, "the tokenizer's own is in its folder"
-        end = END if self._tokenizer.control(END) is not None else None
-        return self._named.jinja(end, bool(self._bos))
 
     def said(self, ids: Sequence[int]) -> str:
         """The answer that a model's ids are, as a message's content."""

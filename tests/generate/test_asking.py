@@ -14,7 +14,7 @@ from data_prep.lib.chat_templates import NAMED
 from data_prep.lib.dataset import IndexedDataset
 from data_prep.lib.errors import UserError
 from data_prep.sft import main as prepare
-from megatron_llama.checkpoint.taught import Taught, add_end, taught, write_taught_template
+from megatron_llama.checkpoint.taught import Taught, add_end, jinja_of, taught, write_taught_template
 from megatron_llama.config import ConfigError
 from megatron_llama.generate.asking import Asking, open_asking
 from megatron_llama.generate.text import HuggingFace, Pieces, Text
@@ -154,7 +154,7 @@ def test_others_render_an_exported_template_alike(folders: Path, template: str, 
 
     asking = Asking(text_of(folders / name), template)
     theirs = AutoTokenizer.from_pretrained(str(folders / name))
-    source = asking.jinja()
+    source = jinja_of(NAMED[template], asking._tokenizer, bool(asking._bos))
     for turns, ask in ((TALK[:1], True), (TALK[:2], True), (TALK[:4], True), (TALK, False)):
         text = theirs.apply_chat_template(turns, chat_template=source, tokenize=False, add_generation_prompt=ask)
         ids = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=ask, return_dict=False)
