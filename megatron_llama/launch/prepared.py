@@ -119,6 +119,8 @@ def _replaced(config: Config, sets: list[Wanted]) -> Config:
     data = config.data
     data.prefixes = [places.get(("data.prefixes", str(item)), item) for item in data.prefixes]
     data.validation_prefixes = [places.get(("data.validation_prefixes", p), p) for p in data.validation_prefixes]
+    if sets and not record_files(data):  # what is left are sets, which have their templates in them
+        data.template, data.chat_template = DataConfig.template, DataConfig.chat_template
     return config
 
 

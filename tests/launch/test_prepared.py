@@ -16,6 +16,7 @@ from megatron_llama.config import settings as choices
 from megatron_llama.launch import cli, prepared
 from megatron_llama.launch.prepared import with_finished, with_prepared
 from tests.checkpoint.jobs import Job
+from tests.config.helpers import problems_of
 from tests.generate.models import make_folder
 from tests.generate.test_cli import command
 
@@ -82,6 +83,18 @@ def test_a_table(base: Path, tmp_path: Path) -> None:
     assert made.prefixes == made.validation_prefixes  # the same records, once
     options = ("--template", "qnli", "--chat-template", "plain", "--seq-length", "300")
     assert content(made.prefixes[0]) == by_hand(tmp_path, base, table, *options)
+
+
+def test_what_is_prepared_has_its_templates_in_it(base: Path, tmp_path: Path) -> None:
+    """A run resolves what it has prepared once more, and templates are for files."""
+    table = tmp_path / "few.tsv"
+    table.write_text("question\tsentence\tlabel\n" + "a\tb\tentailment\n" * 20)
+    config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
+    config.data.seq_length = 300
+    made = with_prepared(config)
+    problems = problems_of(made)
+    assert made.data.prefixes != config.data.prefixes
+    assert not [problem for problem in problems if problem.field.startswith("data.")], problems
 
 
 def test_what_changes_it_is_in_its_name(base: Path, chat: Path, tmp_path: Path) -> None:
