@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from data_prep.lib.errors import UserError, run_main
+from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
     from data_prep.lib.dataset import IndexedDataset
@@ -73,7 +73,7 @@ def decoded(dataset: "IndexedDataset", number: int, model: str | None, character
     if not path or (not model and not os.path.exists(path)):
         yield "(no tokenizer at hand to decode it: name one with --tokenizer-model)"
         return
-    from data_prep.lib.encoders import load_encoder
+    from megatron_llama.text.encoders import load_encoder
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
     encoder = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto")

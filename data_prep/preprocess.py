@@ -18,11 +18,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from data_prep.lib.errors import UserError, run_main
+from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from data_prep.lib.encoders import Encoder
     from data_prep.lib.run import Options
+    from megatron_llama.text.encoders import Encoder
 
 # numpy and the encoders are imported where they are needed: --help answers at once.
 
@@ -137,10 +137,10 @@ def prepare(args: argparse.Namespace) -> tuple["Options", "Encoder"]:
         UserError: something is missing or does not fit.
     """
     from data_prep.lib.encode import Job
-    from data_prep.lib.encoders import load_encoder
     from data_prep.lib.run import Options
     from data_prep.lib.sample import detect_keys, sample_texts
     from data_prep.lib.sources import find_sources
+    from megatron_llama.text.encoders import load_encoder
 
     check(args)
     library, model = tokenizer_of(args)

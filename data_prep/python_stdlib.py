@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.errors import UserError, run_main
-from data_prep.lib.files import atomic_open
+from megatron_llama.system.errors import UserError, run_main
+from megatron_llama.system.files import atomic_open
 
 # Tests repeat themselves, tables are generated, and installed packages differ from machine to machine.
 SKIPPED_FOLDERS = {

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from data_prep import preprocess
-from data_prep.lib.errors import UserError, run_main
+from megatron_llama.system.errors import UserError, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONF = ROOT / "conf" / "data" / "redpajama.yaml"
@@ -64,7 +64,7 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
     Raises:
         UserError: a subset is not in the list, or a URL would leave the folder.
     """
-    from data_prep.lib.redpajama import subset_of
+    from data_prep.lib.redpajama_layout import subset_of
 
     paths = {}
     for url in urls:
@@ -92,7 +92,7 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
 def download(args: argparse.Namespace) -> int:
     """Fetches the chosen files."""
     from data_prep.lib.download import Item, fetch_all, parse_sums, read_text
-    from data_prep.lib.redpajama import URL_LIST
+    from data_prep.lib.redpajama_layout import URL_LIST
 
     if args.sample is not None and args.sample < 1:
         raise UserError("--sample must be at least 1")
@@ -136,7 +136,7 @@ def _common(urls: Sequence[str]) -> str:
 
 def prepare(args: argparse.Namespace) -> int:
     """Tokenizes the subsets and writes the config."""
-    from data_prep.lib.redpajama import V2, Rule, find_subsets, shares, subset_of, write_conf
+    from data_prep.lib.redpajama_layout import V2, Rule, find_subsets, shares, subset_of, write_conf
 
     rules = [Rule.parse(text) for text in args.quality]
     found = find_subsets(args.input)
@@ -174,9 +174,9 @@ def _preprocess_arguments(args: argparse.Namespace, key: str, source: str, prefi
 
 def _filter_v2(folder: str, target: Path, rules: list) -> Path:
     """Writes the documents that fulfil the rules below `target`, file by file; what is there already is kept."""
-    from data_prep.lib.files import atomic_open
-    from data_prep.lib.redpajama import filter_file
+    from data_prep.lib.redpajama_layout import filter_file
     from data_prep.lib.sources import bare_name, find_sources
+    from megatron_llama.system.files import atomic_open
 
     account = target / "account.txt"
     totals: dict[str, int] = {}

@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.lib.errors import UserError, run_main
 from data_prep.preprocess import cores
+from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from data_prep.lib.chat_tokenizer import ChatTokenizer
     from data_prep.lib.examples import Chat
     from data_prep.lib.sources import Source
+    from megatron_llama.text.chat_tokenizer import ChatTokenizer
 
 FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k", "tsv")
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
@@ -118,8 +118,8 @@ def columns_of(sources: Sequence["Source"], args: argparse.Namespace) -> dict[in
     """
     import re
 
-    from data_prep.lib.conversations import LABELLED
     from data_prep.lib.splitting import header_of
+    from megatron_llama.text.conversation import LABELLED
 
     found = {}
     for number, source in enumerate(sources):
@@ -143,10 +143,10 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
     Raises:
         UserError: tokenizer and template don't fit, or a table's template is missing.
     """
-    from data_prep.lib.chat_templates import NAMED, own_template
-    from data_prep.lib.chat_tokenizer import load_chat_tokenizer
-    from data_prep.lib.conversations import LABELLED
     from data_prep.lib.examples import Chat
+    from megatron_llama.text.chat_template import NAMED, own_template
+    from megatron_llama.text.chat_tokenizer import load_chat_tokenizer
+    from megatron_llama.text.conversation import LABELLED
 
     own = args.chat_template == "own"
     tokenizer = load_chat_tokenizer(args.tokenizer_model, own)

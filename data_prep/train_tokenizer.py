@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep.lib.errors import UserError, run_main
-from data_prep.lib.files import atomic_open
 from data_prep.lib.sources import Source, find_sources, read_lines
+from megatron_llama.system.errors import UserError, run_main
+from megatron_llama.system.files import atomic_open
 
 # sentencepiece drops sentences longer than this many bytes; ours are cut instead
 MAX_SENTENCE_BYTES = 4192

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config import Plan
+from megatron_llama.plan import Plan
 
 
 @dataclass(frozen=True)

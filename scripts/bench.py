@@ -16,7 +16,7 @@ import ast
 import importlib
 from pathlib import Path
 
-from data_prep.lib.errors import run_main
+from megatron_llama.system.errors import run_main
 
 
 def main() -> int:

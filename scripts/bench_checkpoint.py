@@ -22,11 +22,11 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.storage import load_into
-from megatron_llama.config import Plan
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 
 REPEATS = 3

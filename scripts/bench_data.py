@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.lib.errors import MachineError, UserError
+from megatron_llama.system.errors import MachineError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -19,8 +19,8 @@ def main() -> int:
     """Exit status: 0 the curves agree, 1 they don't, 2 a mistake in what was asked."""
     arguments = parsed()
     # Imported here: --help needs neither numpy nor matplotlib.
-    from megatron_llama.compare.command import Asked, run_comparison
     from megatron_llama.config import ConfigError, format_problems
+    from megatron_llama.tools.compare.command import Asked, run_comparison
 
     asked = Asked(
         runs=[arguments.reference, *arguments.others],
@@ -36,8 +36,8 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This comparison") + "\n")
         return 2
-    from megatron_llama.compare.drawing import draw
-    from megatron_llama.compare.report import as_html, as_text
+    from megatron_llama.tools.compare.drawing import draw
+    from megatron_llama.tools.compare.report import as_html, as_text
 
     sys.stdout.write(as_text(comparison))
     picture, page = Path(f"{arguments.out}.png"), Path(f"{arguments.out}.html")

@@ -8,6 +8,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from megatron_llama.launch.evaluate import main
+    from megatron_llama.inference.evaluate_cli import main
 
     sys.exit(main(sys.argv[1:]))

@@ -30,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export, find_checkpoint
-    from megatron_llama.checkpoint.files import Damaged
+    from megatron_llama.checkpoint.safetensors_file import Damaged
     from megatron_llama.config import ConfigError
 
     try:

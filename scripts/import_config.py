@@ -24,7 +24,7 @@ def main() -> int:
     arguments = parsed()
     # Imported here: --help needs none of it.
     from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.config.nemo import as_yaml, check, command_line, convert, listing
+    from megatron_llama.tools.import_nemo import as_yaml, check, command_line, convert, listing
 
     conf_dir = ROOT / "conf"
     out = arguments.output or conf_dir / "experiment" / f"{arguments.theirs.stem}.yaml"
@@ -47,7 +47,7 @@ def main() -> int:
 def write(out: Path, text: str) -> None:
     """Writes the file; raises ConfigError where another one, not made by this script, is in its place."""
     from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.config.nemo.write import MARK
+    from megatron_llama.tools.import_nemo.write_yaml import MARK
 
     try:
         if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace"):

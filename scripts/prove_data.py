@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.lib.errors import MachineError, UserError, run_main
+from megatron_llama.system.errors import MachineError, UserError, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,8 +93,8 @@ def index(args: argparse.Namespace) -> Iterator[str]:
     """Writes indices over sparse .bin files, then builds GPT and blended datasets of megatron-core over them."""
     import numpy as np
 
-    from data_prep.lib.indexed import write_index
-    from data_prep.lib.redpajama import shares
+    from data_prep.lib.redpajama_layout import shares
+    from megatron_llama.data.indexed_format import write_index
 
     total = int(float(args.tokens))
     weights = shares(["common_crawl", "c4", "wikipedia", "arxiv"])

@@ -16,8 +16,8 @@ def main() -> int:
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import find_checkpoint
-    from megatron_llama.checkpoint.files import Damaged
     from megatron_llama.checkpoint.manifest import read_manifest
+    from megatron_llama.checkpoint.safetensors_file import Damaged
     from megatron_llama.checkpoint.storage import verify_file
     from megatron_llama.config import ConfigError
 

@@ -1,5 +1,5 @@
-"""The house as docs and DESIGN say it is built: imports go down only, and every file and function can be read at
-once."""
+"""The structure that README.md and docs/tour.md describe: imports go down only, without circles, and every file and
+function can be read at once."""
 
 from __future__ import annotations
 
@@ -7,112 +7,144 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "megatron_llama"
-# Rooms that may import from all floors below their own, but not from each other.
-FLOORS: tuple[tuple[str, ...], ...] = (
+from tests.paths import ROOT
+
+# The order of the rooms, from the top down: each imports only from rows below its own, and from itself. A row's rooms
+# do not import one another. This is the one place that says it; docs/tour.md is checked against it.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("data_prep",),  # command lines; nothing imports them
+    ("tools",),
     ("launch",),
-    ("train", "evaluate"),
-    ("generate",),  # above checkpoint, which it loads from; evaluation has it write
-    ("checkpoint", "compare", "data", "optim", "plan"),
+    ("train", "inference"),
+    ("checkpoint",),
+    ("data", "optim", "data_prep.lib"),
     ("parallel",),
     ("model",),
     ("devices",),
     ("topology",),
-    ("config", "records"),
+    ("plan",),
+    ("text", "data.packing"),
+    ("data.indexed_format",),
+    ("config",),
+    ("system",),
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# What a floor's rooms must have of one another, with the reason.
-ALLOWED = {
-    ("checkpoint", "optim"): "what a checkpoint holds is the optimizer's state too",
-    ("checkpoint", "data"): "and the position in the data",
-}
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 70
+# Modules that stand lower than the room they lie in, because a plan and data_prep need them: they import no torch.
+LOW_MODULES = {"data.packing", "data.indexed_format"}
+ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
+# Names that a stranger expects in more than one folder: a package's face, and a tool's command line.
+REPEATED_NAMES = {"__init__.py", "cli.py"}
 
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = sorted([*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 
 
 def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+    return path.relative_to(ROOT).as_posix()
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported(tree: ast.Module, *, running: bool) -> Iterator[str]:
-    """Modules of ours that a file imports; with ``running`` without those that only type checkers read."""
-    hidden = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def room_of(module: str) -> str:
+    """The room of a module by its full name: ``megatron_llama.plan.rules.layout`` is in ``plan``."""
+    if module.startswith("data_prep"):
+        return "data_prep.lib" if module.startswith("data_prep.lib") else "data_prep"
+    parts = module.split(".")[1:] or ["megatron_llama"]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in LOW_MODULES else parts[0]
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Modules of ours that a file imports, wherever the import stands: at the top, in a function, for type checkers."""
     for node in ast.walk(tree):
-        if running and id(node) in hidden:
-            continue
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("megatron_llama."))
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are written in full"
-            if (node.module or "").startswith("megatron_llama"):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] in ("megatron_llama", "data_prep"):
+                yield name if name in MODULES else name.rpartition(".")[0]
 
 
 def strays(room: str, tree: ast.Module) -> list[str]:
-    """Imports that go up, or across a floor."""
-    others = {module.split(".")[1] for module in imported(tree, running=False)} - {room}
-    return [o for o in sorted(others) if FLOOR[o] <= FLOOR[room] and (room, o) not in ALLOWED]
+    """Imports that go up, or across a row."""
+    return sorted({m for m in imported(tree) if room_of(m) != room and ROW[room_of(m)] <= ROW[room]})
 
 
-def test_every_room_stands_on_a_floor() -> None:
-    rooms = {room_of(path) for path in SOURCES if path.parent != PACKAGE or path.stem != "__init__"}
-    assert rooms <= set(FLOOR), "give the new room a floor, here and in the design"
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) != "__init__.py"], ids=name_of)
+def test_every_room_has_a_row() -> None:
+    rooms = {room_of(module) for module in MODULES if module != "megatron_llama"}
+    assert rooms == set(ROW), "give the new room a row here and in docs/tour.md, or take the old one out"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if module_of(path) != "megatron_llama"], ids=name_of)
 def test_imports_go_down(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not strays(room_of(path), tree), f"{name_of(path)} imports from its own floor or above"
+    found = strays(room_of(module_of(path)), parsed(path))
+    assert not found, f"{name_of(path)} imports from its own row or above: {found}"
 
 
 def test_an_import_that_goes_up_would_be_seen() -> None:
     for line in (
-        "from megatron_llama.train import x",
+        "from megatron_llama.train import loop",
         "import megatron_llama.optim.norm",
         "from megatron_llama import launch",
+        "from data_prep import sft",
     ):
         assert strays("model", ast.parse(f"def later():\n    {line}\n"))
+        assert strays("model", ast.parse(f"if TYPE_CHECKING:\n    {line}\n"))
     assert strays("data", ast.parse("from megatron_llama.optim import norm"))
-    assert not strays("data", ast.parse("from megatron_llama.parallel import x"))
+    assert not strays("data", ast.parse("from megatron_llama.parallel import Shard"))
+    assert strays("data_prep.lib", ast.parse("from data_prep.sft import main"))
 
 
 def test_no_circles() -> None:
-    """Between files, inside rooms too; a circle works until somebody imports its files in another order."""
-    modules = {f"megatron_llama.{name_of(path).removesuffix('.py').replace('/', '.')}": path for path in SOURCES}
-    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
-    edges: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        wanted = set(imported(ast.parse(path.read_text(encoding="utf-8")), running=True))
-        edges[name] = {w if w in modules else w.rpartition(".")[0] for w in wanted} - {name}
-        assert edges[name] <= modules.keys(), f"{name} imports what is not there: {edges[name] - modules.keys()}"
+    """Between files, inside rooms too, imports for type checkers included."""
+    edges = {name: set(imported(parsed(path))) - {name} for name, path in MODULES.items()}
+    for name, wanted in edges.items():
+        assert wanted <= MODULES.keys(), f"{name} imports what is not there: {wanted - MODULES.keys()}"
+    assert not circle(edges), "a circle: " + " → ".join(circle(edges))
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """The files of one circle, or nothing."""
     done: set[str] = set()
 
-    def follow(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, "a circle: " + " → ".join((*path[path.index(name) :], name))
+    def follow(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
         if name not in done:
             for other in sorted(edges[name]):
-                follow(other, (*path, name))
+                if found := follow(other, [*path, name]):
+                    return found
             done.add(name)
+        return []
 
-    for name in modules:
-        follow(name, ())
+    return next((found for name in sorted(edges) if (found := follow(name, []))), [])
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_file_name_twice() -> None:
+    counts = Counter(path.name for path in SOURCES)
+    twice = {name for name, count in counts.items() if count > 1} - REPEATED_NAMES
+    assert not twice, f"a stranger who looks for {sorted(twice)} finds the wrong one first"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -125,7 +157,7 @@ def test_files_and_functions_can_be_read_at_once(path: Path) -> None:
             assert length <= MOST_LINES_OF_A_FUNCTION, f"{node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@pytest.mark.parametrize("path", [path for path in SOURCES if room_of(module_of(path)) != "data_prep"], ids=name_of)
 def test_the_library_does_not_print(path: Path) -> None:
     # What a run says goes through its logger, its progress line or stderr, so that it can be led elsewhere.
     prints = [
@@ -142,19 +174,14 @@ def test_every_file_says_what_it_is(path: Path) -> None:
     assert not tree.body or ast.get_docstring(tree), "a file begins with what it is for"
 
 
-def test_floors_are_those_of_the_design() -> None:
-    assert all(not set(upper) & set(lower) for upper, lower in pairwise(FLOORS))
-
-
 # Where a device's name may stand: the devices, the list of choices, the planner's table of hardware; and where other
 # programs' files are read, whose keys have such names.
 MAY_NAME_DEVICES = (
     "megatron_llama/devices/",
     "megatron_llama/config/settings.py",
-    "megatron_llama/plan/hardware.py",
-    "megatron_llama/config/nemo/",
+    "megatron_llama/tools/import_nemo/",
 )
-PROGRAM = [ROOT / "train.py", *SOURCES, *sorted((ROOT / "scripts").glob("*.py")), *sorted(ROOT.glob("data_prep/*.py"))]
+PROGRAM = [ROOT / "train.py", *SOURCES, *sorted((ROOT / "scripts").glob("*.py"))]
 IN_CODE = re.compile(r"cuda|neuron|habana|(?<![a-z])hpu|nccl|hccl", re.IGNORECASE)
 # In prose the makers' names are free (CUDA, Trainium, Gaudi, NCCL); names as the program spells them are not.
 IN_PROSE = re.compile(r"\bcuda\b|neuron|habana|\bhpu\b|\bnccl\b|\bhccl\b")

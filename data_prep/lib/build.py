@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.encoders import Encoder, EncoderMismatch
-from data_prep.lib.errors import UserError
 from data_prep.lib.examples import MASK_DTYPE, Chat
-from data_prep.lib.indexed import token_dtype
 from data_prep.lib.ledger import KeyCounts, Ledger
 from data_prep.lib.publish import (
     MANIFEST_FORMAT,
@@ -26,6 +23,9 @@ from data_prep.lib.publish import (
 )
 from data_prep.lib.run import Options, Run
 from data_prep.lib.workspace import Workspace
+from megatron_llama.data.indexed_format import token_dtype
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.encoders import Encoder, EncoderMismatch
 
 # A run that a bad line ends leaves its work for the next one only where doing it again would take longer than this.
 WORTH_KEEPING_SECONDS = 60.0

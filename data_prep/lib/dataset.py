@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.errors import UserError
-from data_prep.lib.files import sha256_file
-from data_prep.lib.indexed import CODES, HEADER, MAGIC
+from megatron_llama.data.indexed_format import CODES, HEADER, MAGIC
+from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import sha256_file
 
 CHUNK = 1 << 20
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.errors import MachineError, UserError
-from data_prep.lib.files import sha256_file
+from megatron_llama.system.errors import MachineError, UserError
+from megatron_llama.system.files import sha256_file
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60.0

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_prep.lib.blocks import Block, Slots, segment_lines
-from data_prep.lib.encoders import Encoder, check_same
-from data_prep.lib.indexed import token_dtype
 from data_prep.lib.records import BadLine, parse_line, parse_text
 from data_prep.lib.sources import Source
+from megatron_llama.data.indexed_format import token_dtype
+from megatron_llama.text.encoders import Encoder, check_same
 
 # One document in this many is encoded by the reference too, when a faster encoder does the work.
 CHECK_EVERY = 256

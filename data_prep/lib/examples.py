@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.blocks import Block, Slots, segment_lines
-from data_prep.lib.chat_templates import Piece
-from data_prep.lib.chat_tokenizer import ChatTokenizer, encode_pieces
-from data_prep.lib.conversations import Bad, Labelled, Turn, Turns, labelled_turns
 from data_prep.lib.encode import KEEP_BAD_BYTES, BadRecord, Job, Result
 from data_prep.lib.formats import turns_of
-from data_prep.lib.indexed import token_dtype
 from data_prep.lib.records import BadLine, parse_object
+from megatron_llama.data.indexed_format import token_dtype
+from megatron_llama.text.chat_template import Piece
+from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces
+from megatron_llama.text.conversation import Bad, Labelled, Turn, Turns, labelled_turns
 
 # What is wrong with one record must not end a run that leaves bad records out.
 _FAULTS = (Bad, TypeError, ValueError, LookupError, AttributeError, RecursionError)

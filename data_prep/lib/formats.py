@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from data_prep.lib.conversations import Bad, Turn, Turns
+from megatron_llama.text.conversation import Bad, Turn, Turns
 
 ROLES = {
     "system": "system",

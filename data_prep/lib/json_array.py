@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from data_prep.lib.errors import UserError
 from data_prep.lib.records import BOM
+from megatron_llama.system.errors import UserError
 
 _OUTSIDE = re.compile(rb'["\[\]{},]|\s+')
 _INSIDE = re.compile(rb'["\\\n]')

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from data_prep.lib.blocks import Block, Slots
 from data_prep.lib.encode import Result
-from data_prep.lib.errors import MachineError, UserError
+from megatron_llama.system.errors import MachineError, UserError
 
 BLOCKS_PER_WORKER = 2
 # Finished blocks that wait for an earlier one count too: this bounds memory when one block takes long.

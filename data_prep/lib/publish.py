@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.errors import UserError
-from data_prep.lib.files import sha256_file, sync_folder
-from data_prep.lib.indexed import write_index
 from data_prep.lib.workspace import QUARANTINE, Workspace
+from megatron_llama.data.indexed_format import write_index
+from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import sha256_file, sync_folder
 
 SUFFIXES = (".bin", ".idx", ".json")
 MANIFEST_FORMAT = 1

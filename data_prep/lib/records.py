@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from megatron_llama.system.errors import BadLine
 
 BOM = b"\xef\xbb\xbf"
 # What a bad line is counted under. "line_too_long" is found before parsing, where lines are cut.
@@ -31,15 +32,6 @@ try:
     loads = orjson.loads
 except ImportError:
     loads = json.loads
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """Why a line was not taken."""
-
-    reason: str
-    """a key of REASONS"""
-    detail: str
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | BadLine:

@@ -15,14 +15,14 @@ from typing import Any
 
 from data_prep.lib.blocks import BLOCK_BYTES, Block, Position, Slots, cut_blocks
 from data_prep.lib.encode import BlockEncoder, Job, Result
-from data_prep.lib.encoders import Encoder
-from data_prep.lib.errors import Stopped, UserError
 from data_prep.lib.examples import Chat, ExampleEncoder
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.pool import Pool, slots_for
 from data_prep.lib.progress import Progress, short_time
 from data_prep.lib.publish import quarantine_file
 from data_prep.lib.workspace import QUARANTINE, Workspace
+from megatron_llama.system.errors import Stopped, UserError
+from megatron_llama.text.encoders import Encoder
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data_prep.lib.errors import UserError
 from data_prep.lib.records import BOM, BadLine, loads, parse_line
 from data_prep.lib.sources import Source, read_pieces
+from megatron_llama.system.errors import UserError
 
 LOOK_BYTES = 1 << 17
 SAMPLE_FILES = 4

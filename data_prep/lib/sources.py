@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_prep.lib.errors import UserError
 from data_prep.lib.json_array import element_lines
 from data_prep.lib.records import BOM
+from megatron_llama.system.errors import UserError
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt",)

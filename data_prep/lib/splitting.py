@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.lib.errors import UserError
-from data_prep.lib.files import atomic_open
 from data_prep.lib.sources import Source, read_lines
+from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import atomic_open
 
 PARTS = ("train", "validation")
 

@@ -16,9 +16,9 @@ import shutil
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep.lib.errors import MachineError, UserError
-from data_prep.lib.files import sync_folder
 from data_prep.lib.ledger import Ledger
+from megatron_llama.system.errors import MachineError, UserError
+from megatron_llama.system.files import sync_folder
 
 JOURNAL = "journal.jsonl"
 QUARANTINE = "quarantine.jsonl"

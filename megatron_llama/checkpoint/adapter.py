@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from megatron_llama.checkpoint.files import Damaged, Stored, StoredTensor, read_safetensors_header
-from megatron_llama.checkpoint.huggingface import open_hf_folder
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.safetensors_file import Damaged, Stored, StoredTensor, read_safetensors_header
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.checkpoint.storage import load_into, rows_of
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.huggingface import ADAPTER_WEIGHTS
+from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
 from megatron_llama.model.names import (
     PEFT_PREFIX,
     Piece,

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.export import export, find_checkpoint
-from megatron_llama.checkpoint.files import Damaged
 from megatron_llama.checkpoint.folder import (
     BEST,
     POINTER,
@@ -26,15 +25,17 @@ from megatron_llama.checkpoint.folder import (
     saved_steps,
     set_aside,
 )
-from megatron_llama.checkpoint.huggingface import open_hf_folder
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.safetensors_file import Damaged
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.storage import load_into
-from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 

@@ -22,19 +22,18 @@ from megatron_llama.checkpoint.adapter import (
     open_base,
     stored_rows,
 )
-from megatron_llama.checkpoint.files import (
+from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
+from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
+from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
+from megatron_llama.checkpoint.safetensors_file import (
     Damaged,
     safetensors_header,
-    sync_folder,
-    write_synced,
 )
-from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
-from megatron_llama.checkpoint.huggingface import INDEX, SINGLE
-from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
-from megatron_llama.checkpoint.taught import add_end, write_taught_template
 from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
-from megatron_llama.config.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
+from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
 from megatron_llama.model.names import Shape, hf_shapes
+from megatron_llama.system.files import sync_folder, write_synced
+from megatron_llama.text.trained_template import add_end, write_taught_template
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9

@@ -7,8 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_llama.checkpoint.files import Damaged, plain_name, replace_text, sync_folder, write_synced
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
+from megatron_llama.checkpoint.safetensors_file import Damaged, plain_name
+from megatron_llama.system.files import sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -83,7 +84,7 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
     if best is None:
         (checkpoints / BEST).unlink(missing_ok=True)
     elif old is None or best != known:
-        replace_text(checkpoints / BEST, best.name + "\n")
+        write_atomically(checkpoints / BEST, best.name + "\n")
     return best
 
 
@@ -102,7 +103,7 @@ def publish(checkpoints: Path, state: State, keep: int | None, keep_every: int |
         _remove(final)
     os.rename(aside, final)
     sync_folder(checkpoints)
-    replace_text(checkpoints / POINTER, final.name + "\n")
+    write_atomically(checkpoints / POINTER, final.name + "\n")
     best = point_to_best(checkpoints, state) if keep_best else None  # before the one it named may go
     prune(checkpoints, state.step, keep, keep_every, best)
 

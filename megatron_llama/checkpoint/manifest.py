@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint.files import (
+from megatron_llama.checkpoint.safetensors_file import (
     DTYPES,
     Chunk,
     Damaged,

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_llama.checkpoint.files import Damaged
 from megatron_llama.checkpoint.folder import discard, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.safetensors_file import Damaged
 from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.config.settings import CheckpointConfig
 

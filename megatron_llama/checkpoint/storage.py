@@ -42,7 +42,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron_llama.checkpoint.files import (
+from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.checkpoint.safetensors_file import (
     DTYPE_NAMES,
     Chunk,
     Damaged,
@@ -52,7 +53,6 @@ from megatron_llama.checkpoint.files import (
     read_safetensors_header,
     safetensors_header,
 )
-from megatron_llama.checkpoint.rectangles import Rectangles
 
 HASH = "sha256"
 HASH_DIGITS = 32  # 128 of its bits

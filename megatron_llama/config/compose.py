@@ -23,10 +23,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
-from megatron_llama.config.huggingface import FROM_HF, fill_from_adapter, fill_from_hf
+from megatron_llama.config.hf_config import FROM_HF, fill_from_adapter, fill_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
-from megatron_llama.config.unknown import guess_of, unknown
+from megatron_llama.config.suggest import guess_of, unknown
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
 SCHEMA = "settings"

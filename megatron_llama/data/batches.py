@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 
-from megatron_llama.config import Plan
+from megatron_llama.data.finetuning_set import build_sft
 from megatron_llama.data.indexed import build_datasets
 from megatron_llama.data.mock import MockDataset
-from megatron_llama.data.sft import build_sft
-from megatron_llama.model.documents import Documents
+from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.config.examples import MASK_SUFFIX, SPLITS, document_lengths, parts_of
+from megatron_llama.plan.epochs import MASK_SUFFIX, SPLITS, document_lengths, parts_of
 
 # Megatron's dtype codes of .idx files
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}

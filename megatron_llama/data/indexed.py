@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.data.checks import blend, check_dataset, sequence_count, token_count
+from megatron_llama.plan import Plan
 
 _SPLITS = ("training", "validation", "test")
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_llama.config.examples import histogram, recipes
+from megatron_llama.plan.epochs import histogram, recipes
 
 KEPT_EPOCHS = 2  # a global batch may reach into the next
 
@@ -44,7 +44,7 @@ class OneEach:
 class Packed:
     """A sample is several examples that fit into a sequence together.
 
-    The lengths that go together are the same in every epoch (config/examples.py); which of the examples of a length
+    The lengths that go together are the same in every epoch (plan/epochs.py); which of the examples of a length
     these are, and the order of the sequences, is drawn for each epoch.
     """
 

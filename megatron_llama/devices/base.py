@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megatron_llama.config import Plan
+    from megatron_llama.plan import Plan
 
 
 class Device(ABC):

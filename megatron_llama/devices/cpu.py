@@ -14,7 +14,7 @@ from megatron_llama.devices.base import Device
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.config import Plan
+    from megatron_llama.plan import Plan
 
 
 class Cpu(Device):

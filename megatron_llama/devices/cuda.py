@@ -11,7 +11,7 @@ from megatron_llama.devices.base import Device, device_index
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.config import Plan
+    from megatron_llama.plan import Plan
 
 # Dense TFLOP/s from the makers' data sheets: (part of the device's name, bf16, fp32 as TF32 is off). First match wins.
 _PEAKS = (

@@ -15,7 +15,7 @@ from megatron_llama.devices.base import Device, device_index, numbers_in, packag
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.config import Plan
+    from megatron_llama.plan import Plan
 
 ROOT = Path("/")  # of the driver's files
 PACKAGE = "torch_neuronx"

@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
+
 if TYPE_CHECKING:
-    from megatron_llama.config import Config, Machine, Plan, Problem
+    from megatron_llama.config import Config, Problem
     from megatron_llama.devices import Device
-    from megatron_llama.launch.world import Place
+    from megatron_llama.launch.process_context import Place
+    from megatron_llama.plan import Machine, Plan
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-EXIT_FAILED, EXIT_USER = 1, 2
 
 USAGE = """\
 python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
@@ -68,10 +70,11 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, inside
 
 def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: str | None) -> tuple[int, Place | None]:
     """Does what the command line asks for; returns the exit status, and whose it is."""
-    from megatron_llama.config import ConfigError, format_plan, format_problems, resolve
-    from megatron_llama.launch.meeting import LaunchFailed
-    from megatron_llama.launch.prepared import PreparationStopped, with_finished
-    from megatron_llama.launch.world import place_of
+    from megatron_llama.config import ConfigError, format_problems
+    from megatron_llama.launch.prepare_data import PreparationStopped, with_finished
+    from megatron_llama.launch.process_context import place_of
+    from megatron_llama.launch.rendezvous import LaunchFailed
+    from megatron_llama.plan import format_plan, resolve
 
     place = None
     try:
@@ -91,8 +94,6 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: st
         sys.stderr.write(f"The launch failed: {error}.\n")
         return EXIT_FAILED, place
     except PreparationStopped as stopped:
-        from megatron_llama.launch.rank import EXIT_RESTART
-
         sys.stderr.write(f"Stopped: {stopped}.\n")
         return EXIT_RESTART, place
 
@@ -100,7 +101,8 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: st
 def composed(overrides: Sequence[str], place: Place | None = None, inside: str | None = None) -> Config:
     """The config that a command line asks for; its folder is the one ``inside`` run.dir. Raises ConfigError with all
     that is wrong with it, not only with what can't be read: the user should hear of it at once."""
-    from megatron_llama.config import ConfigError, compose, resolve
+    from megatron_llama.config import ConfigError, compose
+    from megatron_llama.plan import resolve
 
     try:
         config = compose(overrides, CONF_DIR)
@@ -127,7 +129,7 @@ def usage() -> str:
 
 def run_one_rank(plan: Plan) -> None:
     """What a rank does. The only place that calls into the training itself."""
-    from megatron_llama.train import run_rank
+    from megatron_llama.train.run_rank import run_rank
 
     run_rank(plan)
 
@@ -148,7 +150,7 @@ class Decision:
     @property
     def machine(self) -> Machine | None:
         """The memory that the ranks on this machine share; None where that is not the question."""
-        from megatron_llama.config import Machine
+        from megatron_llama.plan import Machine
 
         if self.device is None:
             return None
@@ -158,7 +160,7 @@ class Decision:
 
 def decide(config: Config, place: Place | None) -> Decision:
     """Which device and how many ranks ``config`` means here. Fills in ``device.name``."""
-    from megatron_llama.launch import hosts
+    from megatron_llama.launch import ssh as hosts
 
     asked = max(1, config.trainer.tp) * max(1, config.trainer.pp)
     wanted = asked * max(1, config.trainer.dp or 1)
@@ -184,7 +186,7 @@ def decide(config: Config, place: Place | None) -> Decision:
 
 def _decide_for_hosts(config: Config, wanted: int, device: Device | None) -> Decision:
     """The world that launch.hosts means, if the hosts are like this machine. They look again for themselves."""
-    from megatron_llama.launch.hosts import hosts_of
+    from megatron_llama.launch.ssh import hosts_of
 
     hosts = hosts_of(config)
     if not hosts:  # none of them has a name; a rule will say so
@@ -215,7 +217,8 @@ def _device(config: Config) -> tuple[Device | None, Problem | None]:
 
 def _plan(decision: Decision) -> Plan:
     """The plan of a run; every problem, the device's included, in one error."""
-    from megatron_llama.config import ConfigError, resolve
+    from megatron_llama.config import ConfigError
+    from megatron_llama.plan import resolve
 
     problems = [] if decision.problem is None else [decision.problem]
     try:
@@ -230,8 +233,8 @@ def _plan(decision: Decision) -> Plan:
 def _look_into_data(config: Config) -> None:
     """Raises ConfigError for data that is here and can't be used: the ranks find out only once they have a model."""
     from megatron_llama.config import ConfigError
-    from megatron_llama.config.files import check_data as what_is_missing
-    from megatron_llama.config.records import record_files
+    from megatron_llama.plan.rules.paths import check_data as what_is_missing
+    from megatron_llama.plan.rules.raw_data import record_files
 
     if record_files(config.data) or what_is_missing(config, os.path.exists):
         return  # a dry run, which has said so
@@ -244,14 +247,15 @@ def _look_into_data(config: Config) -> None:
 
 def _with_prepared(decision: Decision, speaks: bool = True) -> Plan:
     """The plan once the files of records are prepared; what is wrong with everything else has been said by then."""
-    from megatron_llama.launch.prepared import with_prepared
+    from megatron_llama.launch.prepare_data import with_prepared
 
     return _plan(replace(decision, config=with_prepared(decision.config, speaks=speaks)))
 
 
 def _run(config: Config, place: Place | None, work: Callable[[Plan], None], overrides: list[str]) -> int:
     """Starts all ranks, or is, or starts, those that ``place`` says."""
-    from megatron_llama.launch import hosts, run_dir
+    from megatron_llama.launch import run_dir
+    from megatron_llama.launch import ssh as hosts
     from megatron_llama.launch.join import join
 
     decision = decide(config, place)
@@ -283,7 +287,7 @@ def _start_here(plan: Plan, device: Device, work: Callable[[Plan], None]) -> int
         if device.forkable:
             os.environ.update(environment)
             if work.__module__.startswith("megatron_llama."):
-                import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
+                import megatron_llama.train.run_rank  # noqa: F401  imported once here, and not in each rank
         with run_dir.outputs(folder, range(plan.world_size)) as output_dir:
             start = partial(
                 start_ranks,
@@ -313,7 +317,7 @@ def _with_restarts(plan: Plan, start: Callable[[], int]) -> int:
 def _refuse(text: str, place: Place | None) -> int:
     """Says what is wrong with what was asked: once, although every rank has found it."""
     if place is not None and place.rank > 0:
-        from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS
+        from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS
 
         # A starter ends all ranks with the first that ends; rank 0 must have spoken by then.
         time.sleep(CONSEQUENCE_DELAY_SECONDS)

@@ -12,15 +12,19 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_llama.config import ConfigError, Plan
-from megatron_llama.config.records import record_files
+from megatron_llama.config import ConfigError
 from megatron_llama.devices import Device
-from megatron_llama.launch import meeting, rank, run_dir
-from megatron_llama.launch.hosts import obey_starter
-from megatron_llama.launch.meeting import ARRIVAL_LIMIT_SECONDS, Arrival, LaunchFailed, Meeting, PortMeeting
+from megatron_llama.launch import rank_process as rank
+from megatron_llama.launch import rendezvous as meeting
+from megatron_llama.launch import run_dir
+from megatron_llama.launch.process_context import Place
+from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Arrival, LaunchFailed, Meeting, PortMeeting
+from megatron_llama.launch.ssh import obey_starter
 from megatron_llama.launch.start import Share, host_store, start_ranks
 from megatron_llama.launch.variables import variables
-from megatron_llama.launch.world import Place
+from megatron_llama.plan import Plan
+from megatron_llama.plan.rules.raw_data import record_files
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 # Small files take a few minutes at most; were the first process to end, the others would know.
 PREPARE_LIMIT_SECONDS = 3600.0
@@ -100,8 +104,8 @@ def _use_interface(place: Place, mine: Arrival) -> None:
 def _start_share(plan: Plan, device: Device, place: Place, share: Share, work: Callable[[Plan], None]) -> int:
     """Starts this node's ranks and waits for them."""
     if device.forkable and getattr(work, "__module__", "").startswith("megatron_llama."):
-        import megatron_llama.train  # noqa: F401  imported once here, and not in each rank
-    obey = partial(obey_starter, partial(os._exit, rank.EXIT_FAILED)) if place.starter == "hosts" else None
+        import megatron_llama.train.run_rank  # noqa: F401  imported once here, and not in each rank
+    obey = partial(obey_starter, partial(os._exit, EXIT_FAILED)) if place.starter == "hosts" else None
     numbers = range(share.first_rank, share.first_rank + share.ranks)
     with run_dir.outputs(Path(str(plan.config.run.dir)), numbers) as output_dir:
         return start_ranks(partial(work, plan), share, fork=device.forkable, output_dir=output_dir, while_running=obey)
@@ -112,15 +116,15 @@ def _be_rank(plan: Plan, place: Place, work: Callable[[Plan], None]) -> int:
     try:
         work(plan)
     except KeyboardInterrupt:
-        return rank.EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except ConfigError as error:
         if place.rank > 0:
             time.sleep(rank.CONSEQUENCE_DELAY_SECONDS)
         sys.stderr.write(f"{error}\n")
-        return rank.EXIT_USER
+        return EXIT_USER
     except SystemExit as error:
-        if error.code == rank.EXIT_RESTART:
-            return rank.EXIT_RESTART
+        if error.code == EXIT_RESTART:
+            return EXIT_RESTART
         raise
     except Exception as error:
         if rank.says_peer_lost(error):
@@ -129,10 +133,10 @@ def _be_rank(plan: Plan, place: Place, work: Callable[[Plan], None]) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         if place.rank == 0:
-            run_dir.tell_batch_script(rank.EXIT_FAILED)
+            run_dir.tell_batch_script(EXIT_FAILED)
         # At once: ending in good order may wait for ranks that wait for this one, and the starter must be first to
         # hear of the rank that failed of itself.
-        os._exit(rank.EXIT_FAILED)
+        os._exit(EXIT_FAILED)
     return 0
 
 

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_llama.config import Config, ConfigError, Plan, Problem, format_plan, to_yaml
+from megatron_llama.config import Config, ConfigError, Problem, to_yaml
+from megatron_llama.plan import Plan, format_plan
+from megatron_llama.system.files import write_atomically
 
 LOCK_NAME = ".lock"
 # Names a file for the exit status of the run and its folder: a batch script learns from it whether all went well.
@@ -101,16 +103,6 @@ def record(plan: Plan, folder: Path) -> str:
     write_atomically(folder / "config.yaml", to_yaml(plan.config))
     write_atomically(folder / "plan.txt", text)
     return text
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Puts ``text`` at ``path``, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _taken(folder: Path) -> ConfigError:

@@ -8,7 +8,7 @@ if __name__ == "__main__":
     with os.fdopen(int(sys.argv[1]), "rb") as task:
         # The starter's own path: what it could import, the rank can.
         sys.path[:] = pickle.load(task)
-        from megatron_llama.launch.rank import run_assignment
+        from megatron_llama.launch.rank_process import run_assignment
 
         assignment, work = pickle.load(task)
     run_assignment(assignment, work)

@@ -17,17 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from megatron_llama.launch.rank import (
+from megatron_llama.launch.rank_process import (
     CONSEQUENCE_DELAY_SECONDS,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_RESTART,
-    EXIT_USER,
     WATCHED,
     Assignment,
     Report,
     run_assignment,
 )
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 POLL_SECONDS = 0.05
 # After the first bad end: time for the other ranks to report theirs, since the cause may be among them.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
+from megatron_llama.plan import Plan
 
 
 def variables(device: Device, plan: Plan) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_llama.config import Plan
+from megatron_llama.plan import Plan
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:

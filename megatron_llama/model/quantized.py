@@ -5,7 +5,7 @@
 
 A scale is of QUANTIZATION_BLOCK values that follow each other in a row, and is fp32. A row's bytes are its codes, then
 its scales: what cuts a matrix by rows (column-parallel layers, ``fully_shard``) cuts no block and needs to know
-nothing, and config/finetuning.py sees that what cuts columns does not either. So values are the same in every layout.
+nothing, and plan/rules/finetune.py sees that what cuts columns does not either. So values are the same in every layout.
 That is why scales are not quantized in their turn, as QLoRA and torchao's NF4Tensor do: that takes the mean of a whole
 tensor.
 

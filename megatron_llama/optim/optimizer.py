@@ -12,12 +12,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.megatron import torch_dtype
 from megatron_llama.model.names import Piece
 from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.parallel import ParallelModel, Shard
+from megatron_llama.plan import Plan
 
 
 @dataclass

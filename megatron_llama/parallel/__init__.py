@@ -1,7 +1,7 @@
 """One file per parallel axis; ``order`` says in which order they are applied."""
 
 from megatron_llama.parallel.groups import process_groups
-from megatron_llama.parallel.order import ParallelModel, build_model
+from megatron_llama.parallel.parallelize import ParallelModel, build_model
 from megatron_llama.parallel.shards import Shard
 
 __all__ = ["ParallelModel", "Shard", "build_model", "process_groups"]

@@ -23,8 +23,9 @@ import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 
-from megatron_llama.config import ConfigError, Plan, Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
+from megatron_llama.plan import Plan
 
 WARM_UP_BATCHES = 2
 """Global batches of a kind (training, validation) after which no new graph of that kind is expected."""

@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, contextmanager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron_llama.config import Plan
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.megatron import torch_dtype
+from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 

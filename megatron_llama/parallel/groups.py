@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import _register_process_group
 
-from megatron_llama.config import Plan
 from megatron_llama.devices import Device
 from megatron_llama.devices.mcore import point_to_point_by, route
-from megatron_llama.parallel.transfers import PairTransfers
+from megatron_llama.devices.pair_transfers import PairTransfers
+from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 

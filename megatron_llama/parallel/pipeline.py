@@ -18,10 +18,10 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
-from megatron_llama.config import Plan
-from megatron_llama.model.documents import Documents
+from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel.data import before_last_microbatch
+from megatron_llama.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.config import Plan
 from megatron_llama.model.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.model.quantized import dequantize, quantize
+from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 

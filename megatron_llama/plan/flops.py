@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config import FinetuneConfig, ModelConfig, parameters
-from megatron_llama.config.counting import head_dim, lora_parameters
+from megatron_llama.config import FinetuneConfig, ModelConfig
+from megatron_llama.plan import parameters
+from megatron_llama.plan.parameters import head_dim, lora_parameters
 
 FORWARD_AND_BACKWARD = 3  # the backward is two products for each one of the forward
 CAUSAL, FULL = 6, 12

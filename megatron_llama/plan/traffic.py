@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_llama.config import Plan
-from megatron_llama.config.counting import head_dim, kv_heads
 from megatron_llama.config.precision import BYTES
+from megatron_llama.plan import Plan
+from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.topology import Topology, build_topology
 
 AXES = ("tp", "pp", "dp", "world")

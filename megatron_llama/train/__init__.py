@@ -1,5 +1,1 @@
-"""The loop, what it measures, and what it checks while it runs."""
-
-from megatron_llama.train.rank import run_rank
-
-__all__ = ["run_rank"]
+"""The training loop, its metrics and its checks. Imports nothing: metrics_file.py must not cost torch."""

@@ -7,8 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config import Plan, parameters
-from megatron_llama.records import METRICS_FILE, read_metrics
+from megatron_llama.plan import Plan, parameters
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import Plan
 from megatron_llama.data import Batches, Data
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
+from megatron_llama.plan import Plan
+from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.topology import Topology
-from megatron_llama.train.graphs import gather, write_report
+from megatron_llama.train.compile_report import gather, write_report
 from megatron_llama.train.metrics import MetricsLogger, Peak
 from megatron_llama.train.samples import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
-from megatron_llama.train.stop import STOPPED, StopSignals
+from megatron_llama.train.stop import StopSignals
 from megatron_llama.train.watchdog import Watchdog
 
 
@@ -59,7 +60,7 @@ def train(
             if step == first + WARM_UP_BATCHES - 1:
                 report_graphs(plan, model, logger)
             if checkpointer.after_step(step, signals.asked):
-                raise SystemExit(STOPPED)
+                raise SystemExit(EXIT_RESTART)
         watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))
         check_copies(model.shards)

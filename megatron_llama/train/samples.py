@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.config import Plan
 from megatron_llama.data.checks import tokenizer_file
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan import Plan
 
 _TEMPERATURE = 0.7
 

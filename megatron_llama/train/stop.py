@@ -8,8 +8,6 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOPPED = 75
-"""Exit status of a run that has saved and asks to be started again."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A signal to a whole job reaches a rank directly and again through its starter: that is one wish, not two.
 _ECHO_SECONDS = 1.0

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-EXIT_HUNG = 1
+from megatron_llama.system.exit_status import EXIT_FAILED
+
 # Between a rank's own stacks and the end of its process: the others get to theirs, and rank 0 prints them all.
 _GATHER_SECONDS = 1.5
 # Where not even this module's thread can run, because something holds the interpreter, the C library's timer ends it.
@@ -70,4 +71,4 @@ class Watchdog:
             sys.stderr.flush()
         else:
             time.sleep(_GATHER_SECONDS)
-        os._exit(EXIT_HUNG)
+        os._exit(EXIT_FAILED)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-import megatron_llama.train  # noqa: F401  imported before the fork
+import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
 from megatron_llama.checkpoint.export import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.storage import rows_of
-from megatron_llama.config import Plan
 from megatron_llama.launch import main
+from megatron_llama.plan import Plan
 from tests.checkpoint.runner import SMALL
 
 QUIET = ("device.peak_tflops=0.01", "logging.tensorboard=false")

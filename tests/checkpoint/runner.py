@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.config import compose
 from megatron_llama.data import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.layouts.runner import CONF, SHAPE
 from tests.ranks import run_ranks

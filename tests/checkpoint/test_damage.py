@@ -17,10 +17,10 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import find_checkpoint
-from megatron_llama.checkpoint.files import Damaged, read_safetensors_header
 from megatron_llama.checkpoint.folder import saved_steps
-from megatron_llama.checkpoint.huggingface import open_hf_folder
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
+from megatron_llama.checkpoint.safetensors_file import Damaged, read_safetensors_header
 from megatron_llama.checkpoint.storage import verify_file
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run

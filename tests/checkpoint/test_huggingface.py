@@ -12,10 +12,11 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export, find_checkpoint
-from megatron_llama.config import ConfigError, Plan, compose, resolve
+from megatron_llama.config import ConfigError, compose
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import CONF, CPU, run
 from tests.ranks import run_ranks

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.config import Plan
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan import Plan
 from megatron_llama.train import loop, run_rank, stop, watchdog
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same

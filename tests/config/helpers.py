@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_llama.config import Config, ConfigError, Machine, Problem, RopeScaling, resolve
+from megatron_llama.config import Config, ConfigError, Problem, RopeScaling
+from megatron_llama.plan import Machine, resolve
 
 
 def make(**changes: Any) -> Config:

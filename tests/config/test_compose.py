@@ -20,11 +20,10 @@ from megatron_llama.config import (
     compose,
     format_problems,
     from_yaml,
-    resolve,
     to_yaml,
 )
-
-CONF = Path(__file__).parents[2] / "conf"
+from megatron_llama.plan import resolve
+from tests.paths import CONF
 
 
 def refused(*overrides: str, conf: Path = CONF) -> list[Problem]:

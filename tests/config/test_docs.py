@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 from megatron_llama.config.fields import settings_by_name
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 
-from megatron_llama.config import Plan, resolve
+from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import make
 
 MAGIC = b"MMIDIDX\x00\x00"

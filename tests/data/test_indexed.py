@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError, Plan
+from megatron_llama.config import ConfigError
 from megatron_llama.data import build_data
 from megatron_llama.data.indexed import build_datasets
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.model.llamas import CPU

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 SHARED = ROOT.parent / "shared" / "data"
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -26,7 +27,7 @@ KILLER = """
 import os, signal, sys
 sys.path[0] = {root!r}
 from data_prep.lib import build, publish, run, workspace
-import data_prep.lib.indexed
+import megatron_llama.data.indexed_format
 owner, name, count, after = {owner}, {name!r}, {count}, {after}
 original = getattr(owner, name)
 calls = 0

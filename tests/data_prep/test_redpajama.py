@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.redpajama import LLAMA_SHARES, shares
+from data_prep.lib.redpajama_layout import LLAMA_SHARES, shares
 from tests.data_prep.conftest import assert_refused, listing, manifest, outputs, reference, run_script, some_texts
+from tests.paths import CONF
 
 zstandard = pytest.importorskip("zstandard")
 yaml = pytest.importorskip("yaml")
@@ -213,7 +214,7 @@ def test_prepare_renormalises_over_what_is_there(tmp_path: Path, tokenizer: Path
 
 
 def test_the_committed_config_names_all_subsets_with_their_shares() -> None:
-    path = Path(__file__).parents[2] / "conf/data/redpajama.yaml"
+    path = CONF / "data/redpajama.yaml"
     conf = yaml.safe_load(path.read_text())
     assert len(conf["prefixes"]) % 2 == 0
     assert sum(conf["prefixes"][0::2]) == pytest.approx(1.0, abs=1e-5)

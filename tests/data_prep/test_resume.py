@@ -155,7 +155,7 @@ def as_a_script(killer: str) -> str:
     """KILLER whose errors become a message and a status, as the script's do."""
     return killer.replace(
         "sys.exit(main(sys.argv[1:]))",
-        "from data_prep.lib.errors import run_main\nrun_main(lambda: main(sys.argv[1:]))",
+        "from megatron_llama.system.errors import run_main\nrun_main(lambda: main(sys.argv[1:]))",
     )
 
 

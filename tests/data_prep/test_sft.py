@@ -14,12 +14,12 @@ import pytest
 
 from data_prep import sft
 from data_prep.lib import formats
-from data_prep.lib.chat_templates import own_template
-from data_prep.lib.chat_tokenizer import HuggingFace, encode_pieces
-from data_prep.lib.conversations import REASONS, Turn
 from data_prep.lib.dataset import IndexedDataset
-from data_prep.lib.errors import UserError
 from data_prep.lib.records import REASONS as LINE_REASONS
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.chat_template import own_template
+from megatron_llama.text.chat_tokenizer import HuggingFace, encode_pieces
+from megatron_llama.text.conversation import REASONS, Turn
 from tests.data_prep.conftest import KILLER, ROOT, assert_refused, command, run_script
 
 

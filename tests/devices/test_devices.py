@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError, resolve
+from megatron_llama.config import ConfigError
 from megatron_llama.devices import cpu, cuda, get_device
+from megatron_llama.plan import resolve
 from tests.config.helpers import make
 
 

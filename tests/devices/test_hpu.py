@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import ConfigError, resolve
+from megatron_llama.config import ConfigError
 from megatron_llama.devices import get_device, hpu
+from megatron_llama.plan import resolve
 from tests.config.helpers import make
 from tests.devices.helpers import FAKES, gaudi, write
 

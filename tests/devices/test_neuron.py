@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import ConfigError, Plan, resolve
+from megatron_llama.config import ConfigError
 from megatron_llama.devices import get_device, neuron
+from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import make
 from tests.devices.helpers import FAKES, trainium, write
 

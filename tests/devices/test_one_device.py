@@ -13,9 +13,9 @@ import pytest
 
 from megatron_llama.devices import get_device
 from tests.layouts.runner import SMALL
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 FP32 = 1e-4  # relative, over 20 steps
 BF16 = 2e-2  # 8 bits, and another order of sums
 

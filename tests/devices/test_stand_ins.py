@@ -16,8 +16,8 @@ import torch
 
 from tests.devices.helpers import FAKES, gaudi, trainium
 from tests.layouts.runner import SMALL
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PIPELINE = ("trainer.pp=2", "trainer.compile=true")
 STEPS = 4
 Events = list[dict[str, Any]]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import ConfigError, Plan, compose, resolve, stage_memory
-from megatron_llama.config.memory import GIB
-from megatron_llama.launch import ahead, traffic
+from megatron_llama.config import ConfigError, compose
 from megatron_llama.launch.cli import CONF_DIR, decide, main
+from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.plan.flops import mfu
+from megatron_llama.plan.memory import GIB
+from megatron_llama.tools.compile import cli as ahead
+from megatron_llama.tools.traffic import cli as traffic
 
 WORLDS = {
     "llama2_70b_fsdp_chat": 16,

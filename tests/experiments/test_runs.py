@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-import megatron_llama.train  # noqa: F401  imported once, before the forks
+import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from megatron_llama.config import compose
 from megatron_llama.launch.cli import CONF_DIR
 from tests.layouts.test_train_py import run_train_py
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 SMALL = ("model=llama_2m", "device=cpu", "data.seq_length=256", "logging.tensorboard=false")
 # What people would write to try an experiment on two cores.
 RUNS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import Plan
+from megatron_llama.plan import Plan
 from tests.finetuning import runner
 from tests.finetuning.runner import LORA, Tuned, make_plan
 from tests.ranks import run_ranks

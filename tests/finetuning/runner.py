@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.config import compose
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assembled
 from tests.layouts.runner import CONF, SHAPE, RaggedSamples, Tensors

@@ -14,19 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export, find_checkpoint
-from megatron_llama.config import ConfigError, Plan
+from megatron_llama.config import ConfigError
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.finetuning import runner
 from tests.finetuning.conftest import World
 from tests.finetuning.runner import CPU, make_plan, tune
 from tests.layouts.test_layouts import distance
 from tests.model.llamas import whole_batch
+from tests.paths import ROOT
 from tests.ranks import RankFailed, run_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.generate.models import make_folder
+from tests.inference.models import make_folder
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import prove_finetuning  # noqa: E402

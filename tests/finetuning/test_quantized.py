@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_llama.config import Plan, stage_memory
 from megatron_llama.data import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.topology import build_topology
 from megatron_llama.train.sanity import check_copies
 from tests.finetuning import runner

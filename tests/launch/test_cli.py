@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_llama.config import ConfigError, Plan, compose
+from megatron_llama.config import ConfigError, compose
 from megatron_llama.launch import cli, run_dir
-from megatron_llama.launch.world import Place
+from megatron_llama.launch.process_context import Place
+from megatron_llama.plan import Plan
 from tests.data.files import numbered, write_indexed
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
 STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_", "MASTER_")
 # Runs train.py and says afterwards which of the heavy packages came along.

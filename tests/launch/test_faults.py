@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch import start
-from megatron_llama.launch.rank import says_peer_lost
+from megatron_llama.launch.rank_process import says_peer_lost
 from megatron_llama.launch.start import start_ranks
 
 TAKES_ALL_DOWN_SECONDS = 10.0

@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.config import compose
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
+from tests.paths import CONF
 from tests.ranks import run_ranks
 
-CONF = Path(__file__).parents[2] / "conf"
 STEPS = 3
 SHAPE = (
     "data=mock",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_llama.config import Plan
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.layouts.runner import Result, Tensors, make_plan, oracle, run_layout
 from tests.ranks import run_ranks

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import megatron_llama.train  # noqa: F401  imported once, before the forks
+import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from tests.layouts.runner import SMALL
+from tests.paths import TRAIN_PY
 
-TRAIN_PY = Path(__file__).parents[2] / "train.py"
 TOLERANCE = 1e-4  # relative, over 20 steps
 LAYOUTS = {
     # Larger micro batches where ranks meet at each matrix: they are slow to on two cores.

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.config import ModelConfig, Plan
+from megatron_llama.config import ModelConfig
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.model.names import Piece
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.layouts.runner import RaggedSamples, Tensors, _assemble, _rectangles
 from tests.ranks import run_ranks

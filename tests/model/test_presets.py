@@ -8,16 +8,17 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.config import compose
 from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.megatron import mcore_config
 from megatron_llama.model.names import Shape, TensorParallel, hf_shapes, pieces
 from megatron_llama.parallel import process_groups
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
-from tests.config.test_counting import OURS, PUBLISHED
 from tests.layouts.runner import CONF
 from tests.model.llamas import CPU, hf_config
+from tests.plan.test_parameters import OURS, PUBLISHED
 from tests.ranks import run_ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_llama.config import Plan
+from megatron_llama.plan import Plan
 from tests.layouts.runner import Tensors, make_plan
 from tests.layouts.test_layouts import distance
 from tests.model.llamas import Answer, ours, theirs

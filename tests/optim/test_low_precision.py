@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import megatron_llama.optim.low_precision as low_precision
-from megatron_llama.config import Plan
 from megatron_llama.devices import get_device
 from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.layouts.runner import Tensors, _assemble, make_plan
 from tests.ranks import run_ranks

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import Plan
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.optim.optimizer import build_schedule, decays
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.layouts.runner import RaggedSamples, Tensors, _assemble, _rectangles, make_plan
 from tests.layouts.test_layouts import distance

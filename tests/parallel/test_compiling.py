@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.config import Plan
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.finetuning.runner import LORA, tune
 from tests.layouts.runner import RaggedSamples, make_plan, run_layout

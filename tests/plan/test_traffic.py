@@ -1,10 +1,11 @@
-"""Predicted traffic against numbers worked out by hand; tests/layouts/test_traffic.py counts what really passes."""
+"""Predicted traffic against numbers worked out by hand; tests/tools/traffic/test_measure.py counts real ones."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.config import compose
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.traffic import Amount, Line, compact, groups_of_ranks, operations, totals, wire
 from tests.layouts.runner import CONF, make_plan
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_cli import environment
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(os.environ.get("SLURM_LAB_SETUP", ROOT.parent / "shared" / "slurm" / "setup_slurm.sh"))
 # Each node has one core: the same number of threads everywhere, and nodes that don't fight for both.
 PYTHON = f'#!/bin/sh\nexec taskset -c $((${{SLURM_NODEID:-0}} % $(nproc))) {sys.executable} "$@"\n'

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.devices import get_device
-from megatron_llama.records import read_metrics
+from megatron_llama.train.metrics_file import read_metrics
 from tests.launch.test_cli import environment
 from tests.launch.test_train_py import losses, steps
 from tests.slurm.conftest import ROOT, Job, Lab, Report

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from megatron_llama.config import parameters
+from megatron_llama.plan import parameters
 from megatron_llama.train.curve import describe, draw_run, smoothed
 from tests.train.test_metrics import STEPS, plan_of, write
 

@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_llama.config import Plan, compose, resolve
+from megatron_llama.config import compose
 from megatron_llama.launch.cli import CONF_DIR
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.flops import flops_per_token
+from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.metrics import EVERY_STEP, MetricsLogger, Peak, cut_back, read_metrics
-from megatron_llama.train.progress import Progress, duration
 
 PEAK = Peak(100e9, "made up")
 STEPS = 12

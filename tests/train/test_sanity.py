@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import Plan
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step, validate
 from megatron_llama.train.samples import continue_prompts

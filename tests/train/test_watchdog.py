@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import resolve
+from megatron_llama.plan import resolve
 from megatron_llama.train.loop import meets_new_graphs
 from megatron_llama.train.watchdog import Watchdog
 from tests.config.helpers import make

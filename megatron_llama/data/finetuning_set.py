@@ -1,0 +1,93 @@
+"""Fine-tuning sets: whole examples, each with a mask of what it is to learn, packed or padded to sequences.
+
+An example of n tokens takes n - 1 places: its last token is only ever a label, its first only ever an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_llama.data.checks import check_sft
+from megatron_llama.data.indexed import raise_together
+from megatron_llama.data.packing import OneEach, Order, Packed
+from megatron_llama.plan import Plan
+from megatron_llama.plan.epochs import MASK_SUFFIX, document_lengths, parts_of
+
+PADDING = -1  # among the documents of a packed sequence
+
+
+class Examples:
+    """The examples of several datasets, numbered on from one to the next."""
+
+    def __init__(self, parts: list[tuple[str, tuple[int, int]]]) -> None:
+        """``parts`` are (prefix, range of its documents)."""
+        self._sets = [(IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)) for prefix, _ in parts]
+        self._ranges = [span for _, span in parts]
+        self._ends = np.cumsum([last - first for first, last in self._ranges])
+        self.lengths = np.concatenate([document_lengths(prefix)[first:last] for prefix, (first, last) in parts])
+        """Tokens of each."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, mask: 1 where a token is to be learned) of an example, each [its length]."""
+        part = int(np.searchsorted(self._ends, number, side="right"))
+        first, last = self._ranges[part]
+        place = first + number - (int(self._ends[part]) - (last - first))
+        tokens, masks = self._sets[part]
+        return tokens[place], masks[place]
+
+
+class SFTDataset:
+    """Samples of ``seq_length`` tokens made of whole examples, in the order that ``order`` says."""
+
+    def __init__(self, examples: Examples, order: Order, seq_length: int, once: bool = False) -> None:
+        """``once``: one epoch and no more."""
+        self.examples, self.order, self.seq_length, self.once = examples, order, seq_length, once
+
+    def __len__(self) -> int:
+        """Samples in an epoch; those that follow are the next epochs', or with ``once`` padding with nothing to learn,
+        which fills the last batch."""
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Sample ``index`` of any epoch; with ``documents`` where examples are packed."""
+        tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
+        documents = np.full(self.seq_length, PADDING, dtype="int64")
+        place = 0
+        is_over = self.once and index >= len(self)
+        for number, example in enumerate(() if is_over else self.order.examples(index)):
+            ids, mask = self.examples[example]
+            end = place + len(ids) - 1
+            tokens[place:end], labels[place:end], loss_mask[place:end] = ids[:-1], ids[1:], mask[1:]
+            documents[place:end] = number
+            place = end
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        if isinstance(self.order, Packed):
+            sample["documents"] = documents
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+
+def build_sft(plan: Plan, validate: bool) -> tuple[SFTDataset, SFTDataset | None]:
+    """Training samples, and those to ``validate`` on. All ranks must call it.
+
+    Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
+    """
+    raise_together(check_sft(plan.config, validate) if dist.get_rank() == 0 else [])
+    return _split(plan, 0), _split(plan, 1) if validate else None
+
+
+def _split(plan: Plan, number: int) -> SFTDataset:
+    data, seed = plan.config.data, plan.config.trainer.seed + number
+    examples = Examples(parts_of(data, number))
+    order: Order = OneEach(len(examples), seed)
+    if data.pack:
+        order = Packed(examples.lengths - 1, data.seq_length, seed)
+    whole = number > 0 and plan.config.trainer.val_steps is None
+    return SFTDataset(examples, order, data.seq_length, once=whole)

@@ -1,0 +1,171 @@
+"""Right or wrong: by comparing the likelihoods of labels, and by the number at the end of a written answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+import torch
+
+from megatron_llama.inference.eval_data import Record, Records, Template
+from megatron_llama.inference.generator import Generator
+from megatron_llama.inference.perplexity import Progress
+from megatron_llama.inference.prompts import NONE, Asking
+from megatron_llama.inference.sampling import Sampling
+from megatron_llama.inference.tokenizer import Text
+
+_Z = 1.959963984540054  # 95 % of a normal distribution
+_NUMBER = re.compile(r"^#### *(-?\$?\d[\d,]*(?:\.\d+)?)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of right answers, with Wilson's interval of 95 % (Wilson 1927)."""
+
+    right: int
+    of: int
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A record as ids."""
+
+    prompt: list[int]
+    labels: list[list[int]]
+    """What follows the prompt for each label; none where an answer is to be written."""
+    record: Record
+
+
+def share(right: int, of: int) -> Share:
+    """``right`` out of ``of``, at least one."""
+    p, square = right / of, _Z * _Z
+    middle, width = (p + square / (2 * of)), _Z * math.sqrt(p * (1 - p) / of + square / (4 * of * of))
+    low, high = ((middle + sign * width) / (1 + square / of) for sign in (-1, 1))
+    return Share(right, of, p, max(0.0, low), min(1.0, high))
+
+
+def ask(records: Records, template: Template, asking: Asking, room: int) -> list[Asked]:
+    """The records as ids, shortest first. Those with more than ``room`` ids are left out and counted in ``records``.
+
+    A label's ids are those that differ when it is written after the prompt: a tokenizer may join its first letters
+    with the prompt's last. The prompt is a user's message in ``asking``'s template, to the letter as it was taught.
+    """
+    asked = []
+    for record in records.good:
+        prompt = template.prompt.format(**record)
+        messages = [{"role": "user", "content": prompt}]
+        ids = asking.ids(messages)
+        labels = [label if asking.template == NONE else label.strip() for label in template.labels.values()]
+        whole = [asking.ids(messages, label) for label in labels]
+        shared = min([len(ids), *(_same(ids, other) for other in whole)])
+        one = Asked(ids[:shared], [other[shared:] for other in whole], record)
+        if shared + max(map(len, one.labels), default=0) > room or not shared:
+            records.skip("too long")
+        else:
+            asked.append(one)
+    return sorted(asked, key=lambda one: len(one.prompt))  # stable: ties stay in the file's order
+
+
+def accuracy(
+    made: Generator, asked: Sequence[Asked], template: Template, rows: int, progress: Progress | None = None
+) -> dict[str, object]:
+    """The share of records whose label is the likeliest of all labels after the prompt."""
+    names = list(template.labels)
+    right, truths, guesses = 0, Counter[str](), Counter[str]()
+    for first in range(0, len(asked), rows):
+        batch = asked[first : first + rows]
+        for one, guess in zip(batch, label_scores(made, batch).argmax(-1).tolist(), strict=True):
+            truth = str(one.record[template.answer])
+            truths[truth] += 1
+            guesses[names[guess]] += 1
+            right += truth == names[guess]
+        if progress is not None:
+            progress(first + len(batch), len(asked))
+    majority, count = truths.most_common(1)[0]
+    return {
+        "accuracy": share(right, len(asked)).__dict__,
+        "majority": {"label": majority, "share": count / len(asked)},
+        "labels": {name: {"there": truths[name], "chosen": guesses[name]} for name in names},
+    }
+
+
+def label_scores(made: Generator, batch: Sequence[Asked]) -> torch.Tensor:
+    """The log likelihood of each label's ids after each prompt, [b, labels], fp64. The prompt is read once."""
+    lengths = torch.tensor([len(one.prompt) for one in batch])
+    longest = max(len(label) for one in batch for label in one.labels)
+    cache = made.cache(len(batch), int(lengths.max()) + longest)
+    prompts = _padded([one.prompt for one in batch])
+    logits = made.logits(prompts, cache.at(torch.zeros_like(lengths), prompts.shape[1], lengths - 1))
+    after_prompt = torch.log_softmax(logits.double(), -1)
+    scores = torch.zeros(len(batch), len(batch[0].labels), dtype=torch.float64)
+    for number in range(scores.shape[1]):
+        labels = [one.labels[number] for one in batch]
+        steps = [after_prompt]
+        most = max(map(len, labels))
+        if most > 1:
+            # The next label overwrites this one in the cache: a slot is a position.
+            logits = made.logits(_padded([label[:-1] for label in labels], most - 1), cache.at(lengths, most - 1))
+            steps.append(torch.log_softmax(logits.double(), -1))
+        likelihoods = torch.cat(steps)
+        for row, label in enumerate(labels):
+            scores[row, number] = sum(likelihoods[place, row, one] for place, one in enumerate(label))
+    return scores
+
+
+def written(
+    made: Generator,
+    asked: Sequence[Asked],
+    template: Template,
+    text: Text,
+    rows: int,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+) -> dict[str, object]:
+    """The shares of answers that end in ``#### number``, and in the right number."""
+    formed = right = 0
+    examples: list[dict[str, object]] = []
+    for first in range(0, len(asked), rows):
+        batch = asked[first : first + rows]
+        answers = made.generate([one.prompt for one in batch], Sampling(greedy=True), max_new_tokens)
+        for one, answer in zip(batch, answers, strict=True):
+            said = text.decode(answer.ids)
+            number, truth = final_number(said), final_number(str(one.record[template.answer]))
+            formed += number is not None
+            right += number is not None and number == truth
+            if len(examples) < 3:
+                examples.append({**one.record, "written": said})
+        if progress is not None:
+            progress(first + len(batch), len(asked))
+    return {
+        "well_formed": share(formed, len(asked)).__dict__,
+        "exact_match": share(right, len(asked)).__dict__,
+        "examples": examples,
+    }
+
+
+def final_number(answer: str) -> Decimal | None:
+    """The number of the first line ``#### number``; None where there is no such line."""
+    found = _NUMBER.search(answer)
+    try:
+        return Decimal(found[1].replace(",", "").replace("$", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids two texts begin with together."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.Tensor:
+    tokens = torch.zeros(len(rows), length or max(map(len, rows)), dtype=torch.int64)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return tokens

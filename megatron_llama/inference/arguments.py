@@ -1,0 +1,155 @@
+"""What generating and evaluating share: a source, its tokenizer, a device and a plan; all mistakes in one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+
+if TYPE_CHECKING:
+    import argparse
+
+    from megatron_llama.config import Problem
+    from megatron_llama.inference.load import Source
+    from megatron_llama.inference.prompts import Asking
+    from megatron_llama.inference.tokenizer import Text
+    from megatron_llama.plan import Plan
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and how it is loaded."""
+    parser.add_argument("model", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a Hugging Face folder")
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="the model that LoRA was trained on, where its folder has moved"
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share the matrices (default 1)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of weights and products; auto: float32 on a CPU, bfloat16 elsewhere",
+    )
+    parser.add_argument("--device", default="auto", help="as in train.py (default auto)")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="sentencepiece model or Hugging Face folder (default: the model's)",
+    )
+
+
+@dataclass
+class Loaded:
+    """A model that can be started."""
+
+    source: Source
+    plan: Plan
+    text: Text | None
+    """None where none is needed and none is known."""
+    stop: frozenset[int]
+    asking: Asking | None = None
+    """What conversations are put in, where there are any."""
+
+
+class Problems:
+    """Collects what is wrong, so that the user hears of all of it."""
+
+    def __init__(self) -> None:
+        self.found: list[Problem] = []
+
+    def add(self, field: str, value: object, rule: str, instead: str) -> None:
+        """One more."""
+        from megatron_llama.config import Problem
+
+        self.found.append(Problem(field, value, rule, instead))
+
+    def of(self, work: Callable[[], T]) -> T | None:
+        """What ``work`` gives; None, and its problems are added, where it raises ConfigError."""
+        from megatron_llama.config import ConfigError
+
+        try:
+            return work()
+        except ConfigError as error:
+            self.found += error.problems
+            return None
+
+    def check(self) -> None:
+        """Raises ConfigError where there are any."""
+        from megatron_llama.config import ConfigError
+
+        if self.found:
+            raise ConfigError(self.found)
+
+
+def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text: bool = True) -> Loaded | None:
+    """The model that the arguments name; None where something is wrong, which is then among ``problems``."""
+    from megatron_llama.devices import get_device
+    from megatron_llama.inference.load import inference_plan, open_source
+    from megatron_llama.inference.tokenizer import open_text, stop_ids
+
+    device = None
+    try:
+        device = get_device(arguments.device)
+    except ValueError as error:
+        problems.add("--device", arguments.device, str(error), "write --device auto")
+    if arguments.tp < 1:
+        problems.add("--tp", arguments.tp, "must be at least 1", "write --tp 1")
+    source = problems.of(lambda: open_source(arguments.model, arguments.base))
+    if source is None:
+        return None
+    text = None
+    if needs_text or arguments.tokenizer is not None or source.tokenizer is not None:
+        text = problems.of(lambda: open_text(source, arguments.tokenizer))
+    if device is None or arguments.tp < 1:
+        return None
+    plan = problems.of(lambda: inference_plan(source, arguments.tp, device.name, arguments.dtype))
+    if plan is None or (text is None and needs_text):
+        return None
+    return Loaded(source, plan, text, frozenset() if text is None else stop_ids(source, text))
+
+
+def open_asking(loaded: Loaded, template: str | None, otherwise: str) -> None:
+    """Have the model asked in ``template``, else as it was taught, else ``otherwise``, and stop at that one's own end;
+    raises ConfigError where its tokenizer can't."""
+    from megatron_llama.inference import prompts as asking
+
+    assert loaded.text is not None
+    loaded.asking = asking.open_asking(loaded.text, template, loaded.source.taught, otherwise)
+    loaded.stop |= loaded.asking.stop
+
+
+def run(main: Callable[[], int]) -> int:
+    """``main`` with the exit status of its mistakes: 2 the user's, 1 a damaged file."""
+    from megatron_llama.checkpoint.safetensors_file import Damaged
+    from megatron_llama.config import ConfigError
+
+    try:
+        return main()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USER
+    except Damaged as error:
+        sys.stderr.write(f"damaged: {error}\n")
+        return EXIT_FAILED
+
+
+def start(work: Callable[[], None], plan: Plan) -> int:
+    """Runs ``work`` on the plan's ranks, on this machine; returns the exit status."""
+    from megatron_llama.devices import get_device
+    from megatron_llama.launch.start import start_ranks
+    from megatron_llama.launch.variables import variables
+
+    device = get_device(plan.config.device.name)
+    environment = variables(device, plan)
+    if device.forkable:
+        os.environ.update(environment)
+        import megatron_llama.inference.accuracy
+        import megatron_llama.inference.chat  # noqa: F401  imported once here, and not in each rank
+    return start_ranks(work, plan.world_size, fork=device.forkable, environment=environment)

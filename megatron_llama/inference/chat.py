@@ -1,0 +1,80 @@
+"""A conversation with a model, at a terminal or through pipes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+import torch.distributed as dist
+
+from megatron_llama.config import ConfigError
+from megatron_llama.inference.generator import Generator
+from megatron_llama.inference.prompts import Asking, Message
+from megatron_llama.inference.sampling import Sampling
+from megatron_llama.inference.stream import Printer
+
+RESET = "/reset"
+WELCOME = f"A message and Enter; {RESET} begins anew, Ctrl-D ends."
+
+
+class Chat:
+    """Messages in, answers out. All ranks run it; rank 0 alone reads and writes."""
+
+    def __init__(
+        self, generator: Generator, asking: Asking | None, sampling: Sampling, max_new_tokens: int, system: str | None
+    ) -> None:
+        self.generator, self.asking, self.sampling, self.most = generator, asking, sampling, max_new_tokens
+        self._first: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        self._history = list(self._first)
+
+    def run(self, source: TextIO, out: TextIO) -> None:
+        """Answer each line of ``source`` until it ends. ``asking`` is needed on rank 0 only."""
+        if self.asking is not None and source.isatty():
+            out.write(WELCOME + "\n")
+        while True:
+            ids = self._agreed(self._next_prompt(source, out) if self.asking is not None else None)
+            if ids is None:
+                return
+            printer = Printer(out, self.asking.text, [""], [[]]) if self.asking is not None else None
+            answer = self.generator.generate([ids], self.sampling, self.most, printer)[0]
+            if self.asking is not None:
+                self._history.append({"role": "assistant", "content": self.asking.said(answer.ids)})
+
+    def _next_prompt(self, source: TextIO, out: TextIO) -> list[int] | None:
+        """The ids of the conversation with the next message; None at the end of ``source``."""
+        assert self.asking is not None
+        while True:
+            if source.isatty():
+                out.write("\n> ")
+                out.flush()
+            line = source.readline()
+            if not line:
+                return None
+            message = line.strip()
+            if message == RESET:
+                self._history = list(self._first)
+                self._say("begun anew")
+            elif message:
+                asked = [*self._history, {"role": "user", "content": message}]
+                try:
+                    ids = self.asking.ids(asked)
+                except ConfigError as error:
+                    self._say(error.problems[0].rule)
+                    continue
+                if len(ids) < self.generator.context:
+                    self._history = asked
+                    return ids
+                self._say(f"the conversation has {len(ids)} of the model's {self.generator.context} tokens: {RESET}")
+
+    @staticmethod
+    def _agreed(ids: list[int] | None) -> list[int] | None:
+        """Rank 0's ids, on all ranks."""
+        answer = [ids]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(answer)
+        return answer[0]
+
+    @staticmethod
+    def _say(words: str) -> None:
+        sys.stderr.write(f"[{words}]\n")
+        sys.stderr.flush()

@@ -1,0 +1,124 @@
+"""Questions with known answers: what a file holds, and the template that makes prompts of it."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_prep.lib.sources import bare_name, find_sources, read_lines, with_array
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.conversation import LABELLED
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Template:
+    """From a record to a prompt, and where its answer stands."""
+
+    prompt: str
+    """With the record's fields in braces."""
+    answer: str
+    """The field of the right answer."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """For labelled sets: what the model would write for each value of the answer's field."""
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields that a record must have."""
+        return {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name} | {self.answer}
+
+
+# What data_prep/sft.py trains on as a user's message, so that a tuned model is asked as it was taught.
+TEMPLATES: Mapping[str, Template] = {
+    **{name: Template(asked.prompt, asked.label, asked.words) for name, asked in LABELLED.items()},
+    "gsm8k": Template("{question}", "answer"),
+}
+
+
+@dataclass
+class Records:
+    """What can be asked, and what had to be left out, by reason."""
+
+    good: list[Record] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, reason: str) -> None:
+        """Count one that is left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def find_template(name: str) -> Template:
+    """One of ours by its name, or a JSON file with prompt, answer and, for labelled sets, labels."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    instead = f"write --template {', '.join(TEMPLATES)}, or a JSON file with prompt, answer and labels"
+    if not Path(name).is_file():
+        raise ConfigError([Problem("--template", name, "there is no template of this name, and no such file", instead)])
+    try:
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        template = Template(content["prompt"], content["answer"], content.get("labels", {}))
+        template.fields  # noqa: B018  whether its braces can be read
+        if not all(isinstance(text, str) and text for text in (*template.labels, *template.labels.values())):
+            raise ValueError("labels are texts")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError([Problem("--template", name, f"can't be used: {error!r}", instead)]) from None
+    return template
+
+
+def read_records(path: Path, template: Template, limit: int | None = None) -> Records:
+    """The records of a .tsv (with a head), .jsonl or .json (one array) file, at most the first ``limit`` good ones.
+
+    What can't be asked is left out and counted. Raises ConfigError for a file that can't be read or has nothing good.
+    """
+    records, wanted = Records(), template.fields
+    try:
+        for record in _rows(path):
+            if len(records.good) == limit:
+                break
+            if record is None:
+                records.skip("unreadable")
+            elif any(not str(record.get(name) or "").strip() for name in wanted):
+                records.skip("lacks a field")
+            elif template.labels and str(record[template.answer]) not in template.labels:
+                records.skip("unknown label")
+            else:
+                records.good.append(record)
+    except (OSError, UnicodeDecodeError, UserError) as error:
+        raise ConfigError(
+            [Problem("FILE", str(path), f"can't be read: {error}", "name a .tsv or .jsonl file")]
+        ) from None
+    if not records.good:
+        rule = f"has no record with {', '.join(sorted(wanted))} ({records.skipped or 'it is empty'})"
+        raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
+    return records
+
+
+def _rows(path: Path) -> Iterator[Record | None]:
+    """Each record; None for one that can't be read. By data_prep's readers: compressed files and JSON arrays too."""
+    for source in find_sources([str(path)], text_suffixes=(), arrays=True):
+        if bare_name(source.path).endswith(".tsv"):
+            yield from _table(line.decode().rstrip("\r") for line in read_lines(source))
+            continue
+        for line in read_lines(with_array(source)):
+            if not line.strip():
+                continue
+            try:
+                content = json.loads(line)
+            except ValueError:
+                content = None
+            yield content if isinstance(content, dict) else None
+
+
+def _table(lines: Iterator[str]) -> Iterator[Record | None]:
+    """Each line by the names in the first. GLUE's files have quotes that are only characters."""
+    names = next(lines, "").split("\t")
+    for line in lines:
+        cells = line.split("\t")
+        if line:
+            yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else None

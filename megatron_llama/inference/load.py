@@ -1,0 +1,212 @@
+"""What a path holds that a model can be loaded from, whoever wrote it: its shape, its values, and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.checkpoint.adapter import Trained, finetune_of, only_trained, open_adapter, open_base
+from megatron_llama.checkpoint.export import find_checkpoint, model_of
+from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.safetensors_file import Damaged, Stored, read_json
+from megatron_llama.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DeviceConfig,
+    FinetuneConfig,
+    ModelConfig,
+    Problem,
+    TrainerConfig,
+)
+from megatron_llama.config.hf_config import (
+    ADAPTER_CONFIG,
+    fill_from_adapter,
+    other_than_llama,
+    read_adapter_config,
+    read_hf_config,
+    shape_from_hf,
+)
+from megatron_llama.config.limits import bad_values
+from megatron_llama.config.settings import RopeScaling
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.parameters import head_dim, kv_heads
+from megatron_llama.plan.rules.layout import broken_rules
+from megatron_llama.text.trained_template import Taught, taught
+
+ARGUMENT = "CHECKPOINT"
+# auto: what is fast there. A CPU without bf16 units multiplies bf16 several times slower than fp32.
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass
+class Source:
+    """A model on disk."""
+
+    folder: Path
+    """The checkpoint's, the Hugging Face folder, or the PEFT adapter's."""
+    model: ModelConfig
+    stored: Stored
+    """All weights; of a LoRA run or an adapter those that it left as they were."""
+    tokenizer: Path | None
+    """A sentencepiece model or a Hugging Face folder; None where it is not known."""
+    token_ids: dict[str, Any]
+    """What generation_config.json and config.json say of special tokens."""
+    seq_length: int
+    """Tokens of a sequence that it was trained on, or is meant for."""
+    lora: Trained | None = None
+    """What is to be added to ``stored``."""
+    taught: Taught | None = None
+    """Of a fine-tuning run: what its conversations were put in."""
+
+
+def open_source(path: Path, base: Path | None = None) -> Source:
+    """The model at ``path``: a checkpoint, a run's folder (its newest checkpoint), a Hugging Face folder or a PEFT
+    adapter.
+
+    ``base`` is the folder of the frozen weights, where LoRA's are no longer where they were. Reads headers, and
+    samples for a fingerprint. Raises ConfigError for what is none of them, and Damaged for files that are not whole.
+    """
+    if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
+        return _adapter(path, base)
+    if (path / "config.json").is_file():
+        _refuse_base(base)
+        return _hugging_face(path)
+    if not path.exists():
+        rule, instead = "there is no such folder", "write a checkpoint's, a run's or a Hugging Face model's folder"
+        raise ConfigError([Problem(ARGUMENT, str(path), rule, instead)])
+    folder = find_checkpoint(path)
+    manifest = read_manifest(folder)
+    manifest.check_sizes()
+    model, finetune = model_of(manifest), finetune_of(manifest)
+    origin, stored, lora = manifest.state.hf_folder, manifest.stored, None
+    if finetune.method == "lora":
+        lora = Trained(only_trained(manifest, model, finetune), finetune)
+        stored = open_base(manifest, model, base)
+        origin = str(stored.folder)
+    else:
+        _refuse_base(base)
+    settings = manifest.state.settings
+    named = settings.get("data", {}).get("tokenizer")
+    tokenizer = next((Path(place) for place in (named, origin) if place and Path(place).exists()), None)
+    return Source(
+        folder,
+        model,
+        stored,
+        tokenizer,
+        _token_ids(Path(origin)) if origin else {},
+        int(settings.get("data", {}).get("seq_length", 0)) or model.max_position_embeddings,
+        lora,
+        taught(settings),
+    )
+
+
+def _refuse_base(base: Path | None) -> None:
+    if base is not None:
+        rule = "is for what LoRA has trained, and these weights are whole"
+        raise ConfigError([Problem("--base", str(base), rule, "leave --base out")])
+
+
+def _adapter(folder: Path, base: Path | None) -> Source:
+    """A PEFT adapter with the model that it was made for: ``base``, or the folder that it names itself.
+
+    PEFT keeps no fingerprint, so that it is the right one is known only as far as shapes tell.
+    """
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    fill_from_adapter(str(folder), set(), lambda name, value: values.update({name: value}), problems)
+    if problems:
+        raise ConfigError([_of_adapter(problem, folder) for problem in problems])
+    finetune = FinetuneConfig(method="lora", **{name.partition(".")[2]: value for name, value in values.items()})
+    if base is None:
+        named = read_adapter_config(str(folder)).get("base_model_name_or_path")
+        if not named or not (Path(named) / "config.json").is_file():
+            rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
+            raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
+        base = Path(named)
+    try:
+        whole = _hugging_face(base)
+    except ConfigError as error:
+        raise ConfigError([replace(problem, field="--base") for problem in error.problems]) from None
+    config = Config(model=whole.model, finetune=finetune)
+    problems = [p for p in bad_values(config) if p.field.startswith("finetune.")]
+    problems += [p for p in broken_rules(config, 1, {p.field for p in problems}) if p.field.startswith("finetune.")]
+    if problems:
+        raise ConfigError([_of_adapter(problem, folder) for problem in problems])
+    try:
+        trained = Trained(open_adapter(folder, whole.model, finetune), finetune)
+    except ConfigError as error:
+        raise ConfigError([_of_adapter(problem, folder) for problem in error.problems]) from None
+    own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return replace(whole, folder=folder, tokenizer=folder if own else whole.tokenizer, lora=trained)
+
+
+def _of_adapter(problem: Problem, folder: Path) -> Problem:
+    """A problem of the settings that an adapter stands for, in the words of a command line that names the adapter."""
+    about = "" if problem.field == "finetune.adapter" else f"its {problem.field.partition('.')[2]} {problem.value!r}: "
+    return Problem(ARGUMENT, str(folder), about + problem.rule, "name an adapter of plain LoRA, made for this base")
+
+
+def _hugging_face(folder: Path) -> Source:
+    try:
+        content = read_hf_config(str(folder))
+    except ValueError as error:
+        raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "get the folder again")]) from None
+    other = [f"is no Llama of this kind: {clause}" for clause in other_than_llama(content)]
+    shape = shape_from_hf(content)
+    scaling = shape.pop("rope_scaling")
+    try:
+        model = ModelConfig(**shape, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        model = replace(model, num_key_value_heads=kv_heads(model), head_dim=head_dim(model), name=folder.name)
+    except (TypeError, ZeroDivisionError) as error:
+        other.append(f"its config.json describes no Llama ({error})")
+    if other:
+        raise ConfigError([Problem(ARGUMENT, str(folder), rule, "name another folder") for rule in other])
+    try:
+        stored = open_hf_folder(folder, model)
+    except ConfigError as error:
+        raise ConfigError([replace(problem, field=ARGUMENT) for problem in error.problems]) from None
+    return Source(folder, model, stored, folder, _token_ids(folder), min(model.max_position_embeddings, 2048))
+
+
+def _token_ids(folder: Path) -> dict[str, Any]:
+    """Special tokens by the folder's config.json, and by generation_config.json, which wins."""
+    found: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        try:
+            content = read_json(folder / name)
+        except Damaged:
+            continue
+        if isinstance(content, dict):
+            found |= {key: value for key, value in content.items() if key.endswith("_token_id") and value is not None}
+    return found
+
+
+def inference_plan(source: Source, tp: int, device: str, dtype: str = "auto") -> Plan:
+    """The plan of ``tp`` ranks that hold the model for answering; raises ConfigError where it can't be cut so."""
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    config = Config(
+        model=source.model,
+        data=DataConfig(name="none", mock=True, seq_length=1),
+        trainer=TrainerConfig(
+            tp=tp,
+            sp=False,  # one token can't be split along the sequence
+            global_batch_size=1,
+            steps=0,
+            precision={"float32": "fp32", "bfloat16": "bf16_pure"}[dtype],
+        ),
+        device=DeviceConfig(name=device),
+    )
+    try:
+        return resolve(config, tp)
+    except ConfigError as error:
+        raise ConfigError([_as_argument(problem) for problem in error.problems]) from None
+
+
+def _as_argument(problem: Problem) -> Problem:
+    """A problem in the words of a command line that has --tp."""
+    rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
+    return Problem(problem.field.replace("trainer.tp", "--tp"), problem.value, rule, instead)

@@ -1,0 +1,117 @@
+"""A conversation to the ids that ask for its next answer: by data_prep's own code, so that a model is asked as it was
+taught, to the id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.inference.tokenizer import Text
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.chat_template import NAMED, Jinja, Named, Piece, own_template
+from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces, load_chat_tokenizer
+from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.trained_template import Taught
+
+Message = Mapping[str, str]
+"""``role`` and ``content``."""
+OWN, NONE = "own", "none"
+TEMPLATES = (OWN, *NAMED)
+ARGUMENT = "--chat-template"
+
+
+class Asking:
+    """A tokenizer and the template that it asks in; ``none`` is the text as it is."""
+
+    stop: frozenset[int] = frozenset()
+    """The ids that end an answer in this template."""
+
+    def __init__(self, text: Text, template: str, add_bos: bool | None = None) -> None:
+        """``add_bos`` is for named templates; None does what the tokenizer does before any text.
+
+        Raises ConfigError where the tokenizer has no template of its own, or can't be used with any.
+        """
+        self.text, self.template, self._add_bos = text, template, add_bos
+        self._tail = ""  # what is written between an answer and the token that ends it
+        self._named: Named | None = NAMED.get(template)
+        if template == NONE:
+            return
+        try:
+            self._tokenizer: ChatTokenizer = load_chat_tokenizer(str(text.path), own=template == OWN)
+            self._own: Jinja | None = None
+            if template == OWN:
+                self._own = own_template(text.path, self._tokenizer.control_tokens)
+        except UserError as error:
+            instead = f"write --chat-template {', '.join(NAMED)}; or --tokenizer FOLDER with a template of its own"
+            raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
+        bos = text.adds_bos if add_bos is None else add_bos
+        self._bos = [self._tokenizer.bos] if bos and self._named and self._tokenizer.bos is not None else []
+        self.stop = self._ends()
+
+    def __reduce__(self) -> Any:  # a compiled template can't be sent to a rank
+        return Asking, (self.text, self.template, self._add_bos)
+
+    def ids(self, messages: Sequence[Message], answer: str | None = None) -> list[int]:
+        """The ids up to where the assistant's next answer begins; with an ``answer`` those too, without its end.
+
+        Raises ConfigError where the template refuses the conversation.
+        """
+        if self.template == NONE:
+            return self.text.encode("".join(message["content"] for message in messages) + (answer or ""))
+        turns = [Turn(message["role"], message["content"]) for message in messages]
+        try:
+            pieces = self._named.ask(turns) if self._named else [Piece(self.shown(messages), False)]
+            if answer is not None:
+                pieces.append(Piece(self._gap + answer, True))
+            return self._bos + encode_pieces(pieces, self._tokenizer)[0]
+        except Bad as error:
+            raise self._refused(error) from None
+
+    def shown(self, messages: Sequence[Message]) -> str:
+        """The text up to where the assistant's next answer begins. Raises ConfigError as ``ids`` does."""
+        turns = [Turn(message["role"], message["content"]) for message in messages]
+        if self._own is None:
+            return "".join(piece.text for piece in self._named.ask(turns)) if self._named else turns[-1].text
+        try:
+            return self._own.render(turns, ask=True)
+        except Bad as error:
+            raise self._refused(error) from None
+
+    def said(self, ids: Sequence[int]) -> str:
+        """The answer that a model's ids are, as a message's content."""
+        return self.text.decode(ids).removeprefix(self._gap).removesuffix(self._tail)
+
+    @property
+    def _gap(self) -> str:
+        return self._named.gap if self._named else ""
+
+    def _ends(self) -> frozenset[int]:
+        """The control token that an example's answer is learned to end with, if it is one."""
+        tokenizer = self._tokenizer
+        example = [Turn("user", "question"), Turn("assistant", "answer")]
+        if self._named:
+            for piece in [piece for piece in self._named.pieces(example) if piece.learn][1:]:
+                ids = encode_pieces([piece], tokenizer)[0]
+                if piece.control and len(ids) == 1:
+                    return frozenset(ids)
+                self._tail += piece.text
+            return frozenset()
+        assert self._own is not None
+        try:
+            said = "".join(piece.text for piece in self._own.pieces(example) if piece.learn)
+        except Bad:  # a template that takes no such conversation has an end all the same, the tokenizer's
+            return frozenset()
+        after = said.partition("answer")[2].lstrip()
+        numbers = (tokenizer.control(name) for name in tokenizer.control_tokens if after.startswith(name))
+        return frozenset(number for number in numbers if number is not None)
+
+    def _refused(self, error: Bad) -> ConfigError:
+        rule = f"the chat template {self.template} of {self.text.path} refuses this conversation ({error})"
+        return ConfigError([Problem(ARGUMENT, self.template, rule, "leave out --system, or use --prompt")])
+
+
+def open_asking(text: Text, template: str | None, taught: Taught | None, otherwise: str) -> Asking:
+    """``template``, else what the model was ``taught`` in, else ``otherwise``; raises ConfigError as ``Asking``."""
+    name = template or (taught.template if taught else otherwise)
+    return Asking(text, name, taught.add_bos if taught and taught.template == name else None)

@@ -1,0 +1,68 @@
+"""Text on the terminal while it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from megatron_llama.inference.tokenizer import Text
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_KNOWN_TAIL = 8  # ids of the prompt that an answer's first piece is decoded after, so that its space is kept
+
+
+class Decoder:
+    """Ids to text, piece by piece; a piece that ends inside a character is held back until the rest is there."""
+
+    def __init__(self, text: Text, prompt: Sequence[int] = ()) -> None:
+        self._text = text
+        self._ids = list(prompt[-_KNOWN_TAIL:])
+        self._shown = len(self._ids)
+        self._start = 0
+
+    def add(self, number: int) -> str:
+        """What can be shown now that ``number`` has come."""
+        self._ids.append(number)
+        return self._more(False)
+
+    def end(self) -> str:
+        """What was held back."""
+        return self._more(True)
+
+    def _more(self, at_end: bool) -> str:
+        # Both are decoded from the same start: a tokenizer treats the first piece of a text in its own way.
+        before = self._text.decode(self._ids[self._start : self._shown])
+        now = self._text.decode(self._ids[self._start :])
+        if not at_end and now.endswith(_BROKEN):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return now[len(before) :]
+
+
+class Printer:
+    """Answers of a batch, one after the other although they grow together: the first streams, then the next one."""
+
+    def __init__(self, out: TextIO, text: Text, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
+        self._out = out
+        self._decoders = [Decoder(text, prompt) for prompt in ids]
+        self._ended = [False for _ in prompts]
+        self._waiting = list(prompts)
+        self._row = 0
+        self._show()
+
+    def __call__(self, row: int, number: int | None) -> None:
+        """A new id of a row, or None where the row has ended."""
+        decoder = self._decoders[row]
+        self._waiting[row] += decoder.end() if number is None else decoder.add(number)
+        self._ended[row] = number is None
+        self._show()
+
+    def _show(self) -> None:
+        while self._row < len(self._waiting):
+            self._out.write(self._waiting[self._row])
+            self._waiting[self._row] = ""
+            if not self._ended[self._row]:
+                break
+            self._row += 1
+            self._out.write("\n" if self._row == len(self._waiting) else "\n\n")
+        self._out.flush()

@@ -1,0 +1,154 @@
+"""What one rank's process does around the work itself: live no longer than its starter, and say how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megatron_llama.config import ConfigError
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+WATCHED = (signal.SIGINT, *FORWARDED)
+# A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
+CONSEQUENCE_DELAY_SECONDS = 8.0
+_PR_SET_PDEATHSIG = 1
+# How a rank learns that another one has gone. Such an error is a consequence, whatever rank it is raised on.
+_PEER_LOST = re.compile(
+    r"connection (was )?(closed|reset)|closed by peer|broken pipe|connection refused|remote process exited"
+    r"|likely closed|pair closure|communicator was aborted|socket timeout|wait timeout|timed out waiting|failed to recv"
+    r"|DistNetworkError|DistStoreError|unhandled system error",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Report:
+    """How a rank ended, in its own words."""
+
+    kind: str
+    """done, user (a ConfigError), exit (SystemExit), interrupt or error."""
+    text: str = ""
+    """The message or the traceback."""
+    code: int = 0
+    """Exit status that the rank asked for."""
+    consequence: bool = False
+    """The error says that another rank was lost."""
+    seconds: float = field(default_factory=time.monotonic)
+    """When; the clock is the machine's, so that ranks can be compared."""
+
+
+@dataclass
+class Assignment:
+    """What a rank is told by the process that starts it."""
+
+    rank: int
+    starter_pid: int
+    environment: dict[str, str]
+    report_fd: int
+    """Where the Report goes, pickled."""
+    crash_fd: int
+    """Where the interpreter writes the stack of a fatal signal."""
+    output: Path | None
+    """File that takes stdout and stderr; None leaves them as they are."""
+
+
+def die_with(parent_pid: int) -> None:
+    """Has this process killed when ``parent_pid``, its parent, ends for whatever reason, kill -9 included."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(EXIT_FAILED)
+
+
+def describe(error: BaseException) -> Report:
+    """The report of a work that ended with ``error``."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, ConfigError):
+        return Report("user", str(error), EXIT_USER)
+    if isinstance(error, KeyboardInterrupt):
+        return Report("interrupt", code=EXIT_INTERRUPTED)
+    if isinstance(error, SystemExit) and error.code == EXIT_RESTART:
+        return Report("exit", code=EXIT_RESTART)
+    return Report("error", text, EXIT_FAILED, consequence=says_peer_lost(error))
+
+
+def says_peer_lost(error: BaseException | None) -> bool:
+    """Whether ``error``, or the one it was raised from, only tells that another rank has gone."""
+    while error is not None:
+        if _PEER_LOST.search("".join(traceback.format_exception_only(error))):
+            return True
+        error = error.__cause__
+    return False
+
+
+def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn:
+    """Runs ``work`` as one rank and ends the process; never returns."""
+    die_with(assignment.starter_pid)
+    _take_signals()
+    os.environ.update(assignment.environment)
+    _redirect(assignment.output)
+    with os.fdopen(assignment.crash_fd, "w") as crash:
+        faulthandler.enable(file=crash)
+        report = Report("done")
+        try:
+            work()
+        except BaseException as error:
+            report = describe(error)
+        with os.fdopen(assignment.report_fd, "wb") as file:
+            pickle.dump(report, file)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # the terminal or the reader of a pipe has gone
+                pass
+        # Not sys.exit: a forked rank must not run what its starter registered for its own end, and a collective that
+        # never finishes must not keep a dying rank alive.
+        os._exit(report.code)
+
+
+def _take_signals() -> None:
+    """Replaces the starter's handlers by a rank's, and lets through what arrived meanwhile."""
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, _interrupt_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C reaches a rank from the terminal and from its starter; the second must not disturb the clean-up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _redirect(output: Path | None) -> None:
+    """Sends what this process and the libraries in it print to ``output``."""
+    if output is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    """Where the system can't tell a child that its parent died: look every second."""
+    while os.getppid() == parent_pid:
+        time.sleep(1)
+    os._exit(EXIT_FAILED)

@@ -1,0 +1,148 @@
+"""The order in which a Llama is made parallel, on one screen.
+
+    meta device  →  tensor and sequence parallel layers  →  LoRA  →  recompute  →  compile  →  data-parallel sharding  →
+    weights
+
+Tensor parallelism comes first since it decides what a rank's matrices are; recomputation is part of a block, so that
+what is compiled includes it; sharding wraps compiled blocks, since its hooks can't be compiled; weights come last,
+when each rank knows which rectangles are its own: no rank ever holds a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.devices import Device
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.init import initial_values
+from megatron_llama.model.llama import Llama
+from megatron_llama.model.lora import add_lora
+from megatron_llama.model.megatron import mcore_config
+from megatron_llama.model.names import is_lora
+from megatron_llama.parallel.compiling import Compiler
+from megatron_llama.parallel.data import data_mesh, shard_chunk
+from megatron_llama.parallel.pipeline import MicroBatch, run_logits, run_schedule
+from megatron_llama.parallel.shards import Shard, shards_of
+from megatron_llama.parallel.tensor import ReplicatedGradients
+from megatron_llama.parallel.traceable import make_traceable
+from megatron_llama.plan import Plan
+from megatron_llama.topology import Topology
+
+
+@dataclass
+class ParallelModel:
+    """This rank's part of the model: its chunks, what it holds of each parameter, and how to run a step."""
+
+    plan: Plan
+    chunks: list[Llama]
+    shards: list[Shard]
+    device: torch.device
+    replicated: ReplicatedGradients = field(repr=False)
+    compiler: Compiler | None = None
+    """Where blocks are compiled, what knows their graphs."""
+
+    @property
+    def trained(self) -> list[Shard]:
+        """The shards that get gradients and updates: all of them, but for LoRA."""
+        return [shard for shard in self.shards if shard.is_trained]
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
+        """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its
+        gradients.
+
+        Returns the mean loss per token, fp32 scalar, the same on all ranks.
+        """
+        total = self._total_tokens(microbatches)
+        loss = run_schedule(self.chunks, self.plan, microbatches, total, train)
+        if train:
+            self.replicated.reduce(self.shards)
+        trainer = self.plan.config.trainer
+        loss = loss / trainer.tp  # each tensor-parallel rank of the last stage has the same value
+        dist.all_reduce(loss)
+        if self.compiler is not None:
+            self.compiler.batch_done(train=train)
+        return loss
+
+    def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
+        """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
+        if self.compiler is None:
+            return run_logits(self.chunks, self.plan, tokens, documents)
+        with torch.compiler.set_stance("force_eager"):  # shapes of their own, and not worth a graph
+            return run_logits(self.chunks, self.plan, tokens, documents)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for shard in self.shards:
+            shard.parameter.grad = None
+
+    def tokens_with_loss(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Tokens with loss in the global batch, int64 scalar; every tensor- and pipeline-parallel rank has the same
+        micro batches."""
+        count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
+        dist.all_reduce(count)
+        return count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)
+
+    def _total_tokens(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
+        """What the losses of a global batch are divided by."""
+        return self.tokens_with_loss(microbatches).clamp(min=1)
+
+
+def build_model(
+    plan: Plan, topology: Topology, device: Device, torch_device: torch.device, compiler: Compiler | None = None
+) -> ParallelModel:
+    """This rank's part of the model with its initial weights. ``compiler`` replaces the one that the plan asks for."""
+    trainer = plan.config.trainer
+    if compiler is None and trainer.compile:
+        compiler = Compiler(plan, device)
+    mcore = mcore_config(plan)
+    mesh = data_mesh(topology, torch_device.type)
+    virtual_stages = range(topology.pp_rank, topology.pp * topology.vpp, topology.pp)
+    chunks = []
+    for stage in virtual_stages:
+        with torch.device("meta"):
+            chunk = Llama(
+                plan.model,
+                mcore,
+                plan.stage_layers[stage],
+                padded_vocab_size=plan.padded_vocab_size,
+                recompute=trainer.recompute,
+                is_first=stage == 0,
+                is_last=stage == topology.pp * topology.vpp - 1,
+            )
+            if plan.config.finetune.method == "lora":
+                add_lora(chunk, plan)
+        if compiler is not None:
+            # Each block's forward alone: the hooks of fully_shard can't be compiled.
+            for block in chunk.layers.values():
+                make_traceable(block)
+                block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
+        shard_chunk(chunk, mesh, plan)
+        chunk.to_empty(device=torch_device)
+        chunks.append(chunk)
+    if plan.config.finetune.lora_dropout:
+        # Other values on each rank, but where tensor-parallel ranks have the same input: their copies would drift.
+        torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
+    shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
+    initialise(shards, plan)
+    return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)
+
+
+@torch.no_grad()
+def initialise(shards: list[Shard], plan: Plan) -> None:
+    """Fill the weights with values that depend on seed, name and position alone, to nearest where they are bf16; rows
+    that pad the vocabulary with zeros.
+
+    With ``init_from`` the folder's weights take their place before the first step, so only what LoRA adds is made.
+    """
+    for shard in shards:
+        shard.local.zero_()
+        if plan.config.init_from is not None and not is_lora(shard.name):
+            continue
+        values = shard.values
+        for piece in shard.pieces:
+            values[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))
+        shard.write(values)

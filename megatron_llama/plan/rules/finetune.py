@@ -1,0 +1,103 @@
+"""How the settings of fine-tuning must go together, and what is derived of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.precision import PRECISIONS, QUANTIZATION_BLOCK, QUANTIZED_BITS
+from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.settings import Config, FinetuneConfig
+from megatron_llama.plan.parameters import matrix_shape
+from megatron_llama.plan.rules.layout import layout_tp, nearest_legal, reads
+
+FROM_NOTHING = (
+    "finetune.method={method} starts from random weights here, which is of use for measuring only: init_from is not set"
+)
+
+
+@reads("finetune.method", "init_from")
+def fine_tuning_has_a_start(config: Config, world_size: int) -> Iterator[Problem]:
+    """Fine-tuning goes on from a model; only made-up data and dry runs do without."""
+    method = config.finetune.method
+    if method != "none" and config.init_from is None and not (config.data.mock or config.dry_run):
+        rule = f"finetune.method={method} goes on from a model that is there already"
+        instead = "write init_from=FOLDER, or finetune.method=none to train from nothing"
+        yield Problem("init_from", None, rule, instead)
+
+
+@reads("finetune")
+def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Problem]:
+    """A rank or an adapter that is given and would do nothing was meant otherwise."""
+    if config.finetune.method == "lora":
+        return
+    for field in fields(FinetuneConfig):
+        name, value = f"finetune.{field.name}", getattr(config.finetune, field.name)
+        if field.name != "method" and value != settings_by_name()[name].default:
+            rule = f"means nothing with finetune.method={config.finetune.method}"
+            yield Problem(name, value, rule, f"write finetune.method=lora, or leave {name} out")
+
+
+@reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
+def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
+    """A rank above a matrix's own would cost more than the matrix and add nothing."""
+    finetune = config.finetune
+    if finetune.method != "lora":
+        return
+    sizes = {module: min(matrix_shape(config.model, module)) for module in finetune.lora_target_modules}
+    module = min(sizes, key=lambda name: sizes[name])
+    if finetune.lora_rank > sizes[module]:
+        rows, columns = matrix_shape(config.model, module)
+        rule = f"is above the rank that {module} itself can have, which is {rows} x {columns}"
+        instead = f"write finetune.lora_rank={sizes[module]} or less"
+        yield Problem("finetune.lora_rank", finetune.lora_rank, rule, instead)
+
+
+@reads("finetune.modules_to_save", "model.tie_word_embeddings")
+def tied_tables_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
+    """PEFT's files have the table and the head apart, and what reads them would untie the two."""
+    tables = [name for name in config.finetune.modules_to_save if name in ("embed_tokens", "lm_head")]
+    if config.finetune.method == "lora" and config.model.tie_word_embeddings and tables:
+        rule = f"{tables[0]} is tied to the other table in this model, and PEFT's files can't say so"
+        others = [name for name in config.finetune.modules_to_save if name not in tables]
+        instead = f"write finetune.modules_to_save={shown(others)}, or finetune.method=full"
+        yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
+
+
+@reads("finetune.frozen_dtype", "trainer.tp", "model")
+def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
+    """A block of values with one scale lies in one row, and tensor parallelism cuts none: its values would depend on
+    the layout."""
+    kind, tp, model, block = config.finetune.frozen_dtype, config.trainer.tp, config.model, QUANTIZATION_BLOCK
+    if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
+        return
+    widths = {module: matrix_shape(model, module)[1] for module in ("q_proj", "o_proj", "down_proj")}
+    bad = [module for module, width in widths.items() if width % block]
+    if bad:
+        rule = f"works on blocks of {block} values of a row, and {bad[0]} has rows of {widths[bad[0]]}"
+        yield Problem("finetune.frozen_dtype", kind, rule, "write finetune.frozen_dtype=bf16")
+        return
+
+    def cut(size: int) -> list[str]:
+        """The row-parallel matrices whose blocks this size of tp would cut."""
+        return [name for name in ("o_proj", "down_proj") if widths[name] % size == 0 and widths[name] // size % block]
+
+    if found := cut(tp):
+        width = widths[found[0]]
+        rule = (
+            f"finetune.frozen_dtype={kind} works on blocks of {block} values of a row; "
+            f"{found[0]} has rows of {width}, which is {width // tp} on a rank"
+        )
+        whole = [size for size in layout_tp(config, world_size) if not cut(size)]
+        advice = nearest_legal("trainer.tp", tp, whole)
+        advice = f"{advice}, or " if advice else "write "
+        yield Problem("trainer.tp", tp, rule, f"{advice}finetune.frozen_dtype=bf16")
+
+
+def derive_finetuning(config: Config, notes: list[str]) -> None:
+    """Fill in what follows from other settings."""
+    if config.finetune.method == "lora" and config.finetune.frozen_dtype is None:
+        config.finetune.frozen_dtype = PRECISIONS[config.trainer.precision].products
+    if config.finetune.method != "none" and config.init_from is None:
+        notes.append(FROM_NOTHING.format(method=config.finetune.method))

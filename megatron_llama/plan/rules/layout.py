@@ -1,0 +1,267 @@
+"""How settings must go together. One function per rule; each says the rule, and the nearest values that keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.settings import Config
+from megatron_llama.plan.parameters import head_dim, kv_heads
+
+Rule = Callable[[Config, int], Iterator[Problem]]
+RULES: list[tuple[Rule, frozenset[str]]] = []
+
+
+def reads(*names: str) -> Callable[[Rule], Rule]:
+    """Enters a rule into the list, with the settings it is about."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.append((rule, frozenset(names)))
+        return rule
+
+    return register
+
+
+def broken_rules(config: Config, world_size: int, hopeless: Iterable[str] = ()) -> list[Problem]:
+    """Every rule that ``config`` breaks, leaving out rules about ``hopeless`` settings, which are reported already."""
+    known_bad = set(hopeless)
+    return [problem for rule, names in RULES if not _touches(names, known_bad) for problem in rule(config, world_size)]
+
+
+def _touches(names: Iterable[str], bad: set[str]) -> bool:
+    """Whether a setting among ``names``, or its whole section, is among the ``bad``."""
+    return any(name in bad or name.partition(".")[0] in bad for name in names)
+
+
+def nearest_legal(name: str, wanted: int, legal: Iterable[int]) -> str:
+    """``write name=4 or 8``: the nearest legal values on both sides of ``wanted``."""
+    values = sorted(set(legal) - {wanted})
+    below = [value for value in values if value < wanted][-1:]
+    above = [value for value in values if value > wanted][:1]
+    return f"write {name}=" + " or ".join(str(value) for value in below + above) if below + above else ""
+
+
+def layout_tp(config: Config, world_size: int) -> list[int]:
+    """Every tensor-parallel size that this model, and this number of devices at this pp, allow."""
+    model, trainer = config.model, config.trainer
+    # Without devices to count, a CPU's or a dry run's world is what tp, pp and dp ask for: it follows tp.
+    follows = world_size == trainer.tp * trainer.pp * (trainer.dp or 1)
+    return [
+        tp
+        for tp in range(1, model.num_attention_heads + 1)
+        if (follows or world_size % (tp * trainer.pp) == 0)
+        and model.num_attention_heads % tp == 0
+        and (kv_heads(model) % tp == 0 or tp % kv_heads(model) == 0)
+        and model.intermediate_size % tp == 0
+        and not (trainer.sp and config.data.seq_length % tp)
+    ]
+
+
+def data_parallel(config: Config, world_size: int) -> int | None:
+    """world / (tp * pp), or None where that is no whole number."""
+    block = config.trainer.tp * config.trainer.pp
+    return world_size // block if world_size % block == 0 else None
+
+
+def sequences_at_once(config: Config, dp: int) -> int:
+    """What a global batch must be a multiple of; the interleaved schedule works on pp micro batches in turn."""
+    trainer = config.trainer
+    return trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
+
+
+@reads("trainer.tp", "trainer.pp")
+def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
+    """tp * pp ranks hold one copy of the model, and the world is whole copies."""
+    tp, pp = config.trainer.tp, config.trainer.pp
+    if world_size % (tp * pp) == 0:
+        return
+    name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
+    rule = f"tp * pp = {tp} * {pp} = {tp * pp} must divide the number of devices, which is {world_size}"
+    smaller = [pp for pp in range(1, config.model.num_hidden_layers + 1) if world_size % (tp * pp) == 0]
+    advice = nearest_legal("trainer.pp", pp, smaller) if tp == 1 else ""
+    if tp > 1 and world_size % pp == 0:
+        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size))
+    elif tp > 1:
+        advice = nearest_legal("trainer.pp", pp, smaller)
+    whole = world_size // (tp * pp) * tp * pp
+    devices = f"start it on {f'{whole} or ' if whole else ''}{whole + tp * pp} devices"
+    yield Problem(name, value, rule, f"{advice}; or {devices}" if advice else devices)
+
+
+@reads("trainer.dp", "trainer.tp", "trainer.pp")
+def dp_is_what_is_left(config: Config, world_size: int) -> Iterator[Problem]:
+    """A dp that is given is checked, never believed."""
+    dp, left = config.trainer.dp, data_parallel(config, world_size)
+    if dp is not None and left is not None and dp != left:
+        rule = f"dp must be world / (tp * pp) = {world_size} / ({config.trainer.tp} * {config.trainer.pp}) = {left}"
+        yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or leave it out")
+
+
+@reads("trainer.tp", "model.num_attention_heads")
+def heads_divide_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
+    """Each tensor-parallel rank has the same number of query heads."""
+    tp, heads = config.trainer.tp, config.model.num_attention_heads
+    if heads % tp:
+        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
+        yield Problem("trainer.tp", tp, f"model.num_attention_heads={heads} must divide by tp", advice)
+
+
+@reads("trainer.tp", "model.num_key_value_heads", "model.num_attention_heads")
+def kv_heads_share_out(config: Config, world_size: int) -> Iterator[Problem]:
+    """A rank has whole kv heads, or whole groups of ranks share one."""
+    tp, kv = config.trainer.tp, kv_heads(config.model)
+    if kv % tp and tp % kv:
+        rule = f"model.num_key_value_heads={kv} must divide by tp, or tp by it (then ranks share a kv head)"
+        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
+        yield Problem("trainer.tp", tp, rule, advice)
+
+
+@reads("trainer.tp", "model.intermediate_size")
+def feed_forward_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
+    """Each tensor-parallel rank has the same share of the feed-forward."""
+    tp, width = config.trainer.tp, config.model.intermediate_size
+    if width % tp:
+        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
+        yield Problem("trainer.tp", tp, f"model.intermediate_size={width} must divide by tp", advice)
+
+
+@reads("model.num_attention_heads", "model.num_key_value_heads")
+def kv_heads_divide_heads(config: Config, world_size: int) -> Iterator[Problem]:
+    """Every kv head serves the same number of query heads."""
+    heads, kv = config.model.num_attention_heads, kv_heads(config.model)
+    if heads % kv:
+        advice = nearest_legal("model.num_key_value_heads", kv, [n for n in range(1, heads + 1) if heads % n == 0])
+        yield Problem("model.num_key_value_heads", kv, f"must divide model.num_attention_heads={heads}", advice)
+
+
+@reads("model.hidden_size", "model.num_attention_heads", "model.head_dim")
+def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Problem]:
+    """Where head_dim is not given, the heads share the hidden width."""
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    if config.model.head_dim is None and hidden % heads:
+        legal = [heads * dim for dim in range(2, hidden // heads + 4, 2)]
+        advice = nearest_legal("model.hidden_size", hidden, legal) + ", or set model.head_dim"
+        yield Problem("model.hidden_size", hidden, f"must divide by model.num_attention_heads={heads}", advice)
+
+
+@reads("model.hidden_size", "model.num_attention_heads", "model.head_dim")
+def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
+    """Rotary embeddings turn pairs of numbers."""
+    model = config.model
+    dim = head_dim(model)
+    if (model.head_dim is None and model.hidden_size % model.num_attention_heads) or (dim and dim % 2 == 0):
+        return
+    rule = f"a head's width, {dim}, must be even and above 0, because rotary embeddings turn pairs"
+    if model.head_dim is not None:
+        yield Problem("model.head_dim", dim, rule, nearest_legal("model.head_dim", dim, (dim - 1 or 2, dim + 1)))
+    else:
+        legal = [model.num_attention_heads * (dim + step) for step in (-1, 1) if dim + step > 0]
+        yield Problem(
+            "model.hidden_size", model.hidden_size, rule, nearest_legal("model.hidden_size", model.hidden_size, legal)
+        )
+
+
+@reads("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
+def rope_scaling_has_a_band(config: Config, world_size: int) -> Iterator[Problem]:
+    """Between the two factors the scaling is blended, so they can't meet or cross."""
+    scaling = config.model.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        rule = f"must be above model.rope_scaling.low_freq_factor={scaling.low_freq_factor:g}"
+        advice = f"write model.rope_scaling.high_freq_factor={scaling.low_freq_factor * 4:g}"
+        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, advice)
+
+
+@reads("trainer.pp", "trainer.vpp", "model.num_hidden_layers")
+def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
+    """Every virtual stage has a layer."""
+    pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
+    if pp > 1 and layers < pp * vpp:
+        rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} stages need a layer each; model.num_hidden_layers={layers}"
+        legal = [
+            size
+            for size in range(1, layers + 1)
+            if size * vpp <= layers and world_size % (config.trainer.tp * size) == 0
+        ]
+        advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
+        advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
+        advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []
+        yield Problem("trainer.pp", pp, rule, ", or ".join(advice))
+
+
+@reads("trainer.vpp", "trainer.pp")
+def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
+    """Interleaving is between stages."""
+    if config.trainer.vpp > 1 and config.trainer.pp == 1:
+        yield Problem(
+            "trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", "write trainer.vpp=1, or trainer.pp=2"
+        )
+
+
+@reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
+def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]:
+    """An explicit split names every stage, leaves none empty, and has all layers, each once."""
+    split, pp, vpp, layers = (
+        config.trainer.pipeline_layers,
+        config.trainer.pp,
+        config.trainer.vpp,
+        config.model.num_hidden_layers,
+    )
+    if split is None:
+        return
+    rule = ""
+    if len(split) != pp:
+        rule = f"has {len(split)} numbers, and must have one for each of the pp={pp} stages"
+    elif min(split) < vpp:
+        rule = f"every stage needs at least {vpp} layer{'s, one for each virtual stage' if vpp > 1 else ''}"
+    elif sum(split) != layers:
+        rule = f"adds up to {sum(split)}, and must add up to model.num_hidden_layers={layers}"
+    if rule:
+        share, left_over = divmod(layers, pp)
+        even = [share + (stage < left_over) for stage in range(pp)]
+        yield Problem(
+            "trainer.pipeline_layers", split, rule, f"write trainer.pipeline_layers={shown(even)}, or leave it out"
+        )
+
+
+@reads("trainer.global_batch_size", "trainer.micro_batch_size", "trainer.tp", "trainer.pp", "trainer.vpp")
+def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Problem]:
+    """Every data-parallel rank does the same number of micro batches; interleaving needs a multiple of pp of them."""
+    trainer, dp = config.trainer, data_parallel(config, world_size)
+    if dp is None or config.trainer.global_batch_size % sequences_at_once(config, dp) == 0:
+        return
+    unit = sequences_at_once(config, dp)
+    rule = f"must divide by micro_batch_size * dp = {trainer.micro_batch_size} * {dp} = {trainer.micro_batch_size * dp}"
+    if trainer.vpp > 1:
+        rule += f", and with vpp > 1 by that times pp = {trainer.pp}, which makes {unit}"
+    whole = trainer.global_batch_size // unit * unit
+    advice = nearest_legal("trainer.global_batch_size", trainer.global_batch_size, {whole, whole + unit} - {0})
+    yield Problem("trainer.global_batch_size", trainer.global_batch_size, rule, advice)
+
+
+@reads("trainer.sp", "trainer.tp", "data.seq_length")
+def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
+    """Sequence parallelism gives each tensor-parallel rank an equal piece of the sequence."""
+    tp, length = config.trainer.tp, config.data.seq_length
+    if config.trainer.sp and length % tp:
+        rule = f"with sequence parallelism it must divide by tp={tp}"
+        legal = (length // tp * tp, (length // tp + 1) * tp)
+        advice = nearest_legal("data.seq_length", length, {size for size in legal if size}) + ", or trainer.sp=false"
+        yield Problem("data.seq_length", length, rule, advice)
+
+
+@reads("trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
+def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hybrid sharding cuts the data-parallel ranks into equal groups."""
+    group, dp = config.trainer.shard_group, data_parallel(config, world_size)
+    if group is None or dp is None:
+        return
+    if dp % group:
+        advice = nearest_legal("trainer.shard_group", group, [size for size in range(1, dp + 1) if dp % size == 0])
+        yield Problem(
+            "trainer.shard_group", group, f"must divide the data-parallel size, dp={dp}", f"{advice}, or leave it out"
+        )
+    elif config.trainer.zero == 0 and group not in (1, dp):
+        rule = "groups of ranks share nothing under zero=0"
+        yield Problem(
+            "trainer.shard_group", group, rule, "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
+        )

@@ -1,0 +1,214 @@
+"""Whether what a config names is on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from typing import Any
+
+from megatron_llama.config.hf_config import other_than_llama
+from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.config.precision import QUANTIZED_BITS
+from megatron_llama.config.problems import Problem, nearest, shown
+from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
+from megatron_llama.plan.epochs import MASK_SUFFIX
+from megatron_llama.plan.parameters import head_dim, kv_heads
+from megatron_llama.plan.rules.raw_data import is_record_file, record_files
+
+Exists = Callable[[str], bool]
+TORCHAO = "0.18."
+"""What its versions in pyproject.toml begin with: quantizers move between them."""
+# What Hugging Face's config.json and our model section share. rms_norm_eps is in it: a wrong one is hard to notice.
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+
+
+def check_data(config: Config, exists: Exists) -> list[Problem]:
+    """Datasets and tokenizer that are not there; ``data.prepare`` is what makes them."""
+    if config.data.mock:
+        return []
+    return [*_datasets(config, exists), *_tokenizer(config, exists)]
+
+
+def check_weights(config: Config, exists: Exists) -> list[Problem]:
+    """Starting weights that are not there at all; a folder that holds the wrong ones is for ``check_files``."""
+    folder = config.init_from
+    if folder is None or exists(folder):
+        return []
+    rule = f"there is no such folder (seen from {os.getcwd()})"
+    instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
+    return [Problem("init_from", folder, rule, instead)]
+
+
+def check_files(config: Config, exists: Exists) -> list[Problem]:
+    """Everything else that a config may name: the right starting weights, a checkpoint, a schedule's package."""
+    return [*_starting_weights(config, exists), *_checkpoint(config, exists), *_schedule_package(config)]
+
+
+def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
+    for name, path in record_files(config.data):
+        if not exists(path):
+            rule = f"there is no such file (seen from {os.getcwd()})"
+            yield Problem(name, path, rule, "write the path of a file of records, or of a dataset")
+    for name, path in _dataset_paths(config, exists):
+        missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
+        if not missing:
+            continue
+        rule = f"there is no {path}{' and no '.join(missing)} (seen from {os.getcwd()})"
+        stem, suffix = os.path.splitext(path)
+        if suffix in (".bin", ".idx"):
+            instead = f"write {name}=[{stem}], without {suffix}"
+        elif config.data.prepare:
+            instead = f"make it with: {config.data.prepare}"
+        elif config.data.kind == "sft":
+            instead = (
+                "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
+            )
+        else:
+            instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
+        yield Problem(name, path, rule, instead)
+
+
+def _dataset_paths(config: Config, exists: Exists) -> Iterator[tuple[str, str]]:
+    """(setting, path) of each dataset; a fine-tuning set has its loss masks beside it."""
+    data = config.data
+    named = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
+    named += [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
+    for name, path in named:
+        if is_record_file(data, path):
+            continue
+        yield name, path
+        if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
+            yield name, path + MASK_SUFFIX
+
+
+def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:
+    path = config.data.tokenizer
+    if path is not None and not exists(path):
+        instead = (
+            f"make it with: {config.data.prepare}" if config.data.prepare else "write data.tokenizer=null, or its path"
+        )
+        yield Problem("data.tokenizer", path, f"there is no such file (seen from {os.getcwd()})", instead)
+
+
+def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
+    folder = config.init_from
+    if folder is None or not exists(folder):
+        return
+    path = os.path.join(folder, "config.json")
+    if not exists(path):
+        rule = "there is no config.json in it, so it is no Hugging Face model folder"
+        yield Problem("init_from", folder, rule, "write the folder that holds config.json and the .safetensors files")
+        return
+    content = _read_json(path)
+    for clause in other_than_llama(content):
+        yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
+    different = _different_shape(config.model, content)
+    if different:
+        found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
+        rule = f"has another shape than model={config.model.name}: {found}"
+        instead = " ".join(_override(f"model.{key}", theirs) for key, (_, theirs) in different.items())
+        yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
+
+
+def _override(name: str, value: Any) -> str:
+    """``name=value`` for a shell, which would take braces apart."""
+    return f"'{name}={shown(value)}'" if isinstance(value, dict) else f"{name}={shown(value)}"
+
+
+def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where a Hugging Face config.json and our shape differ: {name: (ours, theirs)}."""
+    if not theirs:
+        return {}
+    # transformers 5 keeps the base and the scaling together in rope_parameters; before, they stood apart.
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    names = [field.name for field in fields(RopeScaling)]
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    flat = {
+        **theirs,
+        "rope_theta": theirs.get("rope_theta", rope.get("rope_theta")),
+        "rope_scaling": {name: rope[name] for name in names if name in rope} if scaled else None,
+    }
+    ours = {
+        **asdict(model),
+        "num_key_value_heads": kv_heads(model),
+        "head_dim": head_dim(model),
+    }
+    given = {name: flat[name] for name in SHAPE if flat.get(name) is not None}
+    different = {name: (ours[name], value) for name, value in given.items() if not _same(ours[name], value)}
+    if flat["rope_scaling"] != ours["rope_scaling"]:
+        different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
+    return different
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=2**-24)
+    return bool(one == other)
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    """The file's object; nothing where it can't be read, which the loader will say better."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not exists(resume):
+        guess = nearest(resume, ("auto", "never"))
+        instead = (
+            f"write checkpoint.resume={guess}"
+            if guess
+            else "write checkpoint.resume=auto, never, or the path of a checkpoint"
+        )
+        yield Problem(
+            "checkpoint.resume", resume, "is neither auto nor never, and there is no such checkpoint", instead
+        )
+
+
+def check_quantizer(config: Config) -> list[Problem]:
+    """That what quantizes frozen weights is installed; found without importing it, which takes seconds."""
+    kind = config.finetune.frozen_dtype
+    if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
+        return []
+    try:
+        found = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        found = ""
+    if found.startswith(TORCHAO):
+        return []
+    rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
+    advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
+    return [Problem("finetune.frozen_dtype", kind, rule, advice)]
+
+
+def _schedule_package(config: Config) -> Iterator[Problem]:
+    """The package only: looking further would import it, and torch with it."""
+    target = str(config.optim.schedule.get("_target_") or "megatron_llama")
+    package = target.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        rule = f"the package {package} is not installed"
+        yield Problem(
+            "optim.schedule._target_", target, rule, "install it, or write optim=cosine, linear, constant or wsd"
+        )

@@ -1,0 +1,175 @@
+"""How the settings of data, schedule, checkpoints and hosts must go together; as in rules.py, one function per rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_llama.config.hostfile import FORMS, bad_hosts
+from megatron_llama.config.limits import GOOD_SPLIT, weights_and_paths
+from megatron_llama.config.problems import Problem, shown, two_lengths
+from megatron_llama.config.settings import Config, TrainerConfig
+from megatron_llama.plan.rules.layout import reads
+
+
+@reads("data.seq_length", "model.max_position_embeddings")
+def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
+    """Positions beyond what the model is meant for are allowed only when asked for by name."""
+    length, longest = config.data.seq_length, config.model.max_position_embeddings
+    if length > longest:
+        advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
+        yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
+
+
+@reads("optim.warmup_steps", "optim.constant_steps", "trainer.steps")
+def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
+    """Warm-up and the constant end are parts of the run."""
+    warmup, constant, steps = config.optim.warmup_steps or 0, config.optim.constant_steps or 0, config.trainer.steps
+    if 0 < steps < warmup + constant:
+        rule = f"warmup_steps + constant_steps = {warmup} + {constant} must be at most trainer.steps={steps}"
+        if constant <= steps and warmup:
+            yield Problem(
+                "optim.warmup_steps",
+                warmup,
+                rule,
+                f"write optim.warmup_steps={min(warmup, steps - constant)}, or leave it out",
+            )
+        else:
+            yield Problem(
+                "optim.constant_steps",
+                constant,
+                rule,
+                f"write optim.constant_steps={max(steps - warmup, 0)}, or leave it out",
+            )
+
+
+@reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes")
+def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
+    """A run's length is said once, and an epoch has an end."""
+    epochs, steps = config.trainer.epochs, config.trainer.steps
+    if epochs is None:
+        return
+    if steps != TrainerConfig.steps:
+        yield two_lengths(epochs, steps)
+    if config.data.mock:
+        advice = "write trainer.epochs=null and trainer.steps"
+        yield Problem("trainer.epochs", epochs, "made-up data has no end", advice)
+    elif weights_and_paths(config.data.prefixes)[0]:
+        rule = "in a blend with weights, no number of samples shows all of it once"
+        advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
+        yield Problem("trainer.epochs", epochs, rule, advice)
+
+
+@reads("optim.warmup_ratio", "optim.warmup_steps")
+def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
+    """The warm-up's length is said once."""
+    ratio, steps = config.optim.warmup_ratio, config.optim.warmup_steps
+    if ratio is not None and steps is not None:
+        rule = f"and optim.warmup_steps={steps} both say how long the warm-up is"
+        advice = "write optim.warmup_ratio=null, or leave optim.warmup_steps out"
+        yield Problem("optim.warmup_ratio", ratio, rule, advice)
+
+
+@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes")
+def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
+    """Packing and a set of its own for validation are about examples, which pretraining data does not have."""
+    data = config.data
+    weights, paths = weights_and_paths(data.prefixes)
+    if data.kind == "sft":
+        if weights:
+            advice = f"write data.prefixes={shown(paths)}; a set that is named twice counts twice"
+            yield Problem(
+                "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
+            )
+        return
+    advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
+    if data.pack:
+        rule = "packs examples, and data.kind=pretrain has none"
+        yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
+    if data.validation_prefixes:
+        rule = "are for data.kind=sft; pretraining validates on data.split's second share"
+        advice = f"write data.validation_prefixes=[], {advice}"
+        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
+
+
+@reads("optim.lr", "optim.min_lr")
+def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
+    """The schedule ends at or below where it peaks."""
+    lr, min_lr = config.optim.lr, config.optim.min_lr
+    if min_lr is not None and min_lr > lr:
+        yield Problem(
+            "optim.min_lr",
+            min_lr,
+            f"must be at most optim.lr={lr:g}",
+            f"write optim.min_lr={lr / 10:g}, or leave it out",
+        )
+
+
+@reads("optim.schedule")
+def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hydra instantiates what _target_ names."""
+    schedule = config.optim.schedule
+    if schedule and not str(schedule.get("_target_") or ""):
+        advice = "write optim=cosine, linear, constant or wsd, or optim.schedule._target_=package.module.Class"
+        yield Problem("optim.schedule", schedule, "needs _target_, the class of the schedule", advice)
+
+
+@reads("data.prefixes", "data.mock")
+def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
+    """Training needs tokens from somewhere."""
+    if not config.data.mock and not config.data.prefixes:
+        advice = "write data.prefixes=[path/to/dataset_text_document], data=python_stdlib, or data=mock"
+        yield Problem("data.prefixes", config.data.prefixes, "names no dataset", advice)
+
+
+@reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
+def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
+    """Validation is on documents that training never sees."""
+    every, split = config.trainer.val_every_steps, config.data.split
+    own = config.data.mock or config.data.validation_prefixes
+    if every is not None and not own and float(split.split(",")[1]) == 0:
+        rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
+        yield Problem("data.split", split, rule, f"write data.split={GOOD_SPLIT}, or trainer.val_every_steps=null")
+
+
+@reads("logging.sample_prompts", "data.tokenizer")
+def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
+    """Prompts are text; the model knows tokens."""
+    if config.logging.sample_prompts and config.data.tokenizer is None:
+        advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
+        yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
+
+
+@reads("launch.hosts", "launch.hostfile")
+def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hosts have names that ssh takes, each once, from one place."""
+    hosts, file = config.launch.hosts, config.launch.hostfile
+    wrong = bad_hosts(hosts)
+    if wrong:
+        yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {FORMS}")
+    if hosts and file is not None:
+        rule = f"launch.hostfile={file} names the hosts too"
+        yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
+
+
+@reads(
+    "checkpoint.keep_best",
+    "checkpoint.every_steps",
+    "checkpoint.save_last",
+    "trainer.val_every_steps",
+    "trainer.steps",
+)
+def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
+    """Only a checkpoint of a step that was validated can be the best."""
+    checkpoint, every, steps = config.checkpoint, config.trainer.val_every_steps, config.trainer.steps
+    if not checkpoint.keep_best or steps == 0:
+        return
+    if every is None:
+        advice = f"write trainer.val_every_steps={checkpoint.every_steps or steps}, or checkpoint.keep_best=false"
+        yield Problem("checkpoint.keep_best", True, "needs validation losses, and the run never validates", advice)
+        return
+    both = math.lcm(every, checkpoint.every_steps) if checkpoint.every_steps else steps + 1
+    if both > steps and not (checkpoint.save_last and steps % every == 0):
+        saved = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else "only at the end"
+        rule = f"no checkpoint is of a validated step: the run validates every {every} steps and saves {saved}"
+        yield Problem("checkpoint.keep_best", True, rule, f"write checkpoint.every_steps={every}")

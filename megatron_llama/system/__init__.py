@@ -1,0 +1,1 @@
+"""What the operating system gives: exit statuses, signals, errors that end a program, files written whole."""

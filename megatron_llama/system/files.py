@@ -1,0 +1,89 @@
+"""Files that are written whole or not at all, and locks between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import filecmp
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextlib.contextmanager
+def atomic_open(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for writing that replaces ``path`` when the block ends, and leaves no trace if it raises.
+
+    A file that has the same content already is left untouched, with its modification time.
+
+    Raises:
+        OSError: the folder can't be made or written, or the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Processes that write the same file at the same time must not share a draft.
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.draft")
+    try:
+        with open(draft, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_file() and filecmp.cmp(draft, path, shallow=False):
+            return
+        os.replace(draft, path)
+        sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces ``path`` by a file with this content (text in UTF-8), or leaves what is there. Raises OSError."""
+    with atomic_open(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a new file and returns once it is on disk. Raises FileExistsError where there is one, and OSError."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and new names in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """The file's sha256 in hexadecimal, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def try_lock(file: IO[Any], *, shared: bool = False) -> bool | None:
+    """Locks an open file without waiting: True if locked, False if another process holds it, None if the file system
+    has no locks (some network file systems; callers continue without one).
+
+    The lock lasts until the file is closed in this process and in all that inherited it.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+def wait_for_lock(file: IO[Any]) -> None:
+    """Locks an open file, waiting for other processes to release it."""
+    fcntl.flock(file, fcntl.LOCK_EX)

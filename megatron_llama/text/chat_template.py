@@ -1,0 +1,241 @@
+"""A conversation to the text that a model sees, in pieces: what is control token, what is text, what is to be learned.
+
+A named template is a few strings for each role. The tokenizer's own is Jinja, rendered in a sandbox as transformers
+renders it (tests hold the two side by side). What is learned of an answer is what the model has to say when it is asked
+for it: the answer and the token that ends it, not the white space that the template puts after that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.conversation import Bad, Turn
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the rendered text."""
+
+    text: str
+    learn: bool
+    control: bool = False
+    """a control token's name, rather than text"""
+
+
+END = "<|endoftext|>"
+"""Stands for the tokenizer's end-of-text token where it has none of that name."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A template by role: (what stands before the text, what after it). Names of control tokens are in <| |>."""
+
+    system: tuple[str, str]
+    user: tuple[str, str]
+    assistant: tuple[str, str, str]
+    """(before the answer, what ends it and is learned, what follows)"""
+    gap: str = ""
+    """Stands between the assistant's mark and its answer; learned with the answer, so that they can be one token."""
+
+    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+        """The rendered conversation."""
+        found: list[Piece] = []
+        for turn in turns:
+            if turn.role == "assistant":
+                before, end, after = self.assistant
+                found += _marked(before, False)
+                found.append(Piece(self.gap + turn.text, turn.learn))
+                found += [*_marked(end, turn.learn), *_marked(after, False)]
+            else:
+                before, after = self.system if turn.role == "system" else self.user
+                found += [*_marked(before, False), Piece(turn.text, False), *_marked(after, False)]
+        return found
+
+    def ask(self, turns: Sequence[Turn]) -> list[Piece]:
+        """The conversation up to where the assistant's next answer begins, its gap not among it."""
+        return [*self.pieces(turns), *_marked(self.assistant[0], False)]
+
+    def jinja(self, end: str | None, add_bos: bool) -> str:
+        """The template in Jinja. ``end`` is the name of the end-of-text token, None for the variable eos_token."""
+
+        def said(text: str, *values: str) -> str:
+            parts = [json.dumps(part) for part in text.split(END)]
+            whole = f" + {'eos_token' if end is None else json.dumps(end)} + ".join(parts)
+            return "{{ " + " + ".join([whole, *values]) + " }}"
+
+        content, (before, close, after) = "message['content']", self.assistant
+        roles = [f"{said(one)}{said('', content)}{said(other)}" for one, other in (self.system, self.user)]
+        answer = said(before + self.gap, content) + said(close + after)
+        turn = (
+            f"{{% if message['role'] == 'assistant' %}}{answer}{{% elif message['role'] == 'system' %}}{roles[0]}"
+            f"{{% else %}}{roles[1]}{{% endif %}}"
+        )
+        begin = "{{ bos_token }}" if add_bos else ""
+        asked = f"{{% if add_generation_prompt %}}{said(before)}{{% endif %}}"
+        return f"{begin}{{% for message in messages %}}{turn}{{% endfor %}}{asked}"
+
+
+NAMED = {
+    "chatml": Named(
+        ("<|im_start|>system\n", "<|im_end|>\n"),
+        ("<|im_start|>user\n", "<|im_end|>\n"),
+        ("<|im_start|>assistant\n", "<|im_end|>", "\n"),
+    ),
+    "prompter": Named(
+        ("<|system|> ", f" {END} "), ("<|prompter|> ", f" {END} "), ("<|assistant|>", f" {END}", " "), gap=" "
+    ),
+    "dialogue": Named(("", "\n\n"), ("\n\nHuman: ", ""), ("\n\nAssistant:", END, ""), gap=" "),
+    "plain": Named(("", "\n\n"), ("", "\n"), ("", END, "")),
+}
+
+
+def _marked(text: str, learn: bool) -> list[Piece]:
+    """A template's string, cut at the names of control tokens."""
+    found: list[Piece] = []
+    while text:
+        start, end = text.find("<|"), text.find("|>")
+        if start < 0:
+            return [*found, Piece(text, learn)]
+        if start:
+            found.append(Piece(text[:start], learn))
+        found.append(Piece(text[start : end + 2], learn, control=True))
+        text = text[end + 2 :]
+    return found
+
+
+_NOWHERE = "\ue000\ue001"
+"""Characters for private use."""
+
+
+class Jinja:
+    """A chat template in Jinja."""
+
+    def __init__(self, source: str, variables: dict[str, str], ends: Sequence[str], where: str) -> None:
+        """``variables`` are bos_token and its like; ``ends`` the tokens one of which may end an answer.
+
+        Raises:
+            UserError: it does not compile.
+        """
+        import jinja2
+
+        self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{where}: the chat template is no Jinja: {error}") from None
+        self.source, self._variables = source, variables
+        self._ends = tuple(ends)
+
+    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+        """The rendered conversation; control tokens stand in its text. Raises Bad."""
+        whole = self.render(turns)
+        borders = [0]
+        for number, turn in enumerate(turns):
+            if turn.role == "assistant" and turn.learn:
+                borders += self._answer(whole, turns, number)
+        borders.append(len(whole))
+        if borders != sorted(borders):
+            raise Bad("template_refuses", "its answers do not stand in the order of the turns")
+        texts = [whole[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+        return [Piece(text, bool(number % 2)) for number, text in enumerate(texts) if text]
+
+    def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
+        """The text of ``turns``; with ``ask`` the next answer's beginning too. Raises Bad."""
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        try:
+            return str(
+                self._template.render(messages=messages, add_generation_prompt=ask, tools=None, **self._variables)
+            )
+        except self._errors as error:
+            raise Bad("template_refuses", f"{type(error).__name__}: {error}"[:200]) from None
+
+    def _answer(self, whole: str, turns: Sequence[Turn], number: int) -> list[int]:
+        """Where answer ``number`` begins and ends in the text."""
+        until = self.render(turns[: number + 1])
+        asked = self.render(turns[:number], ask=True)
+        if not until.startswith(asked):
+            # What asks for an answer is not what stands before a given one (a thought that is begun, say). Where that
+            # ends is seen with an answer that no template has in it; looking for the answer would find an `A` in
+            # `Assistant`.
+            asked = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
+            if not until.startswith(asked):
+                raise Bad("template_refuses", f"turn {number + 1} is not found in its text")
+        bare = until.rstrip()
+        end = bare if bare.endswith(self._ends) and len(bare) > len(asked) else until
+        if not (whole.startswith(asked) and whole.startswith(end)):
+            raise Bad("template_refuses", f"turn {number + 1} reads otherwise once more turns follow")
+        return [len(asked), len(end)]
+
+
+def _environment() -> Any:
+    """As transformers sets it up for chat templates."""
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}`, with which some templates mark answers; we find them without."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_as_it_is"), [], [], body).set_lineno(line)
+
+        def _as_it_is(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def own_template(folder: Path, ends: Sequence[str]) -> Jinja:
+    """The template in a tokenizer's Hugging Face folder.
+
+    Raises:
+        UserError: it has none.
+    """
+    config = _json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if source is None:
+        source = _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if not isinstance(source, str):
+        raise UserError(f"{folder} has no chat template of its own: write --chat-template {' or '.join(NAMED)}")
+    named = {**_json(folder / "special_tokens_map.json"), **config}
+    variables = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
+        value = named.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            variables[name] = value
+    return Jinja(source, variables, ends, str(folder))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None

@@ -1,0 +1,205 @@
+"""Pieces of a rendered conversation to token ids, with a mask that is exact at the borders.
+
+A text is encoded whole, as at inference. Where a token would reach across the border of an answer, the two sides are
+encoded apart: what is asked ends there, so the model could never have said that token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_llama.system.errors import UserError
+from megatron_llama.text import sentencepiece_model
+from megatron_llama.text.chat_template import END, Piece
+from megatron_llama.text.conversation import Bad
+from megatron_llama.text.encoders import Encoder, load_encoder
+
+# Characters that keep a text from being the beginning of its line; the first that no token joins with it is taken.
+ANCHORS = ("\n", "0", "|", ".")
+
+
+@dataclass(frozen=True)
+class Spans:
+    """A text's tokens, and which characters each stands for."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+class ChatTokenizer(Protocol):
+    """What encodes conversations."""
+
+    encoder: Encoder
+    bos: int | None
+    adds_bos: bool
+    """Whether its makers put ``bos`` before every text."""
+    control_tokens: list[str]
+    """Names of the control tokens that must not stand in a turn's text."""
+    added_tokens: list[str]
+    """Those and all other tokens that were added to the vocabulary: one of them ends an answer, flagged or not."""
+
+    def spans(self, text: str) -> Spans:
+        """A text's tokens. For a tokenizer with a template of its own, control tokens in it count as such."""
+        ...
+
+    def control(self, name: str) -> int | None:
+        """A control token's id; None where the tokenizer has none of that name."""
+        ...
+
+
+class SentencePiece:
+    """A sentencepiece model."""
+
+    def __init__(self, path: str) -> None:
+        import sentencepiece
+
+        self.encoder = load_encoder("sentencepiece", path, "sentencepiece")
+        self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=path)
+        self.bos = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
+        self.adds_bos = self.bos is not None and _llama_adds_bos(Path(path).parent)
+        self.control_tokens: list[str] = []  # sentencepiece never makes one of text
+        self.added_tokens: list[str] = []
+        pieces = sentencepiece_model.read_model(Path(path).read_bytes()).pieces
+        special = (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
+        self._named = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind in special}
+
+    def spans(self, text: str) -> Spans:
+        if hasattr(self._processor, "encode_as_offset_mapping"):  # from 0.2.2 on
+            mapping = self._processor.encode_as_offset_mapping(text)
+            offsets = mapping["offsets"]
+            return Spans(list(mapping["ids"]), [start for start, _ in offsets], [end for _, end in offsets])
+        found = self._processor.encode(text, out_type="immutable_proto").pieces
+        return Spans([p.id for p in found], [p.begin for p in found], [p.end for p in found])
+
+    def control(self, name: str) -> int | None:
+        return self._named.get(name)
+
+
+class HuggingFace:
+    """A folder with tokenizer.json. ``in_text``: whether names of control tokens in a text are control tokens."""
+
+    def __init__(self, path: str, in_text: bool) -> None:
+        self.encoder = load_encoder("huggingface", path)
+        if self.encoder.library != "huggingface":
+            raise UserError(f"{path} has no tokenizer.json; name its tokenizer.model as --tokenizer-model")
+        import tokenizers
+
+        folder = Path(path)
+        self._tokenizer: Any = tokenizers.Tokenizer.from_file(
+            str(folder / "tokenizer.json" if folder.is_dir() else folder)
+        )
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = not in_text
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.control_tokens = [token.content for token in added if token.special]
+        self.added_tokens = [token.content for token in added if token.content.strip()]
+        begun = self._tokenizer.encode("x", add_special_tokens=True).ids
+        plain = self._tokenizer.encode("x", add_special_tokens=False).ids
+        self.bos = begun[0] if len(begun) > len(plain) and begun[1 : 1 + len(plain)] == plain else None
+        self.adds_bos = self.bos is not None
+        # What adds special tokens also trims spaces off the spans, which would hide that a token crosses a border.
+        self._tokenizer.post_processor = tokenizers.processors.Sequence([])
+
+    def spans(self, text: str) -> Spans:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return Spans(list(found.ids), [start for start, _ in found.offsets], [end for _, end in found.offsets])
+
+    def control(self, name: str) -> int | None:
+        number = self._tokenizer.token_to_id(name)
+        return None if number is None else int(number)
+
+
+def load_chat_tokenizer(path: str, own: bool) -> ChatTokenizer:
+    """A sentencepiece .model file, or a Hugging Face folder; ``own``: its own template will be used.
+
+    Raises:
+        UserError: it is neither, or can't be read.
+    """
+    if os.path.isdir(path) or path.endswith(".json"):
+        return HuggingFace(path, in_text=own)
+    if own:
+        raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
+    return SentencePiece(path)
+
+
+def _llama_adds_bos(folder: Path) -> bool:
+    """What the settings beside a sentencepiece model say; a model without them is a plain one, as we train them."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return bool(settings.get("add_bos_token", True))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def encode_pieces(pieces: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:
+    """(ids, which of them are to be learned) of a rendered conversation. Raises Bad."""
+    ids: list[int] = []
+    learn: list[bool] = []
+    run: list[Piece] = []
+
+    def close() -> None:
+        found, marks = _encode_run(run, tokenizer)
+        ids.extend(found)
+        learn.extend(marks)
+        run.clear()
+
+    for piece in pieces:
+        number = _control(piece.text, tokenizer) if piece.control else None
+        if number is None:
+            run.append(piece)
+            continue
+        close()
+        ids.append(number)
+        learn.append(piece.learn)
+    close()
+    return ids, learn
+
+
+def _control(name: str, tokenizer: ChatTokenizer) -> int | None:
+    """The id of a template's control token; a name that the tokenizer lacks is text, but for the end of text."""
+    number = tokenizer.control(name)
+    return tokenizer.encoder.eod if number is None and name == END else number
+
+
+def _encode_run(run: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:
+    """Pieces of text that follow one another."""
+    text = "".join(piece.text for piece in run)
+    if not text:
+        return [], []
+    borders: list[int] = []  # where a stretch begins
+    learn: list[bool] = []  # whether it is to be learned
+    place = 0
+    for piece in run:
+        if not learn or learn[-1] != piece.learn:
+            borders.append(place)
+            learn.append(piece.learn)
+        place += len(piece.text)
+    spans = tokenizer.spans(text)
+    starts, ends = np.array(spans.starts), np.array(spans.ends)
+    if not any(((starts < border) & (ends > border)).any() for border in borders[1:]):
+        return spans.ids, np.array(learn)[np.searchsorted(borders, starts, side="right") - 1].tolist()
+    ids: list[int] = []
+    marks: list[bool] = []
+    for start, stop, is_learned in zip(borders, [*borders[1:], len(text)], learn, strict=True):
+        part = _continued(text[start:stop], tokenizer) if start else tokenizer.spans(text[:stop]).ids
+        ids += part
+        marks += [is_learned] * len(part)
+    return ids, marks
+
+
+def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:
+    """A text's ids in the middle of another, where no space is put before it."""
+    for anchor in ANCHORS:
+        before, both = tokenizer.spans(anchor).ids, tokenizer.spans(anchor + text).ids
+        if both[: len(before)] == before:
+            return both[len(before) :]
+    raise Bad("template_refuses", "no token ends where an answer begins")

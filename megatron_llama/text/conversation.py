@@ -1,0 +1,92 @@
+"""What a record of a fine-tuning set becomes: a conversation's turns, or the reason why it is no good.
+
+Records are read in formats.py; the lines of labelled tables become questions here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_llama.system.errors import BadLine
+
+# What a bad record is counted under, beside records.REASONS.
+REASONS = {
+    "unknown_format": "the record has none of the keys that the formats have",
+    "bad_messages": "the list of turns is no list of turns",
+    "unknown_role": "a turn's role is none of system, user, assistant",
+    "content_not_text": "a turn's content is no text (an image, a number, null)",
+    "empty_content": "a turn's content is empty, or only white space",
+    "tools_not_supported": "the record offers tools or calls them, and templates here render none",
+    "rejected_answer": "the record says that its answer is a bad one (TRL's KTO: label is false)",
+    "broken_record": "reading the record failed in a way that was not foreseen",
+    "no_assistant_turn": "there is no answer to learn",
+    "bad_columns": "the line has not as many columns as the header",
+    "unknown_label": "the label is not one of the template's",
+    "control_token": "a turn's text holds one of the tokenizer's control tokens",
+    "template_refuses": "the chat template does not take the conversation",
+    "too_long": "the example has more tokens than a sequence",
+    "answer_cut_off": "nothing of the answer is left of an example that was cut",
+}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """How a labelled line is asked and answered."""
+
+    prompt: str
+    """with the columns' names in braces"""
+    label: str
+    """the column that holds the label"""
+    words: Mapping[str, str]
+    """label to answer"""
+
+
+LABELLED = {
+    "qnli": Labelled(
+        "Question: {question}\nSentence: {sentence}\n"
+        "Does the sentence contain the answer to the question? Answer yes or no.",
+        "label",
+        {"entailment": "yes", "not_entailment": "no"},
+    ),
+    "sst2": Labelled(
+        "Review: {sentence}\nIs the review positive or negative?", "label", {"1": "positive", "0": "negative"}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says."""
+
+    role: str
+    """system, user or assistant"""
+    text: str
+    learn: bool = True
+    """for the assistant's: whether it is to be learned (OpenAI's weight 0 says no)"""
+
+
+Turns = list[Turn]
+
+
+class Bad(Exception):
+    """A record that can't be used."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.line = BadLine(reason, detail)
+
+
+def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Labelled) -> Turns:
+    """The conversation of a line of a labelled table; raises Bad."""
+    if len(columns) != len(values):
+        raise Bad("bad_columns", f"{len(values)} columns where the header has {len(columns)}")
+    row = dict(zip(columns, values, strict=True))
+    if row[template.label] not in template.words:
+        raise Bad("unknown_label", f"{row[template.label][:60]!r} is none of {', '.join(template.words)}")
+    empty = [name for name in re.findall(r"{(\w+)}", template.prompt) if not row[name].strip()]
+    if empty:
+        raise Bad("empty_content", f"column {empty[0]} is empty")
+    prompt = template.prompt.format_map(row)
+    return [Turn("user", prompt), Turn("assistant", template.words[row[template.label]])]

@@ -1,0 +1,184 @@
+"""A run's log as series, whatever wrote it: metrics.jsonl, TensorBoard's event files, Hugging Face's
+trainer_state.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.config import Problem
+from megatron_llama.tools.compare.tags import OVER_SAMPLES, STEPS
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+
+EVENTS = "events.out.tfevents."
+TRAINER_STATE = "trainer_state.json"
+# As TensorBoard: a SessionLog of this status says that later steps of an earlier attempt are void.
+SESSION_START = 1
+
+
+@dataclass
+class Series:
+    """One logged value over steps, in ascending order; each step once."""
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When it was logged, seconds since the epoch; NaN where that is not known."""
+
+    def add(self, step: float, value: float, time: float) -> int:
+        """Adds a point. A step that was reached before means that the run went back: what an earlier attempt logged
+        from there on is dropped. Returns how many points that were."""
+        dropped = self.cut(step) if self.steps and step <= self.steps[-1] else 0
+        self.steps.append(step)
+        self.values.append(value)
+        self.times.append(time)
+        return dropped
+
+    def cut(self, step: float) -> int:
+        """Drops every point at ``step`` and later; returns how many those were."""
+        kept = len(self.steps)
+        while kept and self.steps[kept - 1] >= step:
+            kept -= 1
+        dropped = len(self.steps) - kept
+        for column in (self.steps, self.values, self.times):
+            del column[kept:]
+        return dropped
+
+
+@dataclass
+class Log:
+    """Everything that a run logged, by name."""
+
+    source: Path
+    series: dict[str, Series] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Points of each series that a later attempt replaced."""
+
+    def add(self, name: str, step: float, value: float, time: float = math.nan) -> None:
+        """Adds a point to a series."""
+        dropped = self.series.setdefault(name, Series()).add(step, value, time)
+        self.dropped[name] = self.dropped.get(name, 0) + dropped
+
+    def cut(self, step: float) -> None:
+        """Drops ``step`` and everything later from all series but those over samples, which count otherwise."""
+        for name, one in self.series.items():
+            if not name.endswith(OVER_SAMPLES):
+                self.dropped[name] = self.dropped.get(name, 0) + one.cut(step)
+
+
+def read_log(path: Path) -> Log | Problem:
+    """The log of a run folder, TensorBoard folder or file; or why there is none."""
+    try:
+        if not path.exists():
+            instead = "write the path of a run folder, a TensorBoard folder or a metrics.jsonl"
+            return Problem("run", str(path), "there is no such file or folder", instead)
+        source = path if path.is_file() else _source_in(path)
+        if isinstance(source, Problem):
+            return source
+        log = _read(source)
+    except (OSError, ValueError) as error:
+        return Problem("run", str(path), f"can't be read: {error}", "name another log of this run, or another run")
+    if not log.series:
+        return Problem("run", str(path), f"{source.name} holds no step yet", "wait for its first steps")
+    return log
+
+
+def _source_in(folder: Path) -> Path | Problem:
+    """The one log in a folder: ours first, then Trainer's, then TensorBoard's, wherever below it stands."""
+    if (folder / METRICS_FILE).is_file():
+        return folder / METRICS_FILE
+    if (folder / TRAINER_STATE).is_file():
+        return folder / TRAINER_STATE
+    states = [state for state in folder.glob(f"checkpoint-*/{TRAINER_STATE}") if _number(state.parent.name) is not None]
+    if states:
+        return max(states, key=lambda state: _number(state.parent.name) or 0)
+    folders = sorted({file.parent for file in folder.rglob(f"{EVENTS}*")})
+    if folder in folders or len(folders) == 1:
+        return folder if folder in folders else folders[0]
+    if folders:
+        listed = ", ".join(str(one.relative_to(folder)) for one in folders[:8]) + (", ..." if len(folders) > 8 else "")
+        rule = f"there are {len(folders)} TensorBoard folders in it: {listed}"
+        return Problem("run", str(folder), rule, f"name one of them, such as {folders[0]}")
+    rule = f"holds no {METRICS_FILE}, no {TRAINER_STATE} and no {EVENTS}* file"
+    return Problem("run", str(folder), rule, "write the path of a run folder, a TensorBoard folder or a metrics.jsonl")
+
+
+def _number(name: str) -> int | None:
+    found = re.fullmatch(r"checkpoint-(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def _read(source: Path) -> Log:
+    """Reads a log by its name."""
+    log = Log(source)
+    if source.is_dir():
+        files = [file for file in source.iterdir() if file.name.startswith(EVENTS)]
+        for file in sorted(files, key=lambda file: (_begun(file), file.name)):
+            _read_events(file, log)
+    elif source.name.startswith(EVENTS):
+        _read_events(source, log)
+    elif source.suffix == ".json":
+        _add_records(log, _history(source))
+    else:
+        _add_records(log, read_metrics(source, STEPS))
+    return log
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """The records in a trainer_state.json."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    history = content.get("log_history") if isinstance(content, dict) else None
+    if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
+        raise ValueError(f"{path.name} has no log_history")
+    return history
+
+
+def _add_records(log: Log, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds each number of each record at the record's step; null is what JSON has for NaN."""
+    for record in records:
+        step = next((record[name] for name in STEPS if _is_number(record.get(name))), None)
+        if step is None:
+            raise ValueError(f"a record has no number under {' or '.join(STEPS)}: {str(record)[:80]}")
+        for name, value in record.items():
+            if value is None or _is_number(value):
+                log.add(name, step, math.nan if value is None else float(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _events(file: Path) -> Iterator[Any]:
+    """An event file's events; a last record that is only half written is left out by TensorBoard's reader."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    events: Iterator[Any] = LegacyEventFileLoader(str(file)).Load()
+    return events
+
+
+def _begun(file: Path) -> float:
+    """When an event file was begun: the order of a run's attempts. Its name tells that to the second only."""
+    return next((float(event.wall_time) for event in _events(file)), math.inf)
+
+
+def _read_events(file: Path, log: Log) -> None:
+    """Adds an event file's scalars."""
+    from tensorboard.util import tensor_util
+
+    for event in _events(file):
+        if event.HasField("session_log") and event.session_log.status == SESSION_START:
+            log.cut(event.step)
+        if not event.HasField("summary"):
+            continue
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                log.add(value.tag, event.step, value.simple_value, event.wall_time)
+            elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("scalars", ""):
+                array = tensor_util.make_ndarray(value.tensor)
+                if array.size == 1 and array.dtype.kind in "fiu":
+                    log.add(value.tag, event.step, float(array.item()), event.wall_time)

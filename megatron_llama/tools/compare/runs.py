@@ -1,0 +1,162 @@
+"""A run as a curve: loss over consumed samples, and how fast it went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_llama.config import Problem
+from megatron_llama.tools.compare.logs import Log, Series, read_log
+from megatron_llama.tools.compare.tags import OVER_SAMPLES, Program, first, known_losses, program_of
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is compared."""
+
+    name: str
+    source: Path
+    """The file or folder that was read."""
+    program: str
+    """Whose names it logs under."""
+    samples: Floats
+    """Sequences consumed after each logged step, ascending, each once."""
+    losses: Floats
+    """Loss of each logged step, nats per token; NaN where it was no finite number."""
+    speed: float | None = None
+    """Sequences per second, the median over the steps; None where the log does not tell."""
+    tokens_per_sample: float | None = None
+    """Sequence length, where the log tells."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know about the log."""
+
+    @property
+    def step(self) -> float:
+        """Samples between two logged steps, the median."""
+        return float(np.median(np.diff(self.samples)))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How runs are read."""
+
+    tags: Mapping[str, Sequence[str]]
+    """The user's names by role."""
+    samples_per_step: Mapping[str, float]
+    """Global batch size of runs that log steps only, by their path as it was written; "" stands for all others."""
+
+
+def read_run(path: str, name: str, reading: Reading) -> Run | list[Problem]:
+    """The run at ``path``, or everything that is wrong with it."""
+    log = read_log(Path(path))
+    if isinstance(log, Problem):
+        return [log]
+    there = sorted(log.series)
+    program = program_of(there, reading.tags)
+    if program is None:
+        looked_for = ", ".join(reading.tags["loss"]) if "loss" in reading.tags else known_losses()
+        rule = f"has no training loss in {log.source.name} (looked for: {looked_for})"
+        return [Problem("run", path, rule, f"write --tag loss=NAME; there are: {_listed(log)}")]
+    given = reading.samples_per_step.get(path, reading.samples_per_step.get(""))
+    tag, curve = _curve(log, program, given)
+    if curve is None:
+        rule = "logs steps only, and curves are aligned on consumed samples"
+        instead = f"write --samples-per-step {path}=N, its global batch size; or --tag samples=NAME; there are: "
+        return [Problem("run", path, rule, instead + _listed(log))]
+    samples, losses = curve
+    if len(samples) < 2:
+        return [Problem("run", path, f"has {len(samples)} step of {tag}", "a curve needs two steps at least")]
+    return Run(
+        name=name,
+        source=log.source,
+        program=program.name,
+        samples=samples,
+        losses=np.where(np.isfinite(losses), losses, np.nan),
+        speed=_speed(log, program, tag, samples),
+        tokens_per_sample=_tokens_per_sample(log, program, samples),
+        notes=tuple(_notes(log, tag, losses)),
+    )
+
+
+def _listed(log: Log, most: int = 40) -> str:
+    """The series that are there, for messages."""
+    names = sorted(log.series)
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def _curve(log: Log, program: Program, samples_per_step: float | None) -> tuple[str, tuple[Floats, Floats] | None]:
+    """The loss over samples, and its tag. The samples are logged, or the axis of the series itself, or the sum of the
+    batches, or what the user says, in this order."""
+    tag = first(program.loss, log.series) or ""
+    if tag + OVER_SAMPLES in log.series:
+        return tag + OVER_SAMPLES, _ascending(*_columns(log.series[tag + OVER_SAMPLES]))
+    steps, losses = _columns(log.series[tag])
+    counted = first(program.samples, log.series)
+    batch = first(program.batch, log.series)
+    if counted is not None:
+        known_steps, known = _columns(log.series[counted])
+        samples = np.interp(steps, known_steps, known, left=np.nan, right=np.nan)
+    elif batch is not None:
+        sizes = np.interp(steps, *_columns(log.series[batch]))
+        samples = np.cumsum(sizes * np.diff(steps, prepend=0.0))
+    elif samples_per_step is not None:
+        samples = steps * samples_per_step
+    else:
+        return tag, None
+    return tag, _ascending(samples, losses)
+
+
+def _columns(series: Series) -> tuple[Floats, Floats]:
+    return np.asarray(series.steps, dtype=np.float64), np.asarray(series.values, dtype=np.float64)
+
+
+def _ascending(samples: Floats, losses: Floats) -> tuple[Floats, Floats]:
+    """Both without points whose samples are unknown or no more than before (a float32 in an event file counts
+    exactly only to 2^24)."""
+    known = np.isfinite(samples)
+    samples, losses = samples[known], losses[known]
+    reached = np.maximum.accumulate(np.concatenate(([-math.inf], samples)))[:-1]
+    return samples[samples > reached], losses[samples > reached]
+
+
+def _speed(log: Log, program: Program, tag: str, samples: Floats) -> float | None:
+    """Sequences per second, the median, which a slow first step does not move: from the steps' own seconds, else the
+    rate that the program logs, else the times at which the losses were logged."""
+    timed, rate = first(program.step_time, log.series), first(program.throughput, log.series)
+    steps_logged = log.series.get(tag.removesuffix(OVER_SAMPLES), Series()).steps
+    if timed is not None and len(steps_logged) > 1:
+        seconds = float(np.nanmedian(log.series[timed].values))
+        steps = float(np.median(np.diff(steps_logged)))
+        return float(np.median(np.diff(samples))) / steps / seconds if seconds > 0 else None
+    if rate is not None:
+        return float(np.nanmedian(log.series[rate].values))
+    times = np.asarray(log.series[tag].times)
+    if len(times) != len(samples) or not np.isfinite(times).all():
+        return None
+    waits = np.diff(times)
+    return float(np.median(np.diff(samples)[waits > 0] / waits[waits > 0])) if (waits > 0).any() else None
+
+
+def _tokens_per_sample(log: Log, program: Program, samples: Floats) -> float | None:
+    """Sequence length: all tokens over all samples."""
+    counted = first(program.tokens, log.series)
+    if counted is None or samples[-1] <= 0:
+        return None
+    return float(log.series[counted].values[-1] / samples[-1])
+
+
+def _notes(log: Log, tag: str, losses: Floats) -> list[str]:
+    notes = []
+    if log.dropped.get(tag):
+        notes.append(f"{log.dropped[tag]:,} steps stand in the log twice (it was resumed); the later attempt counts")
+    bad = int((~np.isfinite(losses)).sum())
+    if bad:
+        notes.append(f"{bad:,} of {len(losses):,} losses are no finite number")
+    return notes

@@ -1,0 +1,1 @@
+"""Fills the compile cache ahead of a run: ``scripts/compile.py``."""

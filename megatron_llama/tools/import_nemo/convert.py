@@ -1,0 +1,368 @@
+"""Reads a file of theirs, key by key, and says what becomes of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
+from megatron_llama.config.problems import ConfigError, Problem, shown
+from megatron_llama.config.settings import ModelConfig
+from megatron_llama.tools.import_nemo import keys
+from megatron_llama.tools.import_nemo.precision_names import PRESETS, SWITCHES, on, precision_of
+from megatron_llama.tools.import_nemo.read_yaml import flat, load
+from megatron_llama.tools.import_nemo.vocabulary import pieces
+
+TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
+UNSUPPORTED = "not supported: the training will differ"
+KINDS = (TAKEN, RENAMED, MEANINGLESS, UNSUPPORTED)
+SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
+# Those that are Adam with decoupled weight decay; what differs is where the states lie.
+SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
+ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SHARDED)
+LLAMA2_PIECES = 32000
+
+
+@dataclass(frozen=True)
+class Found:
+    """One key of theirs and what becomes of it."""
+
+    key: str
+    value: Any
+    kind: str
+    ours: str = ""
+    """The setting it went to, as it would be written."""
+    why: str = ""
+
+
+@dataclass
+class Converted:
+    """What a file means here."""
+
+    name: str
+    """The file's own name for the run."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """{setting: value} in our names."""
+    schedule: str = "cosine"
+    """Which file of conf/optim/ has the schedule."""
+    found: list[Found] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    """What their file leaves open, and what was taken."""
+    world_size: int | None = None
+    """Devices that their file names."""
+
+    @property
+    def unsupported(self) -> list[Found]:
+        """The keys whose neglect changes the result."""
+        return [one for one in self.found if one.kind == UNSUPPORTED]
+
+
+def convert(path: Path, overrides: Sequence[str] = ()) -> Converted:
+    """What the file at ``path`` means here, changed by ``overrides`` as on their command line (model.num_layers=32).
+
+    Raises ConfigError with everything that keeps it from being read.
+    """
+    config = load(path, overrides)
+    values = flat(config)
+    converted = _Conversion(values, Converted(str(values.get("name") or path.stem))).run()
+    if config.model.get("data") is not None:
+        converted.found = [replace(one, key=_inside(one.key)) for one in converted.found]
+    return converted
+
+
+def _inside(key: str) -> str:
+    """A key of the data's section as NeMo's files have it."""
+    return f"model.{key}" if key.startswith("data.") else key
+
+
+class _Conversion:
+    """One file's way; each method reads the keys of its subject."""
+
+    def __init__(self, values: Mapping[str, Any], result: Converted) -> None:
+        self.values, self.result = values, result
+        self.known: set[str] = set()
+        self.problems: list[Problem] = []
+
+    def run(self) -> Converted:
+        """Reads all subjects, then says of each key that is left what it is."""
+        for subject in (
+            self.shape,
+            self.one_to_one,
+            self.sequence,
+            self.data,
+            self.validation,
+            self.optimizer,
+            self.schedule,
+            self.recompute,
+            self.precision,
+            self.checkpoints,
+            self.devices,
+        ):
+            subject()
+        if self.problems:
+            raise ConfigError(self.problems)
+        # The preset that a run has by default is another model: nothing of it may be left.
+        for name, value in asdict(ModelConfig()).items():
+            self.result.settings.setdefault(f"model.{name}", value)
+        for key, value in self.values.items():
+            if key not in self.known:
+                self.result.found.append(_judged(key, value))
+        order = {key: number for number, key in enumerate(self.values)}
+        self.result.found.sort(key=lambda one: order.get(one.key, -1))
+        return self.result
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of theirs, ``default`` where it is null or not there."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def put(self, key: str, ours: str, value: Any, why: str = "") -> None:
+        """A key that went to one setting."""
+        self.result.settings[ours] = value
+        same = key.rpartition(".")[2] == ours.rpartition(".")[2]
+        self.note(key, TAKEN if same else RENAMED, f"{ours}={shown(value)}", why)
+
+    def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
+        """What became of a key that stands in the file."""
+        if key in self.values and key not in self.known:
+            self.known.add(key)
+            self.result.found.append(Found(key, self.values[key], kind, ours, why))
+
+    def one_to_one(self) -> None:
+        table = {**keys.ONE_TO_ONE, **{f"data.{name}": ours for name, ours in keys.DATA.items()}}
+        for key, ours in table.items():
+            if self.values.get(key) is not None and key not in self.known:
+                self.put(key, ours, self.values[key])
+        for ours in ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size"):
+            if ours not in self.result.settings:
+                theirs = next(key for key, one in table.items() if one == ours)
+                self.problems.append(Problem(theirs, None, "is not given", f"write {theirs}=N behind the file"))
+
+    def shape(self) -> None:
+        """The model; NxDT's hf models keep most of it in a config.json."""
+        settings = self.result.settings
+        settings["model.name"] = self.result.name
+        if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
+            self._hugging_face(str(self.values["model.model_config"]))
+        hidden = self.get("model.hidden_size")
+        for key in () if self.problems else ("model.num_layers", "model.hidden_size", "model.num_attention_heads"):
+            if self.get(key) is None and keys.ONE_TO_ONE[key] not in settings:
+                self.problems.append(Problem(key, None, "is not given", f"write {key}=N behind the file"))
+        width = self.get("model.ffn_hidden_size")
+        if width is not None:
+            self.put("model.ffn_hidden_size", "model.intermediate_size", width)
+        elif hidden is not None and "model.intermediate_size" not in settings:
+            settings["model.intermediate_size"] = 4 * hidden
+            self.note("model.ffn_hidden_size", RENAMED, f"model.intermediate_size={4 * hidden}", "their default")
+        if on(self.values, "model.scale_positional_embedding"):
+            self.put("model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
+        self._vocabulary()
+
+    def _hugging_face(self, path: str) -> None:
+        folder = os.path.dirname(path) if path.endswith(".json") else path
+        try:
+            content = read_hf_config(folder)
+        except ValueError as error:
+            rule = f"has the model's shape, and can't be read here: {error}"
+            self.problems.append(Problem("model.model_config", path, rule, "write model.model_config=PATH behind it"))
+            return
+        self.problems += [
+            Problem("model.model_config", path, f"is no Llama of this kind: {clause}", "name another file")
+            for clause in other_than_llama(content)
+        ]
+        for name, value in shape_from_hf(content).items():
+            self.result.settings[f"model.{name}"] = value
+        self.note("model.model_config", RENAMED, "model.*", "the shape that stands there")
+        for key in ("model.num_attention_heads", "model.layernorm_epsilon", "model.init_method_std"):
+            self.note(key, MEANINGLESS, why="stands in model_config")
+
+    def _vocabulary(self) -> None:
+        """Their files name a tokenizer and leave the number of its pieces to it."""
+        for key in ("model.vocab_size", "model.override_vocab_size"):
+            if self.get(key) is not None:
+                self.put(key, "model.vocab_size", self.values[key])
+                return
+        if "model.vocab_size" in self.result.settings:
+            return
+        paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
+        counts = [count for path in paths if path and (count := pieces(str(path))) is not None]
+        self.result.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_PIECES
+        if not counts:
+            self.result.assumed.append(
+                f"model.vocab_size={LLAMA2_PIECES}, Llama 1's and 2's: the file names a tokenizer that is not here; "
+                "write model.vocab_size=N behind the file for another"
+            )
+
+    def sequence(self) -> None:
+        """encoder_seq_length is what the model takes, data.seq_length what is trained; NeMo wants them equal."""
+        model, data = self.get("model.encoder_seq_length"), self.get("data.seq_length")
+        length = data if data is not None else model
+        if length is None:
+            problem = Problem("model.encoder_seq_length", None, "is not given", "write it behind the file")
+            self.problems.append(problem)
+            return
+        for key in ("model.encoder_seq_length", "data.seq_length"):
+            if self.get(key) == length:
+                self.put(key, "data.seq_length", length)
+            else:
+                self.note(key, MEANINGLESS, why=f"data.seq_length={length} is what is trained")
+        self.result.settings.setdefault("model.max_position_embeddings", length)
+
+    def data(self) -> None:
+        prefix, settings = self.get("data.data_prefix"), self.result.settings
+        if isinstance(prefix, dict):
+            why = "validation documents are a share of the training's dataset here (data.split); train is taken"
+            self.note("data.data_prefix", UNSUPPORTED, why=why)
+            prefix = prefix.get("train")
+        prefix = [prefix] if isinstance(prefix, str) else prefix
+        settings["data.prefixes"] = prefix or []
+        # What the default dataset would bring along is not theirs.
+        settings |= {"data.prepare": None, "data.tokenizer": None}
+        if prefix:
+            settings["data.name"] = self.result.name
+            self.note("data.data_prefix", RENAMED, f"data.prefixes={shown(prefix)}")
+        else:
+            self.note("data.data_prefix", MEANINGLESS, why="is not given")
+            self.result.assumed.append(
+                "no dataset is named: write data.prefixes=[PATH], or data=mock for made-up tokens"
+            )
+        for key in ("model.tokenizer.model", "data.tokenizer.model"):
+            library = self.get(key.replace(".model", ".library")) if key.startswith("data") else None
+            library = library or self.get("model.tokenizer.library")
+            if self.get(key) is not None and library == "sentencepiece":
+                self.put(key, "data.tokenizer", self.values[key])
+        tuned = on(self.values, "data.fine_tuning")
+        for key in self.values:
+            name = key.removeprefix("data.")
+            if name != key and tuned and "_ds." in name:
+                self.note(key, UNSUPPORTED, why="fine-tuning sets are not converted")
+
+    def validation(self) -> None:
+        every, batches = self.get("trainer.val_check_interval"), self.get("trainer.limit_val_batches", 1.0)
+        steps = self.get("trainer.max_steps", 0)
+        if isinstance(every, int) and isinstance(batches, int) and 0 < every <= steps and batches > 0:
+            self.put("trainer.val_check_interval", "trainer.val_every_steps", every)
+            self.put("trainer.limit_val_batches", "trainer.val_steps", batches)
+            return
+        self.result.settings["trainer.val_every_steps"] = None
+        why = "there is no validation" if not batches or (isinstance(every, int) and every > steps) else ""
+        why = why or "shares of an epoch don't exist here: set trainer.val_every_steps and val_steps"
+        for key in ("trainer.val_check_interval", "trainer.limit_val_batches"):
+            self.note(key, MEANINGLESS, why=why)
+
+    def optimizer(self) -> None:
+        name = str(self.get("model.optim.name", "adamw")).lower()
+        kind = "adamw" if name in ADAMW else name
+        if kind in ("adamw", "adam", "sgd"):
+            self.put("model.optim.name", "optim.name", kind)
+        else:
+            self.result.settings["optim.name"] = "adamw"
+            self.note("model.optim.name", UNSUPPORTED, why="there are adamw, adam and sgd; adamw is taken")
+        # Their optimizers' own defaults, which are not ours.
+        defaults = {"weight_decay": 0.0 if name == "fused_adam" else 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
+        for key, value in defaults.items():
+            if self.get(f"model.optim.{key}") is None:
+                self.result.settings[f"optim.{key}"] = value
+                if key != "eps":  # which is ours too
+                    self.result.assumed.append(f"optim.{key}={shown(value)}, their optimizer's own default")
+        if self.get("model.optim.lr") is None:
+            problem = Problem("model.optim.lr", None, "is not given", "write model.optim.lr=3e-4 behind the file")
+            self.problems.append(problem)
+        key = "trainer.gradient_clip_val"
+        clip = self.get(key, 0) or None
+        self.result.settings["optim.clip"] = clip
+        self.note(key, RENAMED, f"optim.clip={shown(clip)}")
+        self._sharding(name)
+
+    def _sharding(self, optimizer: str) -> None:
+        zero = int(optimizer in SHARDED)
+        if any(key.startswith(keys.LAYOUT) for key in self.values):
+            zero = 1  # NxDT's default
+        self.result.settings["trainer.zero"] = zero
+        for key in ("model.wrap_with_zero", f"{keys.LAYOUT}zero1"):
+            if self.get(key) is not None:
+                self.put(key, "trainer.zero", int(on(self.values, key)))
+
+    def schedule(self) -> None:
+        at = "model.optim.sched."
+        name = str(self.get(f"{at}name", "")).lower()
+        result, settings = self.result, self.result.settings
+        result.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
+        if name and name not in SCHEDULES:
+            self.note(f"{at}name", UNSUPPORTED, why="there are cosine, linear, constant and wsd; cosine is taken")
+        elif name:
+            self.note(f"{at}name", RENAMED, f"optim={result.schedule}")
+        steps = self.get("trainer.max_steps", 0)
+        ratio = self.get(f"{at}warmup_ratio")
+        if ratio is not None and self.get(f"{at}warmup_steps") is None:
+            self.put(f"{at}warmup_ratio", "optim.warmup_steps", int(ratio * steps))
+        ends = self.get(f"{at}max_steps", steps)
+        if ends != steps:
+            self.put(f"{at}max_steps", "optim.schedule.max_steps", ends)
+        else:
+            self.note(f"{at}max_steps", MEANINGLESS, why="it is trainer.steps")
+        # What is not given is 0 in theirs, and derived in ours.
+        for ours in ("optim.warmup_steps", "optim.constant_steps", "optim.min_lr"):
+            settings.setdefault(ours, 0.0 if ours == "optim.min_lr" else 0)
+
+    def recompute(self) -> None:
+        key = "model.activations_checkpoint_granularity"
+        granularity = self.get(key)
+        if granularity in (None, "selective", "full"):
+            self.put(key, "trainer.recompute", granularity or "none")
+        else:
+            self.problems.append(Problem(key, granularity, "must be selective, full or null", f"write {key}=full"))
+
+    def precision(self) -> None:
+        chosen = precision_of(self.values)
+        self.result.settings["trainer.precision"] = chosen.name
+        written = f"trainer.precision={chosen.name}"
+        self.note(chosen.key, RENAMED if chosen.supported else UNSUPPORTED, written, chosen.why)
+        for key in ("trainer.precision", *SWITCHES):
+            self.note(key, MEANINGLESS, why=f"read with {chosen.key}")
+        if chosen.assumed:
+            self.result.assumed.append(chosen.assumed)
+        assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
+
+    def checkpoints(self) -> None:
+        settings, at = self.result.settings, "exp_manager."
+        kept = self.get(f"{at}checkpoint_callback_params.save_top_k")
+        if kept is not None:
+            # -1 keeps all; 0 keeps none but what save_last says.
+            number = kept if kept > 0 else None
+            newest = "the newest ones, whatever monitor says"
+            self.put(f"{at}checkpoint_callback_params.save_top_k", "checkpoint.keep", number, newest)
+        if self.get(f"{at}create_checkpoint_callback") is False:
+            self.put(f"{at}create_checkpoint_callback", "checkpoint.save_last", False)
+            settings.pop("checkpoint.every_steps", None)
+        if self.get(f"{at}resume_if_exists") is not None:
+            resume = "auto" if self.values[f"{at}resume_if_exists"] else "never"
+            self.put(f"{at}resume_if_exists", "checkpoint.resume", resume)
+
+    def devices(self) -> None:
+        devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
+        if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
+            self.result.world_size = devices * nodes
+
+
+def _judged(key: str, value: Any) -> Found:
+    """A key that no subject has read: of one value only, without meaning, or unknown."""
+    name = key.removeprefix("data.")
+    if key in keys.ONLY or (name != key and name in keys.ONLY_DATA):
+        allowed, why = keys.ONLY[key] if key in keys.ONLY else keys.ONLY_DATA[name]
+        if value is None or value in allowed:
+            return Found(key, value, MEANINGLESS, why="off" if value in (None, False) else "as it always is here")
+        return Found(key, value, UNSUPPORTED, why=why)
+    section = next((one for one in keys.ONLY if key.startswith(one + ".")), None)
+    if section is not None:
+        return Found(key, value, UNSUPPORTED if value else MEANINGLESS, why=keys.ONLY[section][1])
+    for pattern, why in keys.WITHOUT_MEANING:
+        if fnmatchcase(key, pattern):
+            return Found(key, value, MEANINGLESS, why=why)
+    if value in (None, False, [], {}):
+        return Found(key, value, MEANINGLESS, why="off")
+    return Found(key, value, UNSUPPORTED, why="this key is not known here, so neither is what it changes")

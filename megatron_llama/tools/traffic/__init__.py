@@ -1,0 +1,1 @@
+"""Bytes that each rank sends in a step, predicted and measured: ``scripts/traffic.py``."""

@@ -1,0 +1,98 @@
+"""What became of torch.compile on all ranks: graphs, cache hits and misses, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_llama.parallel.compiling import Graph, settings_of_graphs
+from megatron_llama.plan import Plan
+
+REPORT_FILE = "compile.json"
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """The graphs of some ranks, as each rank made them."""
+
+    by_rank: Mapping[int, Sequence[Graph]]
+    """Rank to its graphs, in the order in which it made them."""
+
+    @property
+    def all(self) -> list[Graph]:
+        """Every compilation, the same graph once for each rank that made it."""
+        return [graph for graphs in self.by_rank.values() for graph in graphs]
+
+    @property
+    def distinct(self) -> dict[str, Graph]:
+        """The graphs by key; of equal ones that which failed, else that which was compiled and not looked up."""
+        ordered = sorted(self.all, key=lambda graph: (graph.failure is None, graph.cached))
+        return {graph.key: graph for graph in reversed(ordered)}
+
+    @property
+    def hits(self) -> int:
+        """Compilations that the cache answered."""
+        return sum(graph.cached for graph in self.all)
+
+    @property
+    def misses(self) -> int:
+        """Compilations that it did not."""
+        return len(self.all) - self.hits
+
+    @property
+    def failed(self) -> int:
+        """Distinct graphs that could not be compiled on some rank."""
+        return sum(graph.failure is not None for graph in self.distinct.values())
+
+    def lines(self, cache: str) -> list[str]:
+        """What a training run says of them."""
+        late = sum(graph.late for graph in self.all)
+        first = (
+            f"compiled {_count(len(self.distinct), 'graph')} on {_count(len(self.by_rank), 'rank')}: "
+            f"cache hits {self.hits}, misses {self.misses}{f', {late} of them after warm-up' * bool(late)} ({cache})"
+        )
+        new = {f"  new: {g.what}, {g.mode}, {g.shapes}: {g.why}": None for g in self.all if g.why}
+        return [first, *new]
+
+    def to_json(self, plan: Plan) -> dict[str, Any]:
+        """All of it, for programs."""
+        ranks: dict[str, list[int]] = {}
+        for rank, graphs in self.by_rank.items():
+            for graph in graphs:
+                ranks.setdefault(graph.key, []).append(rank)
+        return {
+            "total_graphs": len(self.distinct),
+            "total_successful_compilations": len(self.distinct) - self.failed,
+            "total_failed_compilations": self.failed,
+            "cache_hits": self.hits,
+            "cache_misses": self.misses,
+            "cache": plan.config.trainer.compile_cache,
+            "settings": settings_of_graphs(plan),
+            "world_size": plan.world_size,
+            "graphs": [{**asdict(graph), "ranks": ranks[key]} for key, graph in self.distinct.items()],
+        }
+
+
+def gather(graphs: Sequence[Graph]) -> Compilations:
+    """Everybody's graphs. All ranks must call it."""
+    everyones: list[list[Graph]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, list(graphs))
+    return Compilations(dict(enumerate(everyones)))
+
+
+def write_report(compilations: Compilations, plan: Plan, folder: Path) -> Path:
+    """Writes compile.json, whole or not at all."""
+    path, temporary = folder / REPORT_FILE, folder / f".{REPORT_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(compilations.to_json(plan), indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

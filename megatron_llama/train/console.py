@@ -1,0 +1,171 @@
+"""What a run shows while it trains: a live line on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+
+from megatron_llama.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron_llama.train.metrics import Peak
+
+Value = float | int | None
+
+
+class Progress:
+    """The console's side of a run. Writes nothing until ``start``."""
+
+    def __init__(self, steps: int, start_step: int, every_steps: int, console: Console | None = None) -> None:
+        self._steps, self._every = steps, max(1, every_steps)
+        self._console = console or Console()
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            columns = (
+                SpinnerColumn(finished_text="[green]✓"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[words]}"),
+            )
+            self._bar = Bar(*columns, console=self._console, refresh_per_second=8)
+            # Long runs start slowly (compiling, reading indices): the line is there from the start and says so.
+            self._task = self._bar.add_task("train", total=steps, completed=start_step, words="[dim]first step …")
+
+    def start(self) -> None:
+        """Shows the live line, on a terminal."""
+        if self._bar is not None:
+            self._bar.start()
+
+    def stop(self) -> None:
+        """Leaves the live line as it is; what is written afterwards stands below it."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Lines that stay, above the live one."""
+        self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, metrics: Mapping[str, Value], seconds_per_step: float) -> None:
+        """Shows a step. ``seconds_per_step`` is a recent mean, for the time left."""
+        step = int(metrics["step"] or 0)
+        left = (self._steps - step) * seconds_per_step
+        shown = step % self._every == 0 or step == self._steps or "val_loss" in metrics
+        if self._bar is None:
+            if shown:
+                line = f"step {step}/{self._steps}  {_words(metrics, left)}"
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        if metrics.get("val_loss") is not None:
+            self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
+        self._bar.update(self._task, completed=step)
+        if shown:
+            self._bar.update(self._task, words=_live_words(metrics, left))
+
+    def summary(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        peak: Peak,
+        records: Sequence[Mapping[str, Any]],
+        samples: Sequence[str],
+        picture: Path | None,
+    ) -> None:
+        """What came out of the run, what the model writes now, and where everything is."""
+        lines = [*_result(plan, peak, records), *_samples(samples), *_places(run_dir, picture)]
+        self._console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True)
+
+
+def _words(metrics: Mapping[str, Value], left: float) -> str:
+    """A step in plain words."""
+    parts = [f"loss {_number(metrics['reduced_train_loss'], '.4f')}"]
+    if "val_loss" in metrics:
+        parts.append(f"val loss {_number(metrics['val_loss'], '.4f')}")
+    parts += [
+        f"lr {_number(metrics['lr'], '.2e')}",
+        f"grad norm {_number(metrics['gradient_norm'], '.3f')}",
+        f"{_number(metrics['tokens_per_second'], ',.0f')} tokens/s",
+        f"MFU {_number(metrics['mfu'], '.1%')}",
+        f"{duration(left)} left",
+    ]
+    return "  ".join(parts)
+
+
+def _live_words(metrics: Mapping[str, Value], left: float) -> str:
+    """A step beside the bar; short, so that it fits on a line of 100 characters."""
+    return (
+        f"loss [bold cyan]{_number(metrics['reduced_train_loss'], '.4f')}[/]  "
+        f"{_number(metrics['tokens_per_second'], ',.0f')} tokens/s  "
+        f"MFU {_number(metrics['mfu'], '.1%')}  [dim]{duration(left)} left"
+    )
+
+
+def _number(value: Value, form: str) -> str:
+    """A number, or a question mark where there is none."""
+    return "?" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 0:42, 12:05, 3:07:00, 2d 04:10."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours_left:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The loss's way down, the speed, and what MFU was measured against."""
+    if not records:
+        return []
+    first, last = records[0], records[-1]
+    speeds = sorted(record["tokens_per_second"] for record in records)
+    median = speeds[len(speeds) // 2]
+    seconds = sum(record["step_time_s"] for record in records)
+    lines = [
+        f"[bold]loss {first['reduced_train_loss']:.3f} → {last['reduced_train_loss']:.3f}[/]"
+        f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
+        f"{median:,.0f} tokens/s (median step)"
+        + f", peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
+    ]
+    utilisations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
+    if utilisations and peak.flops:
+        lines.append(
+            f"MFU {utilisations[len(utilisations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
+            f" [dim]({escape(peak.source)})[/]"
+        )
+    elif not peak.flops:
+        lines.append(f"MFU ? [dim](peak {escape(peak.source)})[/]")
+    return lines
+
+
+def _samples(samples: Sequence[str]) -> list[str]:
+    """What the model writes, set apart."""
+    lines: list[str] = []
+    for sample in samples:
+        lines += ["", "[dim]the model writes:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
+    return lines
+
+
+def _places(run_dir: Path, picture: Path | None) -> list[str]:
+    """Where everything is."""
+    found = [
+        ("loss curve", picture),
+        ("metrics", run_dir / "metrics.jsonl"),
+        ("TensorBoard", run_dir / "tensorboard"),
+        ("checkpoints", run_dir / "checkpoints"),
+        ("settings, plan", run_dir / "config.yaml"),
+    ]
+    lines = [""]
+    for name, path in found:
+        if path is not None and path.exists():
+            command = f"  [dim](tensorboard --logdir {escape(str(path))})[/]" if name == "TensorBoard" else ""
+            lines.append(f"  {name:15s} {escape(str(path))}{command}")
+    return lines

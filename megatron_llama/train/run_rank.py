@@ -1,0 +1,33 @@
+"""What a rank does, from its place in the environment to the end of training: the whole program on one screen."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megatron_llama.data import build_data
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from megatron_llama.train.loop import train
+
+
+def run_rank(plan: Plan) -> None:
+    """Run this process's part of the plan. RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which
+    it is.
+
+    Raises ConfigError, on all ranks alike, for data that can't be used; TrainingFault when training can't go on.
+    """
+    device = get_device(plan.config.device.name)
+    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
+    topology = build_topology(plan, int(os.environ["RANK"]))
+    with process_groups(plan, topology, device, torch_device):
+        device.seed(plan.config.trainer.seed)
+        model = build_model(plan, topology, device, torch_device)
+        optimizer = build_optimizer(plan, model)
+        data = build_data(plan, topology, torch_device)
+        train(plan, topology, device, model, optimizer, data)

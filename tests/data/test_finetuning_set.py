@@ -1,0 +1,302 @@
+"""Fine-tuning sets in training: what is learned is what the masks say, whatever the layout, epoch after epoch."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.config import ConfigError, compose
+from megatron_llama.data import build_data
+from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.topology import build_topology
+from megatron_llama.train.loop import validate
+from tests.checkpoint.runner import assert_same, run
+from tests.data.files import data_plan, write_indexed
+from tests.layouts.runner import CONF, SMALL
+from tests.model.llamas import CPU
+from tests.ranks import RankFailed, run_ranks
+
+LENGTH = 16
+Example = tuple[list[int], list[int]]
+Item = dict[str, list[int]]
+
+
+def some_examples(count: int, first: int = 1, vocabulary: int | None = None) -> list[Example]:
+    """(ids, mask) of examples of 2 to 17 tokens. Ids count on, unless they must fit a vocabulary; some examples' whole
+    end is learned, some have answers in between."""
+    rng = random.Random(count + first)
+    found, place = [], first
+    for _ in range(count):
+        length = rng.randint(2, LENGTH + 1)
+        ids = list(range(place, place + length))
+        if vocabulary is not None:
+            ids = [rng.randrange(vocabulary) for _ in ids]
+        mask = [int(rng.random() < 0.5) for _ in range(length - 1)] + [1]
+        found.append((ids, mask))
+        place += length
+    return found
+
+
+def write_set(path: Path, examples: list[Example]) -> str:
+    """The two datasets of a set; returns its prefix."""
+    write_indexed(path.with_name(path.name + "_mask"), [mask for _, mask in examples], "B")
+    return write_indexed(path, [ids for ids, _ in examples])
+
+
+def plan_of(prefixes: list[str], pack: bool = False, **more: Any) -> Plan:
+    settings = {"data.kind": "sft", "data.pack": pack, "data.seq_length": LENGTH, "data.split": "1,0,0", **more}
+    return data_plan(prefixes, **settings)
+
+
+def items(plan: Plan, count: int, validate: bool = False) -> tuple[list[Item], list[Item]]:
+    """The first samples of training and validation."""
+    return run_ranks(_items, 1, plan, count, validate)[0]
+
+
+def _items(rank: int, plan: Plan, count: int, validate: bool) -> tuple[list[Item], list[Item]]:
+    train, validation = build_sft(plan, validate)
+    return _lists(train, count), [] if validation is None else _lists(validation, len(validation))
+
+
+def _lists(data: SFTDataset, count: int) -> list[Item]:
+    count = count or len(data)
+    return [{name: tensor.tolist() for name, tensor in data[index].items()} for index in range(count)]
+
+
+def taken_apart(item: Item) -> list[Example]:
+    """The examples of a sample; all that is checked of their form on the way."""
+    found, place = [], 0
+    documents = item.get("documents") or [0 if any(pair) else PADDING for pair in _used(item)]
+    for number in range(max(documents) + 1):
+        size = documents.count(number)
+        assert documents[place : place + size] == [number] * size
+        places = slice(place, place + size)
+        tokens, labels, mask = (item[name][places] for name in ("tokens", "labels", "loss_mask"))
+        assert tokens[1:] == labels[:-1]
+        found.append(([*tokens, labels[-1]], [int(mark) for mark in mask]))
+        place += size
+    assert documents[place:] == [PADDING] * (LENGTH - place)
+    assert not any(item["loss_mask"][place:]), "padding is in the loss"
+    return found
+
+
+def _used(item: Item) -> list[tuple[int, int]]:
+    return list(zip(item["tokens"], item["labels"], strict=True))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_epoch_is_every_example_once(tmp_path: Path, pack: bool) -> None:
+    one, two = some_examples(37), some_examples(20, first=5000)
+    prefixes = [write_set(tmp_path / "one", one), write_set(tmp_path / "two", two)]
+    found, _ = items(plan_of(prefixes, pack), 0)
+    seen = Counter((tuple(ids), tuple(mask)) for item in found for ids, mask in taken_apart(item))
+    # The first token is never a label, so its mask says nothing.
+    assert seen == Counter((tuple(ids), tuple(mask[1:])) for ids, mask in one + two)
+    assert len(found) == 57 if not pack else len(found) < 40
+    assert ("documents" in found[0]) == pack
+
+
+def test_a_set_of_its_own_or_a_share_for_validation(tmp_path: Path) -> None:
+    one, two = some_examples(40), some_examples(10, first=5000)
+    prefixes = [write_set(tmp_path / name, examples) for name, examples in (("one", one), ("two", two))]
+    train, validation = items(plan_of(prefixes[:1], **{"data.validation_prefixes": prefixes[1:]}), 0, validate=True)
+    assert len(train) == 40 and len(validation) == 10
+    assert min(item["tokens"][0] for item in validation) >= 5000 > max(max(item["labels"]) for item in train)
+    train, validation = items(plan_of(prefixes[:1], **{"data.split": "30,10,0"}), 0, validate=True)
+    starts = {ids[0] for ids, _ in one[:30]}
+    assert len(train) == 30 and len(validation) == 10 and {item["tokens"][0] for item in train} == starts
+
+
+def no_mask(prefix: str) -> None:
+    Path(prefix + "_mask.idx").unlink()
+
+
+def other_masks(prefix: str) -> None:
+    write_indexed(Path(prefix + "_mask"), [[1, 1]] * 5, "B")
+
+
+def wide_masks(prefix: str) -> None:
+    write_indexed(Path(prefix + "_mask"), [[1] * len(ids) for ids, _ in some_examples(30)], "H")
+
+
+def cut_masks(prefix: str) -> None:
+    binary = Path(prefix + "_mask.bin")
+    binary.write_bytes(binary.read_bytes()[:-1])
+
+
+def too_long(prefix: str) -> None:
+    write_set(Path(prefix), [*some_examples(29), (list(range(LENGTH + 2)), [1] * (LENGTH + 2))])
+
+
+def single_token(prefix: str) -> None:
+    write_set(Path(prefix), [*some_examples(29), ([5], [1])])
+
+
+BROKEN = [
+    (no_mask, "has no loss masks that can be read"),
+    (other_masks, "is not its loss masks"),
+    (wide_masks, "is not its loss masks"),
+    (cut_masks, "_mask.bin has"),
+    (too_long, "an example of 18 tokens, which needs data.seq_length=17; it is 16"),
+    (single_token, "an example of one token"),
+]
+
+
+@pytest.mark.parametrize(("harm", "words"), BROKEN, ids=[harm.__name__ for harm, _ in BROKEN])
+def test_unfit_sets_are_refused(tmp_path: Path, harm: Callable[[str], None], words: str) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(30))
+    plan = plan_of([prefix])
+    harm(prefix)
+    with pytest.raises(RankFailed, match="ConfigError") as caught:
+        items(plan, 1)
+    said = " ".join(str(caught.value).split())  # messages are wrapped to a terminal's width
+    assert words in said and str(prefix) in said
+
+
+def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(30))
+    with pytest.raises(RankFailed, match="leaves none of its 30 examples for validation"):
+        items(plan_of([prefix], **{"data.split": "999,1,0"}), 1, validate=True)
+
+
+def test_a_set_without_masks_is_refused_before_the_ranks_start(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text", [[1, 2, 3]])
+    with pytest.raises(ConfigError, match="text_mask.bin"):
+        plan_of([prefix])
+
+
+def test_epochs_are_steps(tmp_path: Path) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(45))
+    whole = {"trainer.epochs": 3, "trainer.global_batch_size": 4, "optim.warmup_ratio": 0.1}
+    plan = plan_of([prefix], **whole)
+    assert plan.config.trainer.steps == 3 * 45 // 4 == 33 and plan.config.optim.warmup_steps == 4  # rounded up
+    assert "3 epochs of 45 sequences" in plan.notes[-1]
+    assert resolve(plan.config, 1).config == plan.config, "a resolved config resolves to itself"
+    packed = plan_of([prefix], pack=True, **whole)
+    assert packed.config.trainer.steps == 3 * len(items(packed, 0)[0]) // 4 < 33
+    shared = plan_of([prefix], **{**whole, "data.split": "30,15,0"})
+    assert shared.config.trainer.steps == 3 * 30 // 4
+    text = data_plan([prefix], **{"trainer.epochs": 2, "data.seq_length": 8, "data.split": "1,0,0"})
+    tokens = sum(len(ids) for ids, _ in some_examples(45))
+    assert text.config.trainer.steps == 2 * ((tokens - 1) // 8) // 8
+    with pytest.raises(ConfigError, match=r"gives\s+no\s+step"):
+        plan_of([prefix], **{"trainer.epochs": 1, "trainer.global_batch_size": 46})
+
+
+def test_what_is_typed_goes_before_what_a_group_says(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "trainer" / "long.yaml").write_text("epochs: 3\n")
+    (conf / "trainer" / "short.yaml").write_text("steps: 7\n")
+    long = compose(["trainer=long", "trainer.steps=5"], conf).trainer
+    assert (long.steps, long.epochs) == (5, None)
+    short = compose(["trainer=short", "trainer.epochs=2"], conf).trainer
+    assert (short.steps, short.epochs) == (100, 2)
+
+
+# Every layout trains on the same sets: loss and gradient norm of ragged masks, to the order of sums.
+LAYOUTS = [(2, ["trainer.tp=2"]), (2, ["trainer.pp=2"]), (2, ["trainer.zero=2"]), (1, ["trainer.micro_batch_size=4"])]
+
+
+def sft_overrides(tmp_path: Path, pack: bool) -> list[str]:
+    prefix = write_set(tmp_path / "set", some_examples(50, vocabulary=64))
+    kind = ["data.mock=false", "data.kind=sft", f"data.pack={str(pack).lower()}", f"data.prefixes=[{prefix}]"]
+    return [*kind, "data.split='1,0,0'"]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_loss_is_per_learned_token_of_the_global_batch_in_every_layout(tmp_path: Path, pack: bool) -> None:
+    overrides = [*SMALL, *sft_overrides(tmp_path, pack)]
+    plan = resolve(compose(overrides, CONF), 1)
+    ((loss, norm, by_hand),) = run_ranks(_losses, 1, plan)
+    assert loss == pytest.approx(by_hand, rel=1e-6)
+    for ranks, layout in LAYOUTS:
+        for found in run_ranks(_losses, ranks, resolve(compose([*overrides, *layout], CONF), ranks)):
+            assert found[:2] == pytest.approx((loss, norm), rel=1e-5), layout
+
+
+def _losses(rank: int, plan: Plan) -> tuple[float, float, float]:
+    """(loss, gradient norm, the loss added up token by token in one process) of the second global batch."""
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        batches = build_data(plan, topology, CPU).train.at(8)
+        total, count = 0.0, 0.0
+        if plan.world_size == 1:
+            for batch in batches:
+                logits = model.logits(batch.tokens, batch.documents)
+                assert logits is not None
+                losses = torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), batch.labels, reduction="none")
+                total += (losses * batch.loss_mask).sum().item()
+                count += batch.loss_mask.sum().item()
+        loss = model.forward_backward(batches).item()
+        return loss, build_optimizer(plan, model).gradient_norm().item(), total / max(count, 1)
+
+
+@pytest.mark.parametrize(("pack", "layout"), [(False, "trainer.zero=2"), (True, "trainer.pp=2")])
+def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout: str) -> None:
+    held_out = write_set(tmp_path / "held_out", some_examples(21, first=7, vocabulary=64))
+    overrides = [*SMALL, *sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
+    overrides += ["trainer.val_every_steps=1", "model.initializer_range=0.3"]
+    ((found, by_hand),) = run_ranks(_val_loss, 1, resolve(compose(overrides, CONF), 1))
+    assert found == pytest.approx(by_hand, rel=1e-6)
+    for other, _ in run_ranks(_val_loss, 2, resolve(compose([*overrides, layout], CONF), 2)):
+        assert other == pytest.approx(found, rel=1e-6)
+
+
+def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
+    """What validation says, and in one process the mean over all learned tokens, example by example."""
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        validation = build_data(plan, topology, CPU).validation
+        assert validation is not None and isinstance(validation.samples, SFTDataset)
+        total, count = 0.0, 0.0
+        examples = validation.samples.examples
+        for ids, mask in (examples[number] for number in range(len(examples) if plan.world_size == 1 else 0)):
+            tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+            tokens[0, : len(ids) - 1] = torch.tensor(ids[:-1].astype("int64"))
+            logits = model.logits(tokens)
+            assert logits is not None
+            labels, learned = torch.tensor(ids[1:].astype("int64")), torch.tensor(mask[1:].astype("float64"))
+            losses = torch.nn.functional.cross_entropy(logits[: len(labels), 0].double(), labels, reduction="none")
+            total, count = total + (losses * learned).sum().item(), count + learned.sum().item()
+        return validate(plan, model, validation), total / max(count, 1)
+
+
+def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(50))
+    settings = {"data.split": "30,20,0", "trainer.val_every_steps": 5, "trainer.global_batch_size": 8}
+    for steps, said in {
+        None: "on all 20 examples, in batches of 8: 3",
+        2: "on 16 of 20 examples; trainer.val_steps=null",
+        3: "takes 24 examples of 20, so that some count more often",
+    }.items():
+        plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})
+        assert plan.config.trainer.val_steps == steps and said in " ".join(plan.notes), plan.notes
+    assert "each validation" not in " ".join(plan_of([prefix], **{**settings, "trainer.val_every_steps": None}).notes)
+    text = data_plan([prefix], **{"trainer.val_every_steps": 5, "data.split": "30,20,0"})
+    assert text.config.trainer.val_steps == 4 and "each validation" not in " ".join(
+        text.notes
+    )  # pretraining's is a number
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_resume_in_an_epoch_is_the_uninterrupted_run(tmp_path: Path, pack: bool) -> None:
+    settings = [*sft_overrides(tmp_path, pack), "optim.lr=0.01", "trainer.steps=9"]  # 50 examples: several epochs
+    whole = run(1, tmp_path / "whole", *settings, until=9)
+    run(1, tmp_path / "halves", *settings, until=4)
+    rest = run(1, tmp_path / "halves", *settings, until=9)
+    assert rest.started_at == 4 and all(rest.losses[step] == whole.losses[step] for step in range(5, 10))
+    assert_same(rest.tensors, whole.tensors)

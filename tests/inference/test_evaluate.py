@@ -1,0 +1,300 @@
+"""The figures are transformers', on any number of ranks; and what can't be asked is counted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.lib.dataset import IndexedDataset
+from megatron_llama.config import ConfigError
+from megatron_llama.inference import accuracy as answers
+from megatron_llama.inference import evaluate_cli as evaluate
+from megatron_llama.inference.accuracy import Asked, ask, final_number, share
+from megatron_llama.inference.eval_data import TEMPLATES, Template, find_template, read_records
+from megatron_llama.inference.perplexity import windows
+from megatron_llama.inference.prompts import Asking
+from megatron_llama.inference.tokenizer import HuggingFace
+from tests.data_prep.conftest import run_script
+from tests.inference.models import make_folder
+from tests.inference.test_generate_cli import CPU, command
+from tests.ranks import run_ranks
+
+HEAD = "index\tquestion\tsentence\tlabel\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "hf", max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray]:
+    """(prefix, ids) of an indexed dataset of several documents."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path_factory.mktemp("data") / "some_text_document")
+    generator, documents = np.random.default_rng(0), []
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for length in (40, 3, 111, 57):
+        documents.append(generator.integers(0, 290, length))
+        builder.add_item(torch.from_numpy(documents[-1]))
+        builder.end_document()
+    builder.finalize(prefix + ".idx")
+    return prefix, np.concatenate(documents)
+
+
+def report(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON of a run of the script."""
+    path = tmp_path / "report.json"
+    done = command(evaluate.main, *arguments, *CPU, "--output", path)
+    assert done.status == 0, done.err
+    return json.loads(path.read_text())
+
+
+def _their_losses(rank: int, folder: Path, rows: list[np.ndarray]) -> list[tuple[float, int]]:
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        tokens = [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
+        return [(llama(row, labels=row).loss.item(), row.shape[1] - 1) for row in tokens]
+
+
+def test_windows_predict_every_token_once() -> None:
+    for count in (2, 16, 17, 18, 33, 100):
+        spans = list(windows(count, 16))
+        assert [place for a, b in spans for place in range(a + 1, b + 1)] == list(range(1, count))
+        assert all(b - a == 16 for a, b in spans[:-1]) and 0 < spans[-1][1] - spans[-1][0] <= 16
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_perplexity_is_their_loss_weighted_by_tokens(
+    folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path, tp: int
+) -> None:
+    prefix, ids = dataset
+    found = report(tmp_path, folder, "--dataset", prefix, "--seq-length", 48, "--tp", tp)
+    rows = [ids[a : b + 1] for a, b in windows(len(ids), 48)]
+    losses = run_ranks(_their_losses, 1, folder, rows)[0]
+    expected = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    assert sum(count for _, count in losses) == len(ids) - 1 == found["tokens"]
+    assert len({count for _, count in losses}) > 1, "windows of one length would not show a mean of means"
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
+    assert report(tmp_path, folder, "--dataset", prefix, "--max-tokens", 50)["tokens"] == 49
+
+
+def _their_label_scores(rank: int, folder: Path, pairs: list[list[tuple[list[int], list[int]]]]) -> list[list[float]]:
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(folder).eval()
+
+    def score(prompt: list[int], label: list[int]) -> float:
+        with torch.no_grad():
+            likelihoods = llama(torch.tensor([prompt + label])).logits[0].double().log_softmax(-1)
+        return sum(likelihoods[len(prompt) - 1 + place, one].item() for place, one in enumerate(label))
+
+    return [[score(*pair) for pair in labels] for labels in pairs]
+
+
+BALANCED = Template("{question} and {sentence}", "label", {"entailment": " cat", "not_entailment": " mat"})
+LABELS = Template("{question} and {sentence}", "label", {"entailment": " the cat", "not_entailment": " a"})
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(records, template) of sentences of different lengths, with two that can't be asked."""
+    place = tmp_path_factory.mktemp("labelled")
+    words = ["cat", "dog", "mat", "Hello", "the", "on", "sat", "é"]
+    generator, lines = np.random.default_rng(1), []
+    for number in range(24):
+        question, sentence = (" ".join(generator.choice(words, generator.integers(1, 7))) for _ in range(2))
+        lines.append(f"{number}\t{question}\t{sentence}\t{'not_' if number % 3 else ''}entailment\n")
+    lines += ["24\ta\tb\tneither\n", "25\ta\n", "26\ta\t\tentailment\n", f"27\t{'cat ' * 300}\tb\tentailment\n"]
+    (place / "some.tsv").write_text(HEAD + "".join(lines))
+    (place / "template.json").write_text(json.dumps(BALANCED.__dict__))
+    return place / "some.tsv", place / "template.json"
+
+
+def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
+    file, template = labelled
+    text = HuggingFace(folder)
+    asked = ask(read_records(file, BALANCED), BALANCED, Asking(text, "none"), room=256)
+    assert len(asked) == 24
+    assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
+    names = list(BALANCED.labels)
+    chosen = [names[scores.index(max(scores))] for scores in theirs]
+    right = sum(guess == one.record["label"] for guess, one in zip(chosen, asked, strict=True))
+    assert len(set(chosen)) == 2, "a model that says the same to all would show little"
+    for more in (["--batch-size", 5], ["--tp", 2, "--batch-size", 24], ["--batch-size", 1]):
+        found = report(tmp_path, folder, "--labelled", file, "--template", template, *more)
+        assert found["accuracy"]["right"] == right and found["accuracy"]["of"] == 24
+        assert [found["labels"][name]["chosen"] for name in names] == [chosen.count(name) for name in names]
+    assert found["majority"] == {"label": "not_entailment", "share": 16 / 24}
+    assert found["skipped"] == {"unknown label": 1, "unreadable": 1, "lacks a field": 1, "too long": 1}
+    assert report(tmp_path, folder, "--labelled", file, "--template", template, "--limit", 7)["accuracy"]["of"] == 7
+
+
+def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
+    from tests.inference.test_generator import with_generator
+
+    asked = ask(read_records(labelled[0], LABELS), LABELS, Asking(HuggingFace(folder), "none"), room=256)[:10]
+    assert len({len(label) for one in asked for label in one.labels}) > 1
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
+    ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
+    torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
+    text, records = HuggingFace(folder), read_records(path, LABELS)
+    asking = Asking(text, "own")
+    (one,) = ask(records, LABELS, asking, room=256)
+    assert one.prompt == asking.ids([{"role": "user", "content": "cat and dog"}])
+    assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
+    assert records.skipped == {"unreadable": 1}
+
+
+def test_files_are_read_as_they_are_prepared(tmp_path: Path) -> None:
+    good = {"question": "q", "sentence": 'a "b" c', "label": "entailment"}
+    table = "question\tsentence\tlabel\r\n" + "\t".join(good.values()) + "\r\nq\ts\tentailment\tmore\nq\ts\n"
+    (tmp_path / "table.tsv").write_bytes(table.encode())
+    (tmp_path / "array.json").write_text(json.dumps([good, 1], indent=1))
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps(good)}\n[]\n\n".encode()))
+    for name, unreadable in (("table.tsv", 2), ("array.json", 1), ("lines.jsonl.gz", 1)):
+        records = read_records(tmp_path / name, LABELS)
+        assert list(records.good) == [good] and records.skipped == {"unreadable": unreadable}, name
+    with pytest.raises(ConfigError, match=r"can't\s+be\s+read"):
+        read_records(tmp_path / "nowhere.jsonl", LABELS)
+
+
+def test_written_answers(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": "4\n#### 4"}) + "\n" for q in ("2 + 2", "cat", "a b")))
+    found = report(tmp_path, folder, "--generative", path, "--template", "gsm8k", "--max-new-tokens", 6)
+    assert found["well_formed"]["of"] == found["exact_match"]["of"] == 3
+    assert found["exact_match"]["right"] == 0 and len(found["examples"]) == 3
+
+
+def test_right_wrong_and_malformed_answers(folder: Path) -> None:
+    said = ["It is 4.\n#### 4", "#### 5", "It is 6."]
+    text = HuggingFace(folder)
+
+    class Says:
+        """A model that has learned these answers."""
+
+        def generate(self, prompts: list[list[int]], *_: object) -> list[SimpleNamespace]:
+            return [SimpleNamespace(ids=text.encode(said[prompt[0]])) for prompt in prompts]
+
+    truth = ("#### 4", "#### 6", "#### 6")
+    asked = [Asked([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
+    found = answers.written(Says(), asked, find_template("gsm8k"), text, 2, 16)
+    assert [found[kind]["right"] for kind in ("well_formed", "exact_match")] == [2, 1]
+    assert [one["written"] for one in found["examples"]] == said
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("2 + 2 = 4\n#### 4", 4),
+        ("#### 1,234.50\n", Decimal("1234.5")),
+        ("#### -7\nQuestion: more\n#### 8", -7),
+        ("#### $12", 12),
+        ("the answer is #### 4", None),
+        ("#### four", None),
+        ("#### 4 ducks", None),
+        ("### 4", None),
+        ("", None),
+    ],
+)
+def test_final_numbers(said: str, number: Any) -> None:
+    assert final_number(said) == number
+
+
+def test_the_interval_is_wilsons() -> None:
+    # Newcombe 1998, table I: 81 of 263 and 0 of 20
+    assert (share(81, 263).low, share(81, 263).high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert (share(0, 20).low, share(0, 20).high) == pytest.approx((0, 0.1611), abs=5e-5)
+
+
+def test_templates() -> None:
+    assert all(template.fields for template in TEMPLATES.values())
+    with pytest.raises(ConfigError, match=r"qnli,\s+sst2,\s+gsm8k,\s+or"):
+        find_template("qnl")
+
+
+ROWS = {"question": " Who sat on the mat?", "sentence": "The cat sat on the mat.", "label": "entailment"}
+WORDED = {"question": " 2 + 2 = ?\n", "answer": "2 + 2 = 4\n#### 4"}
+
+
+@pytest.mark.parametrize("template", ["own", "plain", "dialogue"])
+@pytest.mark.parametrize("name", ["qnli", "gsm8k"])
+def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, template: str) -> None:
+    """The ids that come before a training example's answer are the ids of evaluation's prompt, white space and all."""
+    record = ROWS if name == "qnli" else WORDED
+    source = tmp_path / ("set.tsv" if name == "qnli" else "set.jsonl")
+    line = "\t".join(record.values()) if name == "qnli" else json.dumps(record)
+    source.write_text((HEAD.removeprefix("index\t") if name == "qnli" else "") + line + "\n")
+    options = ["--seq-length", 256, "--chat-template", template]
+    options += ["--template", "qnli"] if name == "qnli" else []
+    prefix = ["--output-prefix", tmp_path / "set"]
+    done = run_script("sft.py", "--input", source, "--tokenizer-model", folder, *options, *prefix)
+    assert done.returncode == 0, done.stderr
+    ids, mask = (IndexedDataset(str(tmp_path / f"set_sft{end}")).document(0) for end in ("", "_mask"))
+    learned = mask.tolist().index(1)
+    (one,) = ask(
+        read_records(source, TEMPLATES[name]), TEMPLATES[name], Asking(HuggingFace(folder), template), room=256
+    )
+    assert one.prompt == ids[:learned].tolist()
+    if name == "qnli":
+        assert one.labels[0] == ids[learned:][mask[learned:] == 1].tolist()[:-1]  # the last one ends the answer
+
+
+def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
+    done = command(evaluate.main, folder, *CPU, "--tp", 3, "--batch-size", 0, "--output", tmp_path / "no" / "file")
+    assert done.status == 2 and "Traceback" not in done.err
+    for named in ("--tp", "--batch-size", "--output", "nothing is asked for"):
+        assert named in done.err, named
+    for arguments, named in (
+        (["--dataset", tmp_path / "nothing"], "can't be read"),
+        (["--dataset", dataset[0], "--seq-length", 512], "256 positions"),
+        (["--labelled", tmp_path / "nothing.tsv", "--template", "qnli"], "can't be read"),
+        (["--labelled", tmp_path / "nothing.tsv"], "--template qnli"),
+        (["--labelled", tmp_path / "nothing.tsv", "--template", "gsm8k"], "no labels"),
+        (["--generative", tmp_path / "x.jsonl", "--dataset", dataset[0]], "one is evaluated at a time"),
+    ):
+        done = command(evaluate.main, folder, *CPU, *arguments)
+        assert done.status == 2 and named in done.err, (arguments, done.err)
+    done = command(evaluate.main, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
+    assert done.status == 2 and "vocabulary ends at 99" in done.err
+
+
+def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_path: Path) -> None:
+    """Each example alone, on its learned tokens: as transformers' loss is where all others are -100."""
+    path, prefix = tmp_path / "some.jsonl", tmp_path / "set"
+    lines = [("cat", "the mat"), ("a dog and a cat", "on"), ("é", "Hello the cat sat")]
+    path.write_text("".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in lines))
+    made = ["--tokenizer-model", folder, "--seq-length", 256, "--output-prefix", prefix]
+    assert run_script("sft.py", "--input", path, *made).returncode == 0
+    found = report(tmp_path, folder, "--dataset", f"{prefix}_sft", "--tp", 2)
+    tokens, masks = (IndexedDataset(f"{prefix}_sft{end}") for end in ("", "_mask"))
+    pairs = [(tokens.document(n).tolist(), masks.document(n).tolist()) for n in range(3)]
+    split = [[(ids[:at], ids[at : at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in pairs]
+    theirs = [one for scores in run_ranks(_their_label_scores, 1, folder, split)[0] for one in scores]
+    assert found["tokens"] == len(theirs) == sum(map(sum, masks_of(pairs))) and found["windows"] == 3
+    assert found["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
+    refused = command(evaluate.main, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
+    assert refused.status == 2 and "whole examples" in refused.err
+
+
+def masks_of(pairs: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    return [mask for _, mask in pairs]

@@ -1,0 +1,154 @@
+"""With a cache, without one, in transformers, on two ranks, in a batch and alone: the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.inference.generator import Answer, Generator, generator
+from megatron_llama.inference.load import inference_plan, open_source
+from megatron_llama.inference.sampling import Sampling
+from megatron_llama.model.cache import LayerCache
+from tests.inference.models import make_folder
+from tests.ranks import run_ranks
+
+GREEDY, DRAWN = Sampling(greedy=True), Sampling(temperature=1.3, top_p=0.9)
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 250, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42], [90, 91, 92]]
+COUNT = 40  # past rope scaling's original context
+NOTHING: frozenset[int] = frozenset()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "hf")
+
+
+def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
+    """What ``work`` gives on each rank."""
+    source = open_source(folder)
+    return run_ranks(in_generator, tp, work, source, inference_plan(source, tp, "cpu"), stop)
+
+
+def in_generator(rank: int, work: Callable[[Generator], Any], source, plan, stop) -> Any:
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread, however few ranks: beside other tests more are slower
+    with generator(source, plan, stop) as made:
+        return work(made)
+
+
+def write(
+    folder: Path, prompts=PROMPTS, sampling=GREEDY, tp: int = 1, stop: frozenset[int] = NOTHING, count: int = COUNT
+) -> list[Answer]:
+    """The answers, the same on all ranks."""
+    ranks = with_generator(lambda made: made.generate(prompts, sampling, count), folder, tp, stop)
+    assert all(answers == ranks[0] for answers in ranks)
+    return ranks[0]
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path) -> list[list[int]]:
+    return [answer.ids for answer in write(folder)]
+
+
+def test_a_random_model_says_different_things(greedy: list[list[int]]) -> None:
+    assert all(len(set(ids)) > 10 for ids in greedy), "else the other tests would show nothing"
+
+
+def test_as_without_a_cache(folder: Path, greedy: list[list[int]]) -> None:
+    def whole_sequence_each_time(made: Generator) -> list[list[int]]:
+        answers = []
+        for prompt in PROMPTS:
+            ids = list(prompt)
+            while len(ids) < len(prompt) + COUNT:
+                ids.append(int(made.llama(torch.tensor([ids]))[-1, 0].argmax()))
+            answers.append(ids[len(prompt) :])
+        return answers
+
+    with torch.no_grad():
+        assert with_generator(whole_sequence_each_time, folder)[0] == greedy
+
+
+def _theirs(rank: int, folder: Path) -> list[list[int]]:
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(folder).eval()
+    common = {"do_sample": False, "max_new_tokens": COUNT, "min_new_tokens": COUNT, "eos_token_id": None}
+    return [
+        llama.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **common)[0, len(p) :].tolist()
+        for p in PROMPTS
+    ]
+
+
+def test_as_transformers_generates(folder: Path, greedy: list[list[int]]) -> None:
+    assert run_ranks(_theirs, 1, folder)[0] == greedy
+
+
+@pytest.mark.parametrize(
+    ("tp", "sampling"), [(2, GREEDY), (2, DRAWN), (4, GREEDY)], ids=["tp2", "tp2 drawn", "tp4, more than kv heads"]
+)
+def test_several_ranks_as_one(folder: Path, tp: int, sampling: Sampling) -> None:
+    assert write(folder, sampling=sampling, tp=tp) == write(folder, sampling=sampling)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_row_does_not_depend_on_its_neighbours(folder: Path, sampling: Sampling) -> None:
+    together = write(folder, sampling=sampling)
+    for row, prompt in enumerate(PROMPTS):
+        # A row's draws are those of its place, so alone it has another seed.
+        alone = Sampling(sampling.greedy, sampling.temperature, sampling.top_p, sampling.seed + row)
+        assert write(folder, [prompt], alone) == [together[row]]
+
+
+def test_a_seed_is_an_answer(folder: Path) -> None:
+    one = write(folder, sampling=DRAWN)
+    assert write(folder, sampling=DRAWN) == one
+    assert write(folder, sampling=Sampling(temperature=1.3, top_p=0.9, seed=5)) != one
+    twins = write(folder, [PROMPTS[0], PROMPTS[0]], DRAWN)
+    assert twins[0] != twins[1]
+
+
+def test_the_end(folder: Path, greedy: list[list[int]]) -> None:
+    stop = frozenset({greedy[0][10], greedy[2][3]})
+    answers = write(folder, stop=stop)
+    for answer, whole in zip(answers, greedy, strict=True):
+        at = next((i for i, number in enumerate(whole) if number in stop), None)
+        assert answer == Answer(whole[:at], "length" if at is None else "stop")
+    assert {answer.ended for answer in answers} >= {"stop"}
+    assert len(answers[2].ids) <= 3
+
+
+def test_the_models_last_position_ends_an_answer(folder: Path, greedy: list[list[int]]) -> None:
+    answers = write(folder, [PROMPTS[0], [3] * 120], count=20)
+    assert answers[0] == Answer(greedy[0][:20], "length")
+    assert answers[1].ended == "context" and len(answers[1].ids) == 8
+
+
+def test_tokens_are_told_as_they_come(folder: Path, greedy: list[list[int]]) -> None:
+    def told(made: Generator) -> list[tuple[int, int | None]]:
+        events: list[tuple[int, int | None]] = []
+        made.generate(PROMPTS[:2], GREEDY, 3, lambda row, number: events.append((row, number)))
+        return events
+
+    a, b = greedy[0], greedy[1]
+    assert with_generator(told, folder)[0] == [
+        *[(0, a[0]), (1, b[0]), (0, a[1]), (1, b[1]), (0, a[2]), (0, None), (1, b[2]), (1, None)]
+    ]
+
+
+def test_a_cache_that_forgets_would_be_seen(
+    folder: Path, greedy: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extended = LayerCache._extended
+
+    def without_the_first(self: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        keys, values = extended(self, keys, values)
+        values[:, :, 0] = 0
+        return keys, values
+
+    monkeypatch.setattr(LayerCache, "_extended", without_the_first)
+    assert [answer.ids for answer in write(folder)] != greedy

@@ -1,0 +1,139 @@
+"""What LoRA has trained answers like its merged export, in any layout, without being exported; with no other base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_llama.checkpoint.adapter import open_base
+from megatron_llama.checkpoint.export import export, find_checkpoint, model_of
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config import ConfigError
+from megatron_llama.inference import evaluate_cli as evaluate
+from megatron_llama.inference import generate_cli as generate
+from megatron_llama.inference.generator import Generator
+from megatron_llama.inference.load import inference_plan, open_source
+from tests.checkpoint.jobs import Job
+from tests.inference.models import make_folder
+from tests.inference.test_generate_cli import CPU, command
+from tests.inference.test_generator import NOTHING, PROMPTS, in_generator, with_generator
+from tests.layouts.test_layouts import distance
+from tests.ranks import run_ranks
+
+TARGETS = "finetune.lora_target_modules=[q_proj,v_proj,o_proj,up_proj,down_proj]"  # parts of stacked matrices too
+LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_alpha=7", TARGETS)
+ASKED = (*CPU, "--prompt", "the cat sat", "a", "--greedy", "--max-new-tokens", 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``base``, a LoRA ``run`` on it (tp 2) that trained norms and head whole, its ``merged`` model, fp32, and
+    its ``adapter``."""
+    folder = tmp_path_factory.mktemp("lora")
+    base = make_folder(folder / "base")
+    job = Job(
+        folder / "run", "model=from_hf", f"init_from={base}", "model.vocab_size=290", "model.num_hidden_layers=3",
+        "model.tie_word_embeddings=false", *LORA, "finetune.modules_to_save=[norm,lm_head]", "trainer.tp=2",
+        "trainer.steps=2", "optim=constant", "optim.lr=0.05", "optim.warmup_steps=0",
+    )  # fmt: skip
+    assert job.wait() == 0, job.said
+    checkpoint = find_checkpoint(folder / "run")
+    export(checkpoint, folder / "merged", "float32", merge=True)
+    export(checkpoint, folder / "adapter")
+    return folder
+
+
+def logits(made: Generator) -> torch.Tensor:
+    tokens = torch.tensor(PROMPTS[0])[None]
+    zero = torch.zeros(1, dtype=torch.int64)
+    return made.logits(tokens, made.cache(1, 16).at(zero, tokens.shape[1]))
+
+
+def test_logits_are_those_of_the_merged_export(folders: Path) -> None:
+    (expected,), (base,) = (with_generator(logits, folders / name) for name in ("merged", "base"))
+    assert distance(base, expected) > 0.1, "else there would be nothing to see"
+    for name, tp in (("run", 1), ("run", 2), ("adapter", 2)):
+        for found in with_generator(logits, folders / name, tp):
+            assert distance(found, expected) <= 1e-5
+
+
+def test_bf16_weights_are_rounded_once(folders: Path) -> None:
+    source = open_source(folders / "run")
+    plan = inference_plan(source, 1, "cpu", "bfloat16")
+    (ours,) = run_ranks(in_generator, 1, lambda made: dict(made.llama.state_dict()), source, plan, NOTHING)
+    merged = load_file(folders / "merged" / "model.safetensors")
+    down = "layers.1.mlp.down_proj.weight"
+    assert torch.equal(ours[down], merged[f"model.{down}"].bfloat16())
+    assert torch.equal(ours["lm_head.weight"][:290], merged["lm_head.weight"].bfloat16())
+
+
+def test_it_writes_what_the_merged_model_writes(folders: Path) -> None:
+    theirs = command(generate.main, folders / "merged", "--tokenizer", folders / "base", *ASKED)
+    assert theirs.status == 0 and len(theirs.out) > 20, theirs.err
+    for path, tp in ((folders / "run", 1), (folders / "run/checkpoints/step_00000002", 2)):  # with the base's tokenizer
+        ours = command(generate.main, path, *ASKED, "--tp", tp)
+        assert (ours.status, ours.out) == (0, theirs.out), ours.err
+
+
+def refused(path: Path, base: Path | None = None) -> str:
+    """What is said of a source that can't be opened, one thing."""
+    with pytest.raises(ConfigError) as error:
+        open_source(path, base)
+    assert len(error.value.problems) == 1
+    return " ".join(str(error.value).split())
+
+
+def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
+    base, moved = folders / "base", tmp_path / "moved"
+    assert open_source(folders / "run").stored.folder == base and open_source(folders / "run").tokenizer == base
+    base.rename(moved)
+    try:
+        for name, rule in (("run", "there is no such folder"), ("adapter", "no model's folder is there")):
+            assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
+            found = open_source(folders / name, moved)
+            assert (found.stored.folder, found.tokenizer, found.token_ids) == (moved, moved, {"eos_token_id": 0})
+        for main, asked in ((generate.main, ASKED), (evaluate.main, (*CPU, "--dataset", tmp_path / "none"))):
+            done = command(main, folders / "run", *asked)
+            assert (
+                done.status == 2
+                and "there is no such folder" in " ".join(done.err.split())
+                and "Traceback" not in done.err
+            )
+    finally:
+        moved.rename(base)
+
+
+def test_another_base_is_refused(folders: Path) -> None:
+    run, merged = folders / "run", folders / "merged"
+    for main, asked in ((generate.main, ASKED), (evaluate.main, (*CPU, "--dataset", "none"))):
+        done = command(main, run, *asked, "--base", merged)
+        assert done.status == 2 and "does not hold the weights" in " ".join(done.err.split())
+    assert "these weights are whole" in refused(merged, folders / "base")
+    manifest = read_manifest(find_checkpoint(run))
+    manifest.state.hf_folder = None  # as a run from random weights has it
+    with pytest.raises(ConfigError, match=r"began\s+from\s+random\s+weights"):
+        open_base(manifest, model_of(manifest), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"r": 2}, "in the shape"),
+        ({"r": 64}, "lora_rank 64: is above the rank"),
+        ({"lora_alpha": -1}, "its lora_alpha -1"),
+        ({"target_modules": ["q_proj"]}, "this run has no such tensor"),
+        ({"base_model_name_or_path": "nobody/nothing"}, "'nobody/nothing', and no model's folder"),
+    ],
+)
+def test_adapters_that_do_not_fit(folders: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    other = shutil.copytree(folders / "adapter", tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | settings))
+    assert said in refused(other)

@@ -1,0 +1,101 @@
+"""Tokenizers, and text that comes piece by piece."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.checkpoint.safetensors_file import Stored
+from megatron_llama.config import ConfigError, ModelConfig
+from megatron_llama.inference.load import Source
+from megatron_llama.inference.stream import Decoder, Printer
+from megatron_llama.inference.tokenizer import HuggingFace, Pieces, Text, open_text, stop_ids
+from tests.inference.models import write_tokenizer
+
+HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, template=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer"
+    text = ["the cat sat on the mat", "a dog and a cat on the mat"] * 5
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_prefix=str(path), vocab_size=290, byte_fallback=True, model_type="bpe",
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return path.with_suffix(".model")
+
+
+def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -> Source:
+    return Source(Path(), ModelConfig(vocab_size=vocab_size), Stored(Path(), {}), tokenizer, token_ids, 16)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_pieces_add_up_to_the_text(kind: str, folder: Path, pieces: Path) -> None:
+    text: Text = HuggingFace(folder) if kind == "huggingface" else Pieces(pieces)
+    ids = text.encode(HARD)
+    whole = text.decode(ids)
+    for prompt in (0, 1, 5, len(ids) - 1):
+        decoder = Decoder(text, ids[:prompt])
+        shown = [decoder.add(number) for number in ids[prompt:]]
+        assert text.decode(ids[:prompt]) + "".join(shown) + decoder.end() == whole or "\ufffd" in text.decode(
+            ids[:prompt]
+        )
+        assert not any("\ufffd" in piece for piece in shown), "half a character was shown"
+
+
+def test_the_space_after_a_prompt_is_kept(pieces: Path) -> None:
+    text = Pieces(pieces)
+    prompt, whole = text.encode("the cat"), text.encode("the cat sat")
+    assert whole[: len(prompt)] == prompt
+    decoder = Decoder(text, prompt)
+    assert "".join(decoder.add(number) for number in whole[len(prompt) :]) == " sat"
+
+
+def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
+    text, out = HuggingFace(folder), io.StringIO()
+    rows = [text.encode(" sat on the mat"), text.encode(" dog")]
+    printer = Printer(out, text, ["cat", "a"], [text.encode("cat"), text.encode("a")])
+    for place in range(max(map(len, rows))):
+        for row, ids in enumerate(rows):
+            if place < len(ids):
+                printer(row, ids[place])
+                assert out.getvalue() == "cat" + text.decode(rows[0][: place + 1]) or row == 1
+            if place + 1 == len(ids):
+                printer(row, None)
+    assert out.getvalue() == "cat sat on the mat\n\na dog\n"
+
+
+def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
+    assert isinstance(open_text(source(folder)), HuggingFace)
+    assert isinstance(open_text(source(folder), pieces), Pieces)
+    (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
+    plain, bos = Pieces(pieces).encode("cat"), Pieces(pieces)._pieces.bos_id()
+    assert open_text(source(tmp_path)).encode("cat") == [bos, *plain]  # Llama 2's own
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    assert open_text(source(tmp_path)).encode("cat") == plain  # ours
+    with pytest.raises(ConfigError, match=r"not\s+known.*|--tokenizer"):
+        open_text(source(None))
+    with pytest.raises(ConfigError, match=r"290\s+ids"):
+        open_text(source(folder, vocab_size=100))
+    with pytest.raises(ConfigError, match=r"no\s+such\s+file"):
+        open_text(source(None), tmp_path / "nothing.model")
+
+
+def test_what_ends_an_answer(folder: Path) -> None:
+    text = HuggingFace(folder)
+    assert stop_ids(source(folder), text) == {0}
+    assert stop_ids(source(folder, eos_token_id=5), text) == {0, 5}
+    assert stop_ids(source(folder, eos_token_id=[5, 6]), text) == {0, 5, 6}

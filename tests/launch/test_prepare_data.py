@@ -1,0 +1,214 @@
+"""Files of records straight into a run: the sets are sft.py's, made once, whole, and by one start."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import data_prep.sft
+from data_prep.lib.dataset import IndexedDataset
+from megatron_llama.config import Config, ConfigError, DataConfig
+from megatron_llama.config import settings as choices
+from megatron_llama.launch import cli
+from megatron_llama.launch import prepare_data as prepared
+from megatron_llama.launch.prepare_data import with_finished, with_prepared
+from megatron_llama.plan import resolve
+from tests.checkpoint.jobs import Job
+from tests.config.helpers import problems_of
+from tests.inference.models import make_folder
+from tests.inference.test_generate_cli import command
+
+pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
+TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answer é 😀"), ("question", "a cat")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    lines = [{"messages": [dict(role="user", content=q), dict(role="assistant", content=a)]} for q, a in TALKS * 4]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def config_of(base: Path, *files: Path, cache: Path, **data: object) -> Config:
+    """A config whose data are these files; the cache is beside them."""
+    names = [str(file) for file in files]
+    settings = DataConfig(kind="sft", prefixes=names, seq_length=64, cache_dir=str(cache), **data)  # type: ignore[arg-type]
+    return Config(data=settings, init_from=str(base))
+
+
+def content(prefix: str | Path) -> list[bytes]:
+    """Ids and masks."""
+    return [Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx", "_mask.bin", "_mask.idx")]
+
+
+def by_hand(tmp_path: Path, base: Path, file: Path, *options: str) -> list[bytes]:
+    """What the command makes of a file."""
+    made = ["--input", str(file), "--tokenizer-model", str(base), "--seq-length", "64", "--workers", "1", *options]
+    assert data_prep.sft.main([*made, "--output-prefix", str(tmp_path / "by_hand" / "set")]) == 0
+    return content(tmp_path / "by_hand" / "set_sft")
+
+
+def test_it_is_what_the_command_makes(base: Path, chat: Path, tmp_path: Path, capsys) -> None:
+    config = config_of(base, chat, cache=tmp_path / "cache")
+    made = with_prepared(config)
+    (prefix,) = made.data.prefixes
+    assert config.data.prefixes == [str(chat)] and content(prefix) == by_hand(tmp_path, base, chat)
+    documents = IndexedDataset(prefix)
+    assert f"16 documents, {int(documents.lengths.sum()):,} tokens" in (said := capsys.readouterr().out)
+    assert "0 skipped" in said and str(Path(prefix).parent) in said
+    # The next run, on a copy elsewhere, makes nothing; a dry run finds it too.
+    times = os.stat(prefix + ".bin").st_mtime_ns
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(chat.read_bytes())
+    again = config_of(base, copy, cache=tmp_path / "cache")
+    assert with_prepared(again).data.prefixes == with_finished(again).data.prefixes == [prefix]
+    assert os.stat(prefix + ".bin").st_mtime_ns == times and "prepared before" in capsys.readouterr().out
+
+
+def test_a_table(base: Path, tmp_path: Path) -> None:
+    table = tmp_path / "few.tsv"
+    table.write_text("index\tquestion\tsentence\tlabel\n0\ta\tb\tentailment\n1\tc\td\tnot_entailment\n")
+    config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
+    config.data.seq_length = 300
+    config.data.validation_prefixes = [str(table)]
+    made = with_prepared(config).data
+    assert made.prefixes == made.validation_prefixes  # the same records, once
+    options = ("--template", "qnli", "--chat-template", "plain", "--seq-length", "300")
+    assert content(made.prefixes[0]) == by_hand(tmp_path, base, table, *options)
+
+
+def test_what_is_prepared_has_its_templates_in_it(base: Path, tmp_path: Path) -> None:
+    """A run resolves what it has prepared once more, and templates are for files."""
+    table = tmp_path / "few.tsv"
+    table.write_text("question\tsentence\tlabel\n" + "a\tb\tentailment\n" * 20)
+    config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
+    config.data.seq_length = 300
+    made = with_prepared(config)
+    problems = problems_of(made)
+    assert made.data.prefixes != config.data.prefixes
+    assert not [problem for problem in problems if problem.field.startswith("data.")], problems
+
+
+def test_what_changes_it_is_in_its_name(base: Path, chat: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = with_prepared(config_of(base, chat, cache=cache)).data.prefixes
+    shorter = config_of(base, chat, cache=cache)
+    shorter.data.seq_length = 60
+    named = config_of(base, chat, cache=cache, chat_template="chatml")
+    with chat.open("a") as file:
+        file.write(chat.read_text().splitlines()[0] + "\n")
+    changed = config_of(base, chat, cache=cache)
+    for config in (shorter, named, changed):
+        assert with_finished(config).data.prefixes == [str(chat)], "nothing is prepared for it"
+    (prefix,) = with_prepared(changed).data.prefixes
+    assert prefix != first[0] and len(IndexedDataset(prefix).lengths) == 17
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    other = make_folder(tmp_path / "other")
+    (other / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": "x" + settings["chat_template"]})
+    )
+    assert with_finished(config_of(other, chat, cache=cache)).data.prefixes == [str(chat)]
+
+
+def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) -> None:
+    with chat.open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "alone"}]}\n')
+    with pytest.raises(ConfigError) as refused:
+        with_prepared(config_of(base, chat, cache=tmp_path / "cache"))
+    said = " ".join(str(refused.value).split())
+    assert f"{chat}, line 17: no_assistant_turn" in said and "--on-bad-line skip" in said
+    assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MOST_BYTES", 100)
+    for take in (with_prepared, with_finished):
+        with pytest.raises(ConfigError, match=r"python\s+data_prep/sft.py\s+--input"):
+            take(config_of(base, chat, cache=tmp_path))
+    config = config_of(base, chat, tmp_path / "none.jsonl", tmp_path / "t.tsv", cache=tmp_path, chat_template="own")
+    config.init_from = None
+    config.model.num_hidden_layers = 0
+    with pytest.raises(ConfigError) as refused:  # before anything is prepared
+        resolve(config, 1)
+    said = " ".join(str(refused.value).split())
+    for part in ("needs a tokenizer", "no such file", "is a table", "num_hidden_layers"):
+        assert part in said, part
+    with pytest.raises(ConfigError, match=r"is\s+for\s+files\s+of\s+records"):
+        resolve(Config(data=DataConfig(kind="sft", prefixes=["x"], chat_template="chatml")), 1, exists=lambda _: True)
+
+
+def test_the_choices_are_those_of_the_command() -> None:
+    assert choices.CHAT_TEMPLATES == data_prep.sft.CHAT_TEMPLATES
+    assert choices.LABEL_TEMPLATES == data_prep.sft.LABEL_TEMPLATES
+
+
+def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = data_prep.sft.prepare
+
+    def slowly(*arguments):
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("looked*"))) < 2:  # until the other start has found nothing prepared
+            assert time.monotonic() < deadline, "the other start has not come"
+            time.sleep(0.01)
+        return prepare(*arguments)
+
+    locked = prepared._locked
+
+    def looking(*arguments):
+        (tmp_path / f"looked{os.getpid()}").touch()
+        return locked(*arguments)
+
+    monkeypatch.setattr(prepared, "_locked", looking)
+
+    monkeypatch.setattr(data_prep.sft, "prepare", slowly)
+    config = config_of(base, chat, cache=tmp_path / "cache")
+    (wanted,) = prepared._wanted(config, [], [])
+    rest = wanted.folder.parent / f".{wanted.folder.name}.partial.elsewhere.1"  # a start that was killed
+    rest.mkdir(parents=True)
+    pids = []
+    for number in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            status = 1
+            try:
+                os.dup2(os.open(tmp_path / f"said{number}", os.O_CREAT | os.O_WRONLY), 1)
+                prepared.sys.stdout = open(1, "w", closefd=False)
+                status = int(with_prepared(config).data.prefixes != [wanted.prefix])
+            finally:
+                os._exit(status)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+    said = "".join((tmp_path / f"said{number}").read_text() for number in range(2))
+    assert said.count("16 documents") == 1 and said.count("prepared by another start") == 1
+    assert sorted(path.suffix for path in wanted.folder.parent.iterdir()) == ["", ".lock"]
+
+
+def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = [
+        "data=chat", f"data.prefixes=[{chat}]", "data.seq_length=32", "model=from_hf", f"init_from={base}",
+        "model.vocab_size=290", "model.num_hidden_layers=3", "finetune=lora", "data.split='50,50,0'",
+        "trainer.global_batch_size=2",
+        "trainer.micro_batch_size=1", "trainer.val_every_steps=2", f"data.tokenizer={base}", "device=cpu",
+    ]  # fmt: skip
+    dry = command(cli.main, *asked, "--dry-run")
+    assert (
+        dry.status == 0 and "is not prepared yet" in " ".join(dry.out.split()) and not (tmp_path / "cache").exists()
+    ), dry.err
+    job = Job(tmp_path / "run", *asked, "trainer.steps=2")
+    assert job.wait() == 0, job.said
+    assert "16 documents" in job.said and "0 skipped" in job.said
+    dry = command(cli.main, *asked, "trainer.epochs=1", "--dry-run")
+    assert "not prepared" not in " ".join(dry.out.split()) and "1 epoch of" in dry.out, dry.err
+    chat.write_text("{\n")
+    job = Job(tmp_path / "bad", *asked)
+    assert job.wait() == 2 and f"{chat}, line 1: bad_json" in " ".join(job.said.split()) and "Traceback" not in job.said

@@ -1,0 +1,167 @@
+"""What torchrun's and srun's variables mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_llama.config import ConfigError
+from megatron_llama.launch.process_context import NODE, NODES, RUN_ID, SLOTS, first_node, place_of, tasks_on_node
+
+TORCHRUN = {
+    "RANK": "9",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "16",
+    "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "16",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_TASKS_PER_NODE": "8(x2)",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node[1-3,7]", "node1"),
+        ("a,b", "a"),
+        ("node[001-128]", "node001"),
+        ("node[7,1-3],other", "node7"),
+        ("rack[1-2]n[3-4],x", "rack1n3"),
+        ("trn1-dy-queue-[2-5].cluster", "trn1-dy-queue-2.cluster"),
+        ("localhost", "localhost"),
+        ("", ""),
+    ],
+)
+def test_first_node(nodelist, first):
+    assert first_node(nodelist) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "tasks"), [("4(x2),3", 0, 4), ("4(x2),3", 2, 3), ("8", 0, 8), ("8", 1, None), ("", 0, None)]
+)
+def test_tasks_on_node(text, node, tasks):
+    assert tasks_on_node(text, node) == tasks
+
+
+def test_started_by_hand():
+    assert place_of({}) is None
+    assert place_of({"WORLD_SIZE": "8"}) is None, "some containers set only this"
+
+
+def test_torchrun():
+    place = place_of(TORCHRUN)
+    assert place is not None
+    assert (place.starter, place.rank, place.local_rank, place.world_size) == ("torchrun", 9, 1, 16)
+    assert place.has_store and place.job is None
+    assert place.environment() == {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "29500",
+    }
+
+
+def test_torchrun_names_the_job_by_its_id_or_slurms():
+    assert place_of(TORCHRUN | {"TORCHELASTIC_RUN_ID": "llama"}).job == "llama"
+    assert place_of(TORCHRUN | {"SLURM_JOB_ID": "4711"}).job == "4711"
+    assert place_of(TORCHRUN | SRUN).starter == "torchrun", "torchrun inside srun: the inner one counts"
+
+
+def test_srun():
+    place = place_of(SRUN)
+    assert place is not None
+    assert (place.starter, place.rank, place.local_rank, place.local_ranks) == ("srun", 9, 1, 8)
+    assert (place.master_addr, place.job, place.has_store) == ("gpu07", "4711", False)
+    assert 15000 <= place.master_port < 30000
+    others = [place_of(SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 8)}) for rank in range(16)]
+    assert {(other.master_addr, other.master_port) for other in others} == {("gpu07", place.master_port)}
+
+
+def test_two_steps_of_a_job_use_two_ports():
+    assert place_of(SRUN).master_port != place_of(SRUN | {"SLURM_STEP_ID": "1"}).master_port
+
+
+def test_srun_keeps_what_the_user_chose():
+    place = place_of(SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu08"})
+    assert (place.master_addr, place.master_port) == ("10.0.0.7", 4000)
+    assert place_of(SRUN | {"SLURM_STEP_NODELIST": "gpu08"}).master_addr == "gpu08"
+
+
+def test_srun_with_the_fewest_variables():
+    few = {name: SRUN[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST")}
+    assert place_of(few).master_addr == "gpu07"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_STEP_ID": "4294967290"},  # an interactive shell that salloc opened
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+        {"SLURM_NTASKS": "1"},  # one task may start as many ranks as it has devices
+    ],
+)
+def test_slurm_shells_are_no_ranks(variables):
+    assert place_of(SRUN | variables) is None
+
+
+def test_a_batch_script_is_no_rank():
+    script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+    assert place_of(script | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "field"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        (TORCHRUN | {"RANK": "x"}, "RANK"),
+        (TORCHRUN | {"RANK": "16"}, "RANK"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR"),
+        ({k: v for k, v in SRUN.items() if k != "SLURM_JOB_NODELIST"}, "SLURM_JOB_NODELIST"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT"),
+        ({**SRUN, "MASTER_PORT": "65536"}, "MASTER_PORT"),
+        ({**SRUN, "MASTER_PORT": "some"}, "MASTER_PORT"),
+    ],
+)
+def test_contradictions_are_the_users_mistake(environ, field):
+    with pytest.raises(ConfigError) as error:
+        place_of(environ)
+    assert error.value.problems[0].field == field
+
+
+def test_one_task_per_node():
+    tasks = SRUN | {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+    place = place_of(tasks | {"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_NNODES": "4"})
+    assert place is not None and place.one_per_node
+    assert (place.node, place.nodes, place.rank, place.local_ranks) == (2, 4, 2, 1)
+    assert place.ranks_of_nodes(32) == (8, 8, 8, 8)
+    per_device = place_of(SRUN)
+    assert per_device is not None and not per_device.one_per_node
+    assert (per_device.node, per_device.nodes) == (1, 2)
+
+
+def test_nodes_of_torchrun():
+    place = place_of(TORCHRUN)
+    assert place is not None and (place.node, place.nodes) == (1, 2) and not place.one_per_node
+    uneven = place_of(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
+    assert uneven is not None and (uneven.node, uneven.nodes) == (2, 3)
+
+
+def test_a_process_on_a_host():
+    told = {NODE: "1", NODES: "3", SLOTS: "4,2,2", RUN_ID: "x", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}
+    place = place_of(told | SRUN)
+    assert place is not None and place.starter == "hosts" and place.one_per_node
+    assert (place.rank, place.world_size, place.ranks_of_nodes(8)) == (1, 3, (4, 2, 2))
+    alike = place_of(told | {SLOTS: ""})
+    assert alike is not None and alike.ranks_of_nodes(12) == (4, 4, 4)

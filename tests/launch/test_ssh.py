@@ -1,0 +1,174 @@
+"""launch.hosts: the same start on several machines over ssh; here ssh is a script that stays on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import Config, ConfigError, compose
+from megatron_llama.config.hostfile import Host, hostfile_hosts
+from megatron_llama.launch import cli
+from megatron_llama.launch.ssh import hosts_of
+from tests.launch.test_cli import TINY, environment, script
+from tests.launch.test_faults import PATIENCE_SECONDS, gone, pids
+
+# What sshd does: a shell for the command line, in the user's home, in a session that outlives the command that asked
+# for it. "down" is a host that can't be reached.
+SSH = """#!/bin/sh
+test "$1" = down && { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
+exec 3<&0
+cd / && setsid sh -c "$2" <&3 3<&- &
+exec 3<&-
+wait $!
+"""
+# The machines are this one: its address must not look like a loopback, which the start refuses for several nodes.
+ADDRESS = "megatron_llama.launch.rendezvous.check_first_address = lambda place: None"
+# Their machine may be slow: a host whose ranks only lost another one speaks when the cause surely has.
+PATIENCE = "megatron_llama.launch.start.CONSEQUENCE_DELAY_SECONDS = 100.0"
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> str:
+    path = tmp_path / "ssh"
+    path.write_text(SSH)
+    path.chmod(0o755)
+    return f"launch.ssh={path}"
+
+
+def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
+    """The command on the first machine, in the background; its ranks run a function of test_cli.py or of this file."""
+    path = script(folder, work)
+    text = path.read_text().replace(
+        "import test_cli as this", f"import test_{'cli' if work == 'meet' else 'hosts'} as this"
+    )
+    path.write_text(
+        text.replace(
+            "sys.exit(",
+            f"import megatron_llama.launch.rendezvous, megatron_llama.launch.start\n{ADDRESS}\n{PATIENCE}\nsys.exit(",
+        )
+    )
+    return subprocess.Popen(
+        [sys.executable, str(path), *TINY, "trainer.global_batch_size=4", *overrides],
+        cwd=folder,
+        env=environment(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", PIDS=str(folder)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def announce_and_wait(plan: object) -> None:
+    """A rank that saves and leaves when it is told to."""
+    from tests.launch.test_faults import save_and_leave
+
+    save_and_leave(Path(os.environ["PIDS"]))
+
+
+def announce_and_fail_on_three(plan: object) -> None:
+    """Rank 3, on the second host, fails; the others notice."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.launch.test_faults import announce
+
+    dist.init_process_group("gloo")
+    announce(Path(os.environ["PIDS"]))
+    dist.barrier()  # all have announced themselves
+    if os.environ["RANK"] == "3":
+        raise ZeroDivisionError("the weights of rank three")
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_ranks_on_two_hosts_meet(tmp_path, ssh):
+    run = start(tmp_path, "meet", "trainer.tp=2", "trainer.dp=2", "launch.hosts=[a,u@b]", ssh, "run.dir='a run'")
+    out, errors = run.communicate(timeout=150)
+    assert run.returncode == 0, errors
+    folder = tmp_path / "a run"
+    assert [(folder / f"sum{rank}").read_text() for rank in range(4)] == ["6.0"] * 4
+    places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(4)]
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+    assert "They meet at 127.0.0.1" in out and "2-3" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_ranks_and_75_comes_back(tmp_path, ssh, number):
+    run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
+    pids(tmp_path, 2)
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 75, errors
+    assert {path.read_text() for path in tmp_path.glob("told*")} == {number.name}
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_the_command(tmp_path, ssh, number):
+    run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
+    ranks = pids(tmp_path, 2)
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == (130 if number == signal.SIGINT else -number), errors
+    assert all(gone(pid) for pid in ranks)
+
+
+def test_a_failing_rank_ends_all_hosts_and_has_the_last_word(tmp_path, ssh):
+    run = start(tmp_path, "announce_and_fail_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh)
+    ranks = pids(tmp_path, 4)
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 1
+    assert errors.rstrip().splitlines()[-1] == "ZeroDivisionError: the weights of rank three"
+    assert "Rank 3 of 4 failed" in errors and "Host b ended first, with status 1" in errors
+    assert all(gone(pid) for pid in ranks)
+
+
+def test_a_host_that_cannot_be_reached_ends_all(tmp_path, ssh):
+    run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,down]", ssh)
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 1, "and does not wait for host a, whose rank never ends"
+    assert "Host down ended first, with status 255" in errors
+    assert errors.rstrip().splitlines()[-1] == "ssh: connect to host down: No route to host"
+
+
+def test_hostfile():
+    text = "# ours\nn1 slots=8\n\nu@n2.cluster slots = 8 max_slots=16  # the second\n"
+    assert hostfile_hosts(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
+    assert hostfile_hosts("a\nb\n") == [Host("a"), Host("b")]
+    for bad, said in [("", "no host"), ("a slots=0", "line 1"), ("a\nb slot=2", "line 2"), ("a\na", "twice")]:
+        with pytest.raises(ValueError, match=said):
+            hostfile_hosts(bad)
+
+
+def of(*overrides: str) -> Config:
+    return compose([*TINY, *overrides], cli.CONF_DIR)
+
+
+def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path):
+    with pytest.raises(ConfigError, match=r"can't\s+be\s+read"):
+        hosts_of(of(f"launch.hostfile={tmp_path}/none"))
+    (tmp_path / "file").write_text("a slots=two\n")
+    with pytest.raises(ConfigError, match=r"line\s+1"):
+        hosts_of(of(f"launch.hostfile={tmp_path}/file"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        (["launch.hosts=[a,b]", "trainer.tp=2", "trainer.dp=2"], 4),
+        (["launch.hosts=[a,b,c]", "trainer.tp=2"], 3),
+        (["launch.hosts=[a:4,b:2]", "trainer.tp=2"], 6),
+    ],
+)
+def test_the_world_of_hosts(overrides, world):
+    assert cli.decide(of(*overrides), None).world_size == world
+
+
+def test_hosts_that_do_not_fit_the_layout_are_refused(capfd, monkeypatch):
+    monkeypatch.setattr("megatron_llama.launch.ssh.start_on_hosts", None)
+    assert cli.main([*TINY, "launch.hosts=[a,b,c]", "trainer.tp=2"]) == 2
+    assert "must divide the number of devices, which is 3" in capfd.readouterr().err

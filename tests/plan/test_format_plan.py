@@ -1,0 +1,87 @@
+"""The page that a dry run prints."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_llama.config import PRECISIONS, compose
+from megatron_llama.plan import format_plan, parameters, resolve
+from megatron_llama.topology import build_topology
+from tests.config.helpers import make
+from tests.paths import CONF
+
+BIG = [
+    "model=llama3_405b",
+    "data=mock",
+    "data.seq_length=8192",
+    "trainer.precision=bf16",
+    "trainer.global_batch_size=512",
+]
+
+
+def test_the_demo() -> None:
+    page = format_plan(resolve(compose(["data=mock", "trainer.tp=2"], CONF), 2))
+    assert "llama_2m · 1.771 M parameters · 2 ranks" in page
+    assert "pp 1 × dp 1 × tp 2 = 2" in page
+    assert "micro batch 1 × 8 × dp 1 = 8 sequences" in page
+    assert "8 × 256 = 2,048 per step" in page
+    assert "1,771,200 in all · 886,464 on a rank" in page
+
+
+def test_512_ranks_on_a_page() -> None:
+    plan = resolve(compose([*BIG, "trainer.tp=8", "trainer.pp=16"], CONF), 512)
+    page = format_plan(plan)
+    assert f"{parameters(plan.model):,} in all" in page
+    assert "pp 16 × dp 4 × tp 8 = 512" in page and "rank = (pp · 4 + dp) · 8 + tp" in page
+    rows = [line.split() for line in page.splitlines() if re.match(r"  pp \d", line)]
+    assert len(rows) == 16
+    assert rows[0][2:4] == ["8", "0-7"] and rows[15][2:4] == ["7", "119-125"]
+    assert rows[0][-4:] == ["0-7", "8-15", "16-23", "24-31"] and rows[15][-1] == "504-511"
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, ["data=mock"]),
+        (512, [*BIG, "trainer.tp=8", "trainer.pp=16"]),
+        (16384, [*BIG, "trainer.tp=8", "trainer.pp=42", "trainer.global_batch_size=2048"][:-1] + ["trainer.pp=32"]),
+        (
+            1024,
+            [*BIG, "trainer.tp=8", "trainer.pp=32", "trainer.vpp=3", "trainer.recompute=full", "trainer.compile=true"],
+        ),
+        (
+            64,
+            [*BIG, "trainer.zero=3", "trainer.shard_group=8", "init_from=/some/folder", "optim.name=sgd", "optim=wsd"],
+        ),
+    ],
+)
+def test_it_fits_a_terminal(world: int, overrides: list[str]) -> None:
+    page = format_plan(resolve(compose(overrides, CONF), world, exists=lambda path: True))
+    assert max(map(len, page.splitlines())) <= 100
+    assert len(page.splitlines()) <= 50
+    assert not any(line != line.rstrip() for line in page.splitlines())
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precision_says_what_is_kept(name: str) -> None:
+    page = format_plan(resolve(make(**{"trainer.precision": name}), 1))
+    (line,) = [line for line in page.splitlines() if line.startswith("  precision")]
+    assert len(line) <= 100 and line.split()[1].rstrip(":") == name
+    assert ("stochastically" in line) == (name in ("bf16_sr", "bf16SR", "fp32_OptStates"))
+    assert ("fp32 master" in line) == (PRECISIONS[name].master is not None)
+
+
+def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
+    plan = resolve(make(**{"trainer.tp": 2, "trainer.pp": 2, "trainer.global_batch_size": 12}), 12)
+    rows = [line.split() for line in format_plan(plan).splitlines() if re.match(r"  pp \d", line)]
+    for rank in range(12):
+        topology = build_topology(plan, rank)
+        first, last = map(int, rows[topology.pp_rank][-plan.dp :][topology.dp_rank].split("-"))
+        assert first <= rank <= last and rank - first == topology.tp_rank
+
+
+def test_notes_are_shown() -> None:
+    plan = resolve(make(**{"trainer.sp": True}), 1)
+    assert "trainer.sp=true does nothing at trainer.tp=1" in format_plan(plan)

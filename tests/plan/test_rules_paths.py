@@ -1,0 +1,156 @@
+"""Files that a config names and that are not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import Config, RopeScaling, compose
+from megatron_llama.plan import resolve
+from tests.config.helpers import make, problems_of
+from tests.paths import CONF
+
+HUGGING_FACE_NAMES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads tie_word_embeddings"
+)
+
+
+def with_data(prefix: Path | str, **changes: object) -> Config:
+    return make(**{"data.mock": False, "data.prefixes": [str(prefix)], **changes})
+
+
+def test_a_dataset_needs_both_of_its_files(tmp_path: Path) -> None:
+    prefix = tmp_path / "text_document"
+    config = with_data(prefix)
+    (problem,) = problems_of(config)
+    assert problem.field == "data.prefixes" and ".bin" in problem.rule and ".idx" in problem.rule
+    (tmp_path / "text_document.bin").touch()
+    (problem,) = problems_of(config)
+    assert ".bin" not in problem.rule and ".idx" in problem.rule
+    (tmp_path / "text_document.idx").touch()
+    assert problems_of(config) == []
+
+
+def test_a_path_with_its_suffix_is_corrected(tmp_path: Path) -> None:
+    (problem,) = problems_of(with_data(tmp_path / "text_document.bin"))
+    assert f"data.prefixes=[{tmp_path}/text_document]" in problem.instead
+
+
+def test_every_missing_dataset_of_a_blend_is_named() -> None:
+    found = problems_of(make(**{"data.mock": False, "data.prefixes": [0.3, "one", 0.7, "two"]}))
+    assert [problem.value for problem in found] == ["one", "two"]
+
+
+def test_the_command_that_makes_the_data_is_in_the_message_and_a_dry_run_goes_on(tmp_path: Path) -> None:
+    config = with_data(
+        tmp_path / "x", **{"data.prepare": "make demo-data", "data.tokenizer": str(tmp_path / "t.model")}
+    )
+    found = problems_of(config)
+    assert [problem.field for problem in found] == ["data.prefixes", "data.tokenizer"]
+    assert all(problem.instead == "make it with: make demo-data" for problem in found)
+    config.dry_run = True
+    plan = resolve(config, 1)
+    assert len(plan.notes) == 2 and "make demo-data" in plan.notes[0]
+
+
+def test_a_dataset_named_by_hand_stops_a_dry_run_too() -> None:
+    """The group's command makes the group's files only."""
+    config = compose(["data.prefixes=[no/such/dataset]", "data.tokenizer=null", "dry_run=true"], CONF)
+    assert [problem.field for problem in problems_of(config)] == ["data.prefixes"]
+    told = compose(
+        ["data.prefixes=[no/such/dataset]", "data.prepare=make it", "data.tokenizer=null", "dry_run=true"], CONF
+    )
+    assert problems_of(told) == []
+
+
+def test_a_missing_tokenizer(tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"x.{suffix}").touch()
+    config = with_data(tmp_path / "x", **{"data.tokenizer": str(tmp_path / "t.model")})
+    (problem,) = problems_of(config)
+    assert problem.field == "data.tokenizer"
+    (tmp_path / "t.model").touch()
+    assert problems_of(config) == []
+
+
+def test_made_up_data_needs_no_file() -> None:
+    assert problems_of(make(**{"data.prefixes": ["nowhere"], "data.tokenizer": "nowhere"})) == []
+
+
+@pytest.mark.parametrize(
+    ("resume", "advice"), [("atuo", "checkpoint.resume=auto"), ("runs/x", "the path of a checkpoint")]
+)
+def test_a_checkpoint_that_is_not_there(resume: str, advice: str, tmp_path: Path) -> None:
+    (problem,) = problems_of(make(**{"checkpoint.resume": resume}))
+    assert problem.field == "checkpoint.resume" and advice in problem.instead
+    assert problems_of(make(**{"checkpoint.resume": str(tmp_path)})) == []
+
+
+def hugging_face_folder(folder: Path, **changes: object) -> Path:
+    """A config.json of our default shape, changed."""
+    model = make().model
+    content = {name: getattr(model, name) for name in HUGGING_FACE_NAMES.split()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**content, **changes}), encoding="utf-8")
+    return folder
+
+
+def test_starting_weights_need_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    (problem,) = problems_of(make(**{"init_from": str(tmp_path)}))
+    assert problem.field == "init_from" and "config.json" in problem.rule
+    assert problems_of(make(**{"init_from": str(hugging_face_folder(tmp_path))})) == []
+
+
+def test_llama_3_scaling_is_read_in_both_spellings(tmp_path: Path) -> None:
+    scaling = asdict(RopeScaling())
+    for content in (
+        {"rope_scaling": scaling, "rope_theta": 10000.0},
+        {"rope_parameters": {**scaling, "rope_theta": 10000.0}},
+    ):
+        folder = str(hugging_face_folder(tmp_path, **content))
+        assert problems_of(make(**{"init_from": folder, "model.rope_scaling": RopeScaling()})) == []
+        (problem,) = problems_of(make(**{"init_from": folder}))
+        assert "rope_scaling" in problem.rule
+    (problem,) = problems_of(
+        make(**{"init_from": str(hugging_face_folder(tmp_path)), "model.rope_scaling": RopeScaling()})
+    )
+    assert "model.rope_scaling=null" in problem.instead
+
+
+@pytest.mark.parametrize(
+    ("theirs", "advice"),
+    [
+        ({"hidden_size": 576, "num_hidden_layers": 30}, "model.hidden_size=576 model.num_hidden_layers=30"),
+        ({"rope_theta": 500000.0}, "model.rope_theta=500000"),
+        ({"rope_parameters": {"rope_theta": 500000.0}}, "model.rope_theta=500000"),
+        ({"num_key_value_heads": 1}, "model.num_key_value_heads=1"),
+        ({"tie_word_embeddings": True}, "model.tie_word_embeddings=true"),
+        ({"head_dim": 64}, "model.head_dim=64"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 32.0}},
+            "'model.rope_scaling={rope_type: llama3, factor: 32}'",
+        ),
+    ],
+)
+def test_starting_weights_of_another_shape(theirs: dict[str, object], advice: str, tmp_path: Path) -> None:
+    (problem,) = problems_of(make(**{"init_from": str(hugging_face_folder(tmp_path, **theirs))}))
+    assert problem.field == "init_from" and advice in problem.instead
+
+
+def test_a_schedule_of_a_package_that_is_not_installed() -> None:
+    (problem,) = problems_of(make(**{"optim.schedule": {"_target_": "no_such_package.schedules.Cosine"}}))
+    assert problem.field == "optim.schedule._target_" and "no_such_package is not installed" in problem.rule
+    assert problems_of(make(**{"optim.schedule": {"_target_": "torch.optim.lr_scheduler.LinearLR"}})) == []
+
+
+def test_a_number_that_went_through_fp32_is_the_same(tmp_path: Path) -> None:
+    """GGUF holds 1e-05 as fp32, so what transformers writes of it is 9.99999974e-06."""
+    folder = str(hugging_face_folder(tmp_path, rms_norm_eps=9.999999747378752e-06))
+    assert problems_of(make(**{"init_from": folder})) == []
+    other = hugging_face_folder(tmp_path / "other", rms_norm_eps=1.000001e-05)
+    (problem,) = problems_of(make(**{"init_from": str(other)}))
+    assert "rms_norm_eps is 1.000001e-05, not 1e-05" in problem.rule
+    assert problem.instead.startswith("write model.rms_norm_eps=1.000001e-05,")

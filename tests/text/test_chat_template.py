@@ -1,0 +1,224 @@
+"""Each chat template to its text, masks exact at their borders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_prep import sft
+from megatron_llama.text.chat_template import NAMED, Jinja, Piece, own_template
+from megatron_llama.text.chat_tokenizer import ChatTokenizer, HuggingFace, SentencePiece, encode_pieces
+from megatron_llama.text.conversation import Bad, Turn
+from tests.data_prep.conftest import CHATML, SPECIAL
+
+INST = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] | trim + ' [/INST]' }}"
+    "{% else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+COLON = (
+    "{%- for message in messages -%}\n"
+    "    {%- if message.role == 'assistant' %}A: {{ message.content }}{{ eos_token }}\n"
+    "    {%- else %}Q: {{ message.content }}\n{% endif %}\n{%- endfor -%}{%- if add_generation_prompt %}A: {% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "inst": INST, "colon": COLON}
+# The shapes of Llama 2's, Llama 3's and DeepSeek-R1's templates, in our own words.
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set talk = messages[1:] %}{% else %}{% set told = '' %}{% set talk = messages %}{% endif %}"
+    "{% for message in talk %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('they take turns') }}{% endif %}"
+    "{% set text = told + message['content'] if loop.first else message['content'] %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA3 = """{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set told = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
+{%- else %}
+    {%- set told = "" %}
+{%- endif %}
+{{- "<|start|>system<|stop|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Tools: " + (tools | tojson(indent=2)) + "\\n" }}
+{%- endif %}
+{{- "In the year " + strftime_now("%Y") + "\\n\\n" }}
+{{- told + "<|im_end|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start|>' + message['role'] + '<|stop|>\\n\\n'+ message['content'] | trim + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant<|stop|>\\n\\n' }}
+{%- endif %}
+"""
+R1 = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    "{% set ns = namespace(told='') %}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{% set ns.told = message['content'] %}{% endif %}{% endfor %}{{ bos_token }}{{ ns.told }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}{% endif %}"
+    "{% if message['role'] == 'assistant' and message['content'] is not none %}{% set text = message['content'] %}"
+    "{% if '</think>' in text %}{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|Assistant|>' + text + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
+)
+REALISTIC = {"llama2": LLAMA2, "llama3": LLAMA3, "r1": R1}
+TALK = [
+    Turn("user", "How are you?"),
+    Turn("assistant", "Fine."),
+    Turn("user", "Sure?"),
+    Turn("assistant", " Yes, é🤯!"),
+]
+
+GOLDEN = {
+    "prompter": "<|system|> S <|endoftext|> <|prompter|> Q <|endoftext|> <|assistant|>« A <|endoftext|>» ",
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n«A<|im_end|>»\n",
+    "dialogue": "S\n\n\n\nHuman: Q\n\nAssistant:« A<|endoftext|>»",
+    "plain": "S\n\nQ\n«A<|endoftext|>»",
+}
+
+
+def shown(pieces: list[Piece]) -> str:
+    """The text, with what is to be learned in «»."""
+    return "".join(f"«{piece.text}»" if piece.learn else piece.text for piece in pieces).replace("»«", "")
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_named_templates(name: str) -> None:
+    turns = [Turn("system", "S"), Turn("user", "Q"), Turn("assistant", "A")]
+    assert shown(NAMED[name].pieces(turns)) == GOLDEN[name]
+    unlearned = NAMED[name].pieces([*turns[:2], Turn("assistant", "A", learn=False)])
+    assert not any(piece.learn for piece in unlearned)
+
+
+OWN = {
+    "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n"
+    "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+    "«Fine.<|im_end|>»\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n« Yes, é🤯!<|im_end|>»\n",
+    "inst": "<|im_start|>[INST] How are you? [/INST]« Fine.<|im_end|>»[INST] Sure? [/INST]«  Yes, é🤯!<|im_end|>»",
+    "colon": "Q: How are you?\nA: «Fine.<|im_end|>»Q: Sure?\nA: « Yes, é🤯!<|im_end|>»",
+}
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_own_templates(name: str) -> None:
+    template = Jinja(TEMPLATES[name], SPECIAL, ["<|im_start|>", "<|im_end|>"], "test")
+    assert shown(template.pieces(TALK)) == OWN[name]
+
+
+def test_jinja_renders_as_transformers_does(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    told = [Turn("system", " Be brief. "), *TALK[:1], Turn("assistant", "<think>\nWell.</think>\n\nFine.")]
+    for name, source in {**TEMPLATES, **REALISTIC}.items():
+        ours = Jinja(source, SPECIAL, [], "test")
+        cases = [(TALK, False), (TALK[:1], True), (TALK[:2], False), (TALK[:3], True)]
+        for turns, ask in [*cases, (told, False), (told[:2], True)] if name in REALISTIC else cases:
+            messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+            expected = theirs.apply_chat_template(
+                messages, chat_template=source, tokenize=False, add_generation_prompt=ask
+            )
+            assert ours.render(turns, ask) == expected
+    tokenizer = HuggingFace(str(folder), in_text=True)
+    found, _ = encode_pieces(own_template(folder, tokenizer.added_tokens).pieces(TALK), tokenizer)
+    messages = [{"role": turn.role, "content": turn.text} for turn in TALK]
+    assert found == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
+@pytest.mark.parametrize("answer", ["A", "s", "a", "art", "is", ">", "<", "<thin", "think", "Assistant"])
+@pytest.mark.parametrize("source", [R1, R1.replace("{{ '<|Assistant|>' + text", "{{ '<|Assistant|>' + text | trim")])
+def test_an_answer_is_not_found_in_what_introduces_it(source: str, answer: str) -> None:
+    """A model of thoughts is asked with `<think>`, and the set's answers are given without."""
+    turns = [Turn("user", "is it A?"), Turn("assistant", answer), Turn("user", "a"), Turn("assistant", answer)]
+    template = Jinja(source, SPECIAL, ["<|im_end|>"], "test")
+    one = f"<|Assistant|>«{answer}<|im_end|>»"
+    assert shown(template.pieces(turns)) == f"<|im_start|><|User|>is it A?{one}<|User|>a{one}"
+    thought = [turns[0], Turn("assistant", f"<think>\nhm {answer}</think>{answer}")]
+    kept = R1.replace("text.split('</think>')[-1]", "text")
+    assert shown(Jinja(kept, SPECIAL, ["<|im_end|>"], "test").pieces(thought)) == (
+        f"<|im_start|><|User|>is it A?<|Assistant|><think>\n«hm {answer}</think>{answer}<|im_end|>»"
+    )
+
+
+LEARNED = {
+    "llama2": "[INST] How are you? [/INST]« Fine. <|im_end|>»",
+    "llama3": "<|start|>assistant<|stop|>\n\n«Fine.<|im_end|>»",
+    "r1": "<|User|>How are you?<|Assistant|>«Fine.<|im_end|>»",
+}
+
+
+@pytest.mark.parametrize("name", sorted(LEARNED))
+def test_masks_of_realistic_templates(name: str) -> None:
+    pieces = Jinja(REALISTIC[name], SPECIAL, ["<|im_end|>"], "test").pieces(TALK[:2])
+    assert shown(pieces).endswith(LEARNED[name])
+
+
+def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> None:
+    """The line feed after it is not learned either; and a text may hold such a token."""
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    for token in settings["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    tokenizer = HuggingFace(str(tmp_path), in_text=True)
+    assert tokenizer.control_tokens == [] and "<|im_end|>" in tokenizer.added_tokens
+    args = sft.parser().parse_args(
+        ["--input", "x", "--output-prefix", "y", "--seq-length", "8", "--tokenizer-model", str(tmp_path)]
+    )
+    assert shown(list(sft.chat_of(args, []).pieces(TALK))) == OWN["chatml"]
+
+
+def test_a_template_is_rendered_in_a_sandbox() -> None:
+    for source in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"):
+        with pytest.raises(Bad) as caught:
+            Jinja(source, {}, [], "test").pieces(TALK)
+        assert caught.value.line.reason == "template_refuses"
+
+
+def learned(pieces: list[Piece], tokenizer: ChatTokenizer) -> str:
+    """The tokens' text, with those that are to be learned in «»."""
+    ids, marks = encode_pieces(pieces, tokenizer)
+    parts, start = [], 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or marks[place] != marks[start]:
+            text = tokenizer.encoder.decode(ids[start:place])
+            parts.append(f"«{text}»" if marks[start] else text)
+            start = place
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_masks_of_own_templates(name: str, folder: Path) -> None:
+    tokenizer = HuggingFace(str(folder), in_text=True)
+    template = Jinja(TEMPLATES[name], SPECIAL, tokenizer.added_tokens, "test")
+    assert learned(template.pieces(TALK), tokenizer) == OWN[name]
+
+
+def test_a_token_that_would_cross_a_border_is_cut(folder: Path, tokenizer: Path) -> None:
+    """`answer:` ends in a space, and ` yes` is one token: the model is asked with the space, so it never says it."""
+    pieces = [Piece("answer: ", False), Piece("yes", True), Piece("\n", False), Piece("\nno", True)]
+    bpe = HuggingFace(str(folder), in_text=True)
+    whole = bpe.spans("answer: yes\n\nno")
+    assert any(start < 8 < end for start, end in zip(whole.starts, whole.ends, strict=True)), "no token crosses here"
+    for encoder in (bpe, SentencePiece(str(tokenizer))):
+        ids, marks = encode_pieces(pieces, encoder)
+        for wanted, text in ((False, "answer: \n"), (True, "yes\nno")):
+            parts = [number for number, mark in zip(ids, marks, strict=True) if mark is wanted]
+            assert encoder.encoder.decode(parts).replace(" ", "") == text.replace(" ", "")
+        assert "answer: yes" in encoder.encoder.decode(ids), "a space was put in, or lost"
+
+
+def test_named_templates_on_sentencepiece(tokenizer: Path) -> None:
+    encoder = SentencePiece(str(tokenizer))
+    ids, marks = encode_pieces(NAMED["prompter"].pieces(TALK[:2]), encoder)
+    assert ids[-2 if encoder.encoder.decode([ids[-1]]).strip() == "" else -1] == encoder.encoder.eod
+    answer = [number for number, mark in zip(ids, marks, strict=True) if mark]
+    assert answer[-1] == encoder.encoder.eod and encoder.encoder.decode(answer[:-1]).strip() == "Fine."

@@ -1,0 +1,167 @@
+"""Fine-tuning records: each format to the conversation it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from data_prep.lib.formats import turns_of
+from megatron_llama.text.conversation import LABELLED, REASONS, Bad, Turn, labelled_turns
+
+TWO = [Turn("user", "q"), Turn("assistant", "a")]
+ASKED = [Turn("user", "q", False), Turn("assistant", "a")]
+RECORDS: list[tuple[str, dict[str, Any], list[Turn]]] = [
+    ("messages", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, TWO),
+    (
+        "messages, parts, developer, weight 0",
+        {
+            "messages": [
+                {"role": "developer", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "q"}]},
+                {"role": "assistant", "content": "b", "weight": 0},
+                {"role": "assistant", "content": "a"},
+            ]
+        },
+        [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "b", False), Turn("assistant", "a")],
+    ),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, TWO),
+    ("prompt and completion", {"prompt": "q", "completion": " a"}, ASKED),
+    (
+        "prompt and completion as messages",
+        {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+        ASKED,
+    ),
+    (
+        "rm-static",
+        {
+            "prompt": "\n\nHuman: q1\n\nAssistant: a1\n\nHuman: q2\nmore\n\nAssistant:",
+            "chosen": " a2",
+            "rejected": " never",
+        },
+        [
+            Turn("user", "q1", False),
+            Turn("assistant", "a1", False),
+            Turn("user", "q2\nmore", False),
+            Turn("assistant", "a2"),
+        ],
+    ),
+    (
+        "hh-rlhf",
+        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: never"},
+        ASKED,
+    ),
+    (
+        "preference, messages",
+        {"chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "rejected": []},
+        ASKED,
+    ),
+    (
+        "conversations with role and content",
+        {"conversations": [{"role": "User", "content": "q"}, {"role": "Assistant", "content": "a"}]},
+        TWO,
+    ),
+    ("LMSYS", {"conversation": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, TWO),
+    (
+        "messages with from and value",
+        {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        TWO,
+    ),
+    ("prompt and response", {"prompt": "q", "response": "a", "tools": []}, ASKED),
+    (
+        "system beside the turns",
+        {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        [Turn("system", "s"), *TWO],
+    ),
+    (
+        "preference beside ShareGPT",
+        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}, "rejected": {}},
+        ASKED,
+    ),
+    (
+        "a dialogue's beginning alone",
+        {"prompt": "Human: q", "completion": "a"},
+        [Turn("user", "Human: q", False), TWO[1]],
+    ),
+    ("KTO, a good answer", {"prompt": "q", "completion": "a", "label": True}, ASKED),
+    ("gsm8k", {"question": "q", "answer": "1+1\n#### 2"}, [Turn("user", "q"), Turn("assistant", "1+1\n#### 2")]),
+]
+
+
+@pytest.mark.parametrize(("record", "turns"), [case[1:] for case in RECORDS], ids=[case[0] for case in RECORDS])
+def test_formats(record: dict[str, Any], turns: list[Turn]) -> None:
+    assert turns_of(record, "auto") == (turns, [])
+
+
+def test_alpaca_prompts_are_the_published_ones() -> None:
+    plain, _ = turns_of({"instruction": "Do it.", "input": "", "output": "Done."}, "auto")
+    assert plain[0].text == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nDo it.\n\n### Response:"
+    )
+    given, _ = turns_of({"instruction": "Do it.", "input": "x", "output": "Done."}, "alpaca")
+    assert given[0].text == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nDo it.\n\n### Input:\nx\n\n### Response:"
+    )
+    assert given[1] == Turn("assistant", "Done.")
+
+
+def test_alpaca_with_system_and_history_and_dolly() -> None:
+    record = {"instruction": "I", "output": "O", "system": "S", "history": [["q", "a"]]}
+    turns, _ = turns_of(record, "auto")
+    assert [turn.role for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert [turn.text for turn in turns][::2] == ["S", "a", "O"] and "\nq\n" in turns[1].text and turns[2].learn
+    dolly, _ = turns_of({"instruction": "I", "context": "C", "response": "R", "category": "x"}, "auto")
+    assert dolly == turns_of({"instruction": "I", "input": "C", "output": "R"}, "alpaca")[0]
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("rejected_answer", {"prompt": "q", "completion": "never", "label": False}),
+    ("rejected_answer", {"messages": [Q, A], "kto_tag": False}),
+    ("tools_not_supported", {"messages": [Q, CALL, A]}),
+    ("tools_not_supported", {"conversations": [Q, A], "tools": '[{"name": "f"}]'}),
+    ("content_not_text", {"prompt": [1], "completion": "x"}),
+    ("content_not_text", {"prompt": "q", "completion": [A, 1]}),
+    ("bad_messages", {"messages": [{"role": "system", "content": "s"}, Q, A], "system": "t"}),
+    ("bad_messages", {"instruction": "I", "output": "O", "history": ["q", "a"]}),
+    ("content_not_text", {"messages": [Q, A], "system": {"text": "s"}}),
+]
+
+
+@pytest.mark.parametrize(("reason", "record"), BAD)
+def test_what_would_change_what_is_learned_is_refused(reason: str, record: dict[str, Any]) -> None:
+    with pytest.raises(Bad) as refused:
+        turns_of(record, "auto")
+    assert refused.value.line.reason == reason and reason in REASONS
+
+
+def test_reasoning_beside_an_answer_is_noted() -> None:
+    assert turns_of({"messages": [Q, {**A, "reasoning_content": "r"}]}, "auto") == (
+        TWO,
+        ["reasoning beside an answer left out"],
+    )
+
+
+def test_qnli() -> None:
+    columns = ["index", "question", "sentence", "label"]
+    turns = labelled_turns(columns, ["0", "Who?", "He {did} it.", "not_entailment"], LABELLED["qnli"])
+    assert turns == [
+        Turn(
+            "user",
+            "Question: Who?\nSentence: He {did} it.\n"
+            "Does the sentence contain the answer to the question? Answer yes or no.",
+        ),
+        Turn("assistant", "no"),
+    ]
+
+
+def test_what_is_left_out_is_noted() -> None:
+    messages = [
+        {"role": r, "content": c} for r, c in (("system", " "), ("user", "q"), ("assistant", "a"), ("user", "x"))
+    ]
+    turns, notes = turns_of({"messages": messages}, "auto")
+    assert turns == TWO and notes == ["empty system turn left out", "turns after the last answer left out"]

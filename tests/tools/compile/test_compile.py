@@ -1,0 +1,118 @@
+"""scripts/compile.py fills the cache of the run that follows, for all its ranks or with a few that stand for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._inductor.config
+
+import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
+from megatron_llama.devices import get_device
+from megatron_llama.launch import cli
+from megatron_llama.tools.compile import cli as ahead
+from tests.launch.conftest import Starter
+from tests.layouts.runner import SMALL
+from tests.paths import SCRIPTS
+
+REASON = get_device("cpu").compiler_missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+LAYOUT = (*SMALL, "trainer.tp=2", "trainer.pp=2", "trainer.global_batch_size=4", "trainer.val_every_steps=2")
+
+
+class Job:
+    """Runs one of the two command lines with a cache of its own, in a fork of this warm process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, name: str, *arguments: str, compiler: str | None = None) -> tuple[int, str, dict[str, Any]]:
+        """Exit status, what was printed, and compile.json."""
+        place = self.folder / name
+        place.mkdir()
+        main = cli.main if name.startswith("train") else ahead.main
+        words = [*arguments, f"trainer.compile_cache={self.folder / 'cache'}", f"run.dir={place / 'run'}"]
+
+        def work() -> int:
+            os.chdir(self.folder)
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is first asked for it
+            if compiler is not None:
+                torch._inductor.config.cpp.cxx = (compiler,)
+            return main(words)
+
+        starter = Starter(work, place)
+        status = starter.wait(300)
+        report = place / "run" / ("" if main is cli.main else "compile") / "compile.json"
+        return (
+            status,
+            starter.out.read_text() + starter.errors,
+            json.loads(report.read_text()) if report.exists() else {},
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
+    status, said, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")
+    assert status == 0, said
+    assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in said
+    assert (report["world_size"], report["cache_misses"], report["total_graphs"]) == (8, 2, 2)
+    assert {tuple(graph["ranks"]) for graph in report["graphs"]} == {(0, 4)}
+    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
+    left = {path.name for path in (job.folder / "ahead" / "run" / "compile").iterdir()} - {".lock"}
+    assert left == {"config.yaml", "plan.txt", "compile.json"}, "no TensorBoard, no checkpoints, no metrics"
+
+    trained = (*LAYOUT, "trainer.compile=true", "trainer.compile_strict=true", "trainer.steps=4")
+    status, said, report = job.run("train", *trained, "checkpoint.save_last=false")
+    assert status == 0, said
+    assert "compiled 2 graphs on 4 ranks: cache hits 8, misses 0" in said
+    assert (report["cache_hits"], report["cache_misses"]) == (8, 0)
+    losses = [json.loads(line)["reduced_train_loss"] for line in open(job.folder / "train" / "run" / "metrics.jsonl")]
+    status, said, _ = job.run(
+        "train eagerly", *LAYOUT, "trainer.tp=1", "trainer.pp=1", "trainer.steps=4", "checkpoint.save_last=false"
+    )
+    eager = [
+        json.loads(line)["reduced_train_loss"] for line in open(job.folder / "train eagerly" / "run" / "metrics.jsonl")
+    ]
+    assert losses == pytest.approx(eager, rel=1e-5) and len(losses) == 4
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
+    status, said, report = job.run("ahead", *SMALL, compiler="/bin/false")
+    assert status == 1
+    assert "Total graphs: 1\nTotal successful compilations: 0\nTotal failed compilations: 1\n" in said
+    assert "FAILED: " in said
+    assert said.rstrip().endswith("NotCompiled: 1 of 1 graphs could not be compiled")
+    assert report["graphs"][0]["failure"]
+    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
+
+
+def test_mistakes_are_the_users(job: Job) -> None:
+    for argument in ([], ["--one-per-stage"]):
+        wrong = ("trainer.tp=3", "trainer.seed=-1", "trainer.stepss=1")
+        status, said, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *wrong)
+        assert status == 2 and "Traceback" not in said
+        assert all(name in said for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
+
+
+def test_help_needs_no_torch() -> None:
+    import subprocess
+
+    script = SCRIPTS / "compile.py"
+    code = (
+        "import sys, runpy; sys.argv = ['compile.py', '--help']\n"
+        f"try: runpy.run_path({str(script)!r}, run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0 and "--one-per-stage" in answer.stdout, answer.stderr

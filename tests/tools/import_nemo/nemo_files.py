@@ -1,0 +1,155 @@
+"""Configs as NeMo, neuronx-nemo-megatron and NxDT write them, and what the tests do with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_llama.config import Config, compose
+from megatron_llama.tools.import_nemo import as_yaml, convert
+from megatron_llama.tools.import_nemo.convert import Converted
+from tests.paths import CONF
+
+# Seven billion parameters as NeMo and neuronx-nemo-megatron write them: the data inside the model, some ${...}.
+NEMO: dict[str, Any] = {
+    "name": "seven",
+    "trainer": {
+        "devices": 32,
+        "num_nodes": 1,
+        "accelerator": "tpu",
+        "precision": 32,
+        "max_steps": 10000,
+        "val_check_interval": 500,
+        "limit_val_batches": 2,
+        "log_every_n_steps": 5,
+        "gradient_clip_val": 1.0,
+    },
+    "exp_manager": {
+        "resume_if_exists": True,
+        "checkpoint_callback_params": {
+            "save_top_k": 3,
+            "every_n_train_steps": 200,
+            "model_parallel_size": "${multiply:${model.tensor_model_parallel_size}, 4}",
+        },
+    },
+    "model": {
+        "micro_batch_size": 1,
+        "global_batch_size": 256,
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "encoder_seq_length": 4096,
+        "max_position_embeddings": "${.encoder_seq_length}",
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 11008,
+        "num_attention_heads": 32,
+        "init_method_std": 0.021,
+        "layernorm_epsilon": "1e-5",
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "position_embedding_type": "rope",
+        "has_bias": False,
+        "hidden_dropout": 0,
+        "share_embeddings_and_output_weights": False,
+        "tokenizer": {"library": "sentencepiece", "model": "/elsewhere/tokenizer.model"},
+        "seed": 7,
+        "activations_checkpoint_granularity": "full",
+        "activations_checkpoint_method": "uniform",
+        "sequence_parallel": True,
+        "masked_softmax_fusion": True,
+        "megatron_amp_O2": False,
+        "wrap_with_zero": True,
+        "zero_use_master_weight": False,
+        "data": {
+            "data_prefix": [1.0, "/data/book_text_document"],
+            "splits_string": "980,10,10",
+            "seq_length": "${model.encoder_seq_length}",
+            "dataloader_type": "single",
+            "fine_tuning": False,
+            "train_ds": {"file_names": ["x.jsonl"], "shuffle": True},
+        },
+        "optim": {
+            "name": "adamw",
+            "lr": 3.0e-4,
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
+            "sched": {"name": "CosineAnnealing", "warmup_steps": 2000, "constant_steps": 100, "min_lr": 3.0e-5},
+        },
+    },
+}
+# Seventy billion as NxDT writes them: layout, data and precision in sections of their own.
+NXDT: dict[str, Any] = {
+    "name": "seventy",
+    "model_source": "megatron",
+    "seed": 1234,
+    "trainer": {"devices": 32, "num_nodes": 8, "max_steps": 20000, "gradient_clip_val": 1.0, "limit_val_batches": 0.0},
+    "distributed_strategy": {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "virtual_pipeline_model_parallel_size": 1,
+        "zero1": True,
+        "sequence_parallel": True,
+        "kv_replicator": 1,
+    },
+    "data": {"micro_batch_size": 1, "global_batch_size": 512, "data_prefix": "/data/all_text_document"},
+    "model": {
+        "encoder_seq_length": 4096,
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "ffn_hidden_size": 28672,
+        "num_attention_heads": 64,
+        "num_kv_heads": 8,
+        "rope_theta": 500000.0,
+        "activations_checkpoint_granularity": "selective",
+        "activations_checkpoint_recompute": ["CoreAttention"],
+        "fusions": {"softmax": True},
+        "optim": {
+            "name": "adamw",
+            "lr": 1.5e-4,
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
+            "sched": {"name": "LinearAnnealingWithWarmUp", "warmup_steps": 100, "max_steps": "${trainer.max_steps}"},
+        },
+    },
+    "precision": {"type": "autocast", "xla_use_bf16": "0"},
+    "compiler_flags": "--model-type transformer",
+}
+
+
+def written(where: Path, content: dict[str, Any]) -> Path:
+    path = where / "theirs.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A copy with keys set; ``model__num_layers`` is model.num_layers, and ... takes a key out."""
+    copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
+    for name, value in changes.items():
+        *sections, key = name.split("__")
+        place = copy
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is ...:
+            del place[key]
+        else:
+            place[key] = value
+    return copy
+
+
+def converted(where: Path, content: dict[str, Any], *overrides: str) -> Converted:
+    return convert(written(where, content), overrides)
+
+
+def experiment(where: Path, result: Converted, *overrides: str) -> Config:
+    """What train.py makes of the written file."""
+    path = where / "ours.yaml"
+    path.write_text(as_yaml(result, "theirs.yaml"))
+    return compose([f"experiment={path}", *overrides], CONF)
+
+
+def kinds(result: Converted) -> dict[str, str]:
+    return {one.key: one.kind for one in result.found}

@@ -1,0 +1,231 @@
+"""Files of NeMo, neuronx-nemo-megatron and NxDT become ours: every key accounted for, the plan the one they meant."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from megatron_llama.config import compose
+from megatron_llama.config.precision import PRECISIONS
+from megatron_llama.plan import resolve
+from megatron_llama.tools.import_nemo import as_yaml, command_line, listing
+from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, TAKEN
+from megatron_llama.tools.import_nemo.precision_names import PRESETS
+from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, changed, converted, experiment, kinds
+
+
+def test_seven_billion_of_nemo(tmp_path):
+    result = converted(tmp_path, NEMO)
+    plan = resolve(experiment(tmp_path, result), result.world_size or 0, exists=lambda _: True)
+    model, trainer, optim, data = plan.model, plan.config.trainer, plan.config.optim, plan.config.data
+    assert plan.world_size == 32 and plan.dp == 4 and plan.num_microbatches == 64
+    assert (trainer.tp, trainer.pp, trainer.vpp, trainer.sp, trainer.zero) == (8, 1, 1, True, 1)
+    assert (trainer.micro_batch_size, trainer.global_batch_size, trainer.steps, trainer.seed) == (1, 256, 10000, 7)
+    assert (trainer.recompute, trainer.precision) == ("full", "fp32")
+    assert (trainer.val_every_steps, trainer.val_steps) == (500, 2)
+    assert (model.num_hidden_layers, model.hidden_size, model.intermediate_size) == (32, 4096, 11008)
+    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (32, 32, 128)
+    assert (model.vocab_size, model.max_position_embeddings, model.tie_word_embeddings) == (32000, 4096, False)
+    assert (model.rope_theta, model.rms_norm_eps, model.initializer_range) == (10000.0, 1e-5, 0.021)
+    assert (optim.name, optim.lr, optim.min_lr, optim.betas) == ("adamw", 3e-4, 3e-5, [0.9, 0.95])
+    assert (optim.weight_decay, optim.clip, optim.warmup_steps, optim.constant_steps) == (0.1, 1.0, 2000, 100)
+    assert optim.schedule["_target_"].endswith(".CosineAnnealing") and optim.schedule["constant_steps"] == 100
+    assert (data.prefixes, data.seq_length) == ([1.0, "/data/book_text_document"], 4096)
+    assert (data.split, data.tokenizer) == ("980,10,10", "/elsewhere/tokenizer.model")
+    assert (plan.config.checkpoint.keep, plan.config.checkpoint.every_steps) == (3, 200)
+    assert plan.config.logging.every_steps == 5
+
+
+def test_seventy_billion_of_nxdt(tmp_path):
+    result = converted(tmp_path, NXDT)
+    plan = resolve(experiment(tmp_path, result), result.world_size or 0, exists=lambda _: True)
+    model, trainer, optim = plan.model, plan.config.trainer, plan.config.optim
+    assert plan.world_size == 256 and plan.dp == 2 and plan.num_microbatches == 256
+    assert (trainer.tp, trainer.pp, trainer.sp, trainer.zero, trainer.precision) == (8, 16, True, 1, "bf16")
+    assert (trainer.global_batch_size, trainer.recompute, trainer.val_every_steps) == (512, "selective", None)
+    assert (model.num_key_value_heads, model.num_attention_heads, model.rope_theta) == (8, 64, 500000.0)
+    assert len(plan.stage_layers) == 16 and plan.stage_layers[0] == (0, 1, 2, 3, 4)
+    assert optim.schedule["_target_"].endswith(".LinearDecay")
+    assert (optim.warmup_steps, optim.min_lr, optim.constant_steps) == (100, 0.0, 0), "theirs ends at zero"
+    assert plan.config.data.prefixes == ["/data/all_text_document"]
+
+
+@pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
+def test_every_key_is_accounted_for_once(tmp_path, content):
+    def leaves(place: dict[str, Any], prefix: str = "") -> list[str]:
+        return [
+            key
+            for name, value in place.items()
+            for key in (leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])
+        ]
+
+    result = converted(tmp_path, content)
+    assert sorted(one.key for one in result.found) == sorted(leaves(content))
+    assert not result.unsupported
+    text = listing(result, "theirs.yaml")
+    assert all(f"  {key}=" in text for key in leaves(content))
+
+
+def test_what_a_key_becomes(tmp_path):
+    found = kinds(converted(tmp_path, NEMO))
+    assert found["model.hidden_size"] == found["model.optim.lr"] == found["model.micro_batch_size"] == TAKEN
+    assert found["model.num_layers"] == found["model.tensor_model_parallel_size"] == RENAMED
+    assert found["model.data.splits_string"] == found["trainer.max_steps"] == RENAMED
+    assert found["model.masked_softmax_fusion"] == found["trainer.devices"] == found["model.activation"] == MEANINGLESS
+    assert found["model.data.train_ds.shuffle"] == MEANINGLESS
+
+
+@pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
+def test_the_command_line_says_the_same_as_the_file(tmp_path, content):
+    result = converted(
+        tmp_path, content, 'model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"
+    )
+    line = shlex.split(command_line(result, CONF))
+    assert line[:2] == ["python", "train.py"]
+    by_line, by_file = compose(line[2:], CONF), experiment(tmp_path, result)
+    assert by_file.data.tokenizer == "/a b/t,k.model"
+    by_line.model.name, by_line.data.name = by_file.model.name, by_file.data.name  # labels
+    assert by_line == by_file
+
+
+def test_the_nearest_preset_shortens_the_line(tmp_path):
+    assert "model=llama7b" in command_line(converted(tmp_path, NEMO), CONF)
+    assert "num_attention_heads" not in command_line(converted(tmp_path, NEMO), CONF)
+    assert "model=llama70b" in command_line(converted(tmp_path, NXDT), CONF)
+
+
+def test_keys_that_are_read_together(tmp_path):
+    def settings(content: dict[str, Any], *overrides: str) -> dict[str, Any]:
+        return converted(tmp_path, content, *overrides).settings
+
+    assert settings(changed(NXDT, distributed_strategy__zero1=...))["trainer.zero"] == 1, "NxDT's default"
+    assert settings(NXDT, "distributed_strategy.zero1=False", "precision.type=fp32")["trainer.zero"] == 0
+    assert settings(NEMO, "model.data.seq_length=1024")["data.seq_length"] == 1024, "what is trained"
+    for override in (
+        "trainer.limit_val_batches=1.0",
+        "trainer.limit_val_batches=0",
+        "trainer.val_check_interval=10001",
+    ):
+        assert settings(NEMO, override)["trainer.val_every_steps"] is None
+    assert settings(NEMO, "exp_manager.checkpoint_callback_params.save_top_k=-1")["checkpoint.keep"] is None
+    assert settings(NEMO, "trainer.gradient_clip_val=0")["optim.clip"] is None
+    assert settings(NEMO, "model.optim.name=fused_adam")["optim.name"] == "adamw"
+    scheduled = settings(NEMO, "+model.optim.sched.max_steps=5000")
+    assert scheduled["optim.schedule.max_steps"] == 5000 and scheduled["trainer.steps"] == 10000
+    ratio = settings(changed(NEMO, model__optim__sched__warmup_steps=...), "+model.optim.sched.warmup_ratio=0.01")
+    assert ratio["optim.warmup_steps"] == 100
+
+
+def test_a_schedule_of_another_length_reaches_the_plan(tmp_path):
+    config = experiment(tmp_path, converted(tmp_path, NEMO, "+model.optim.sched.max_steps=5000"))
+    plan = resolve(config, 8, exists=lambda _: True)
+    assert plan.config.optim.schedule["max_steps"] == 5000 and plan.config.optim.schedule["warmup_steps"] == 2000
+
+
+def test_nothing_of_the_default_preset_is_left(tmp_path):
+    """llama_2m has two kv heads and initial weights of 0.05; a file that is silent about them means something else."""
+    silent = changed(NEMO, model__init_method_std=..., model__layernorm_epsilon=...)
+    model = experiment(tmp_path, converted(tmp_path, silent)).model
+    assert (model.num_key_value_heads, model.initializer_range, model.rms_norm_eps) == (None, 0.02, 1e-5)
+
+
+def test_a_command_line_goes_over_the_file(tmp_path):
+    config = experiment(tmp_path, converted(tmp_path, NEMO), "trainer.steps=3", "optim=linear", "data=mock")
+    assert config.trainer.steps == 3 and config.optim.schedule["_target_"].endswith(".LinearDecay")
+    assert config.data.mock and config.trainer.global_batch_size == 256
+
+
+def test_their_overrides_come_first(tmp_path):
+    overrides = ["model.num_layers=40", "+model.use_flash_attention=False", "model.data.data_prefix=[0.5,/a,0.5,/b]"]
+    result = converted(tmp_path, NEMO, *overrides, "model.vocab_size=50000", "model.encoder_seq_length=2048")
+    config = experiment(tmp_path, result)
+    assert (config.model.num_hidden_layers, config.model.vocab_size, config.data.seq_length) == (40, 50000, 2048)
+    assert config.model.max_position_embeddings == 2048, "${.encoder_seq_length} follows"
+    assert config.data.prefixes == [0.5, "/a", 0.5, "/b"] and not any("vocab" in text for text in result.assumed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model__activation", "gelu"),
+        ("model__normalization", "layernorm"),
+        ("model__position_embedding_type", "learned_absolute"),
+        ("model__rotary_percentage", 0.5),
+        ("model__has_bias", True),
+        ("model__hidden_dropout", 0.1),
+        ("model__use_scaled_init_method", False),
+        ("model__do_layer_norm_weight_decay", True),
+        ("model__fp8", True),
+        ("model__data__reset_attention_mask", True),
+        ("model__data__dataloader_type", "cyclic"),
+        ("model__data__fine_tuning", True),
+        ("model__optim__name", "lion"),
+        ("model__optim__sched__name", "SquareAnnealing"),
+        ("model__resume_from_checkpoint", "/x.ckpt"),
+        ("model__something_new", 3),
+        ("trainer__precision", "16-mixed"),
+        ("model__data__data_prefix", {"train": ["/a"], "validation": ["/b"]}),
+        ("model__rampup_batch_size", [32, 32, 1000]),
+    ],
+)
+def test_what_would_change_the_result_is_not_passed_over(tmp_path, key, value):
+    content = changed(NEMO, **{key: value, "trainer__accelerator": "gpu"}, model__wrap_with_zero=...)
+    result = converted(tmp_path, content)
+    name = key.replace("__", ".")
+    assert name in [one.key for one in result.unsupported]
+    assert f"NOT SUPPORTED {name}=" in as_yaml(result, "theirs.yaml")
+    assert experiment(tmp_path, result).model.hidden_size == 4096, "the rest is still written"
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision"),
+    [
+        ({}, "fp32"),
+        ({"model__zero_use_master_weight": True}, "fp32_ZeroOptMaster"),
+        ({"model__zero_use_master_weight": True, "model__zero_use_fp32_grad_accum": True}, "fp32_ZeroOptMasterGradAcc"),
+        ({"model__megatron_amp_O2": True, "model__wrap_with_zero": False}, "megatron_amp_O2"),
+        ({"model__optim__name": "adamw_fp32OptState", "model__wrap_with_zero": False}, "fp32_OptStates"),
+        ({"trainer__precision": "bf16SR"}, "bf16SR"),
+        ({"trainer__accelerator": "gpu", "model__wrap_with_zero": None}, "fp32"),
+        ({"trainer__accelerator": "gpu", "model__wrap_with_zero": None, "trainer__precision": "bf16-mixed"}, "bf16"),
+        (
+            {
+                "trainer__accelerator": "gpu",
+                "model__wrap_with_zero": None,
+                "trainer__precision": "bf16",
+                "model__megatron_amp_O2": True,
+            },
+            "megatron_amp_O2",
+        ),
+    ],
+)
+def test_precisions_of_nemo_and_neuron(tmp_path, changes, precision):
+    result = converted(tmp_path, changed(NEMO, **changes))
+    assert result.settings["trainer.precision"] == precision and not result.unsupported
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision"),
+    [
+        ({"type": "bf16SR"}, "bf16SR"),
+        ({"type": "fp32"}, "fp32"),
+        ({"type": "autocast"}, "bf16"),
+        ({"type": "mixed_precision"}, "fp32_ZeroOptMasterGradAcc"),
+        ({"type": "mixed_precisionSR"}, "fp32_ZeroOptMasterGradAcc"),
+        ({"type": "manual", "xla_use_bf16": "1", "neuron_rt_stochastic_rounding_en": "1"}, "bf16SR"),
+        ({"type": "manual", "xla_downcast_bf16": "1", "master_weights": True}, "fp32_ZeroOptMaster"),
+        ({"type": "manual"}, "fp32"),
+    ],
+)
+def test_precisions_of_nxdt(tmp_path, changes, precision):
+    content = changed(NXDT, **{f"precision__{key}": value for key, value in changes.items()})
+    result = converted(tmp_path, content)
+    assert result.settings["trainer.precision"] == precision and not result.unsupported
+    lost = converted(tmp_path, changed(content, precision__type="mixed_precision", distributed_strategy__zero1=False))
+    assert [one.key for one in lost.unsupported] == ["precision.type"] and lost.settings["trainer.zero"] == 0
+
+
+def test_every_precision_that_is_written_exists():
+    assert set(PRESETS) <= set(PRECISIONS)

@@ -1,0 +1,90 @@
+"""``scripts/traffic.py``: what it prints and the status it ends with."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import megatron_llama.tools.traffic.measure  # noqa: F401  imported once, before the forks
+from megatron_llama.plan.traffic import Amount, Line
+from megatron_llama.tools.traffic import cli as traffic
+from tests.cpu import children_cpu_seconds
+from tests.layouts.runner import SHAPE
+from tests.paths import ROOT
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "traffic.py"), *arguments], capture_output=True, text=True, timeout=200
+    )
+
+
+def run_forked(path: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """The same in a fork of this warm process: status and output."""
+
+    def child() -> None:
+        with path.open("wb", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        status = traffic.main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    worker = multiprocessing.get_context("fork").Process(target=child)
+    worker.start()
+    worker.join(200)
+    assert worker.exitcode is not None, "no end within 200 s"
+    return worker.exitcode, path.read_text()
+
+
+def test_help_is_quick() -> None:
+    with children_cpu_seconds(2.0):
+        assert "--measure" in run("--help").stdout
+
+
+def test_512_ranks_on_a_laptop() -> None:
+    done = run("model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4", "trainer.precision=bf16")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^rank (.*)$", done.stdout, re.M) == ["0-31", "32-479", "480-511"]
+    # The first of 16 stages sends activations onwards: 2 micro batches of 256 / 8 tokens of 8192 values in bf16.
+    assert re.search(r"pp +send +2 +2 +1,048,576 +1,048,576\n", done.stdout)
+
+
+def test_a_mistake_is_told() -> None:
+    done = run("trainer.tp=3", "optim.lrr=1")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "optim.lrr" in done.stderr and "trainer.tp = 3" in done.stderr
+
+
+def test_lora_is_refused_rather_than_counted_wrong() -> None:
+    done = run("+experiment=llama2_70b_lora_gaudi")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "finetune.method = lora" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_measured(tmp_path: Path) -> None:
+    status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.tp=2", "trainer.global_batch_size=2"])
+    assert status == 0, output
+    assert output.endswith("every byte and every call as predicted\n")
+    # 2 micro batches: 2·(6·4 + 3) gathers of 16·32 fp32 values.
+    row = re.search(r"tp +all_gather +2 +54 +(\S+) +(\S+) +(\S+)\n", output)
+    assert row and row.groups() == (f"{54 * 16 * 32 * 4:,}",) * 3
+    assert "rank 0-1\n" in output
+
+
+def test_a_difference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line("dp", "all_reduce", 2)
+    monkeypatch.setattr("megatron_llama.plan.traffic.totals", lambda operations: {line: Amount(1, 12)})
+    status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.dp=2", "trainer.global_batch_size=2"])
+    assert status == 1
+    assert output.endswith("NOT as predicted\n")
+    assert re.search(r"dp +all_reduce +2 +1 +12 +0 +0 +DIFFERS, calls \[0, 0\]\n", output)

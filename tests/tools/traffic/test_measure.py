@@ -1,0 +1,247 @@
+"""What every collective of a real training step moves is what ``plan/traffic.py`` predicts: per rank, axis, kind and
+group size, to the byte and to the call. docs/traffic.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import megatron_llama.optim.optimizer
+import megatron_llama.parallel.pipeline
+from megatron_llama.devices import get_device
+from megatron_llama.optim.norm import gradient_norm
+from megatron_llama.parallel.tensor import ReplicatedGradients
+from megatron_llama.plan import Plan
+from megatron_llama.plan.traffic import Amount, Line, Traffic, operations, totals
+from megatron_llama.tools.traffic.collectives import TrafficCounter, UnknownCollective
+from megatron_llama.tools.traffic.measure import count_steps
+from megatron_llama.train.sanity import FiniteCheck
+from tests.layouts.runner import make_plan
+from tests.ranks import RankFailed, run_ranks
+
+TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
+FEW = "trainer.global_batch_size=4"
+LAYOUTS = {
+    "one process": (1, [FEW]),
+    "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
+    "tp2+sp, micro batches of 2, selective recompute": (
+        2,
+        ["trainer.tp=2", "trainer.micro_batch_size=2", "trainer.recompute=selective", FEW],
+    ),
+    "tp2+sp, odd vocabulary, tied": (2, ["trainer.tp=2", ODD, TIED, FEW]),
+    "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW]),
+    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW]),
+    "pp2": (2, ["trainer.pp=2", FEW]),
+    "pp3, uneven": (3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,1]", FEW]),
+    "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2", FEW]),
+    "dp2, zero 0": (2, ["trainer.zero=0", FEW]),
+    "dp2, zero 1": (2, ["trainer.zero=1", FEW]),
+    "dp2, zero 2": (2, ["trainer.zero=2", FEW]),
+    "dp2, zero 3": (2, ["trainer.zero=3", FEW]),
+    "dp3, zero 3, bf16, rows that don't divide": (
+        3,
+        ["trainer.zero=3", "trainer.precision=bf16", "trainer.global_batch_size=6", ODD],
+    ),
+    "tp2·dp2+sp, zero 2, bf16_sr": (4, ["trainer.tp=2", "trainer.zero=2", "trainer.precision=bf16_sr"]),
+    "dp2, zero 1, fp32_ZeroOptMaster": (2, ["trainer.zero=1", "trainer.precision=fp32_ZeroOptMaster"]),
+    "dp4, hybrid, zero 1": (4, ["trainer.zero=1", "trainer.shard_group=2"]),
+    "dp4, hybrid, zero 2": (4, ["trainer.zero=2", "trainer.shard_group=2"]),
+    "pp2·dp3, tied, a shard without rows": (
+        6,
+        ["trainer.pp=2", TIED, "model.vocab_size=4", "trainer.global_batch_size=6"],
+    ),
+    "tp2·pp2·vpp2+sp, full recompute, bf16": (
+        4,
+        ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full", "trainer.precision=bf16", FEW],
+    ),
+    "tp2·dp3+sp, one kv head, shards without its rows": (
+        6,
+        ["trainer.tp=2", "trainer.global_batch_size=6", "model.num_key_value_heads=1"],
+    ),
+    "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
+}
+NO_COMPILER = get_device("cpu").compiler_missing()
+small_plan = cache(make_plan)
+
+
+def counted(rank: int, plan: Plan) -> list[Traffic]:
+    """In a rank: what it sends in two steps."""
+    return count_steps(plan, rank, get_device("cpu"), torch.device("cpu"))
+
+
+def differences(world_size: int, *overrides: str) -> list[tuple]:
+    """(rank, step, line, predicted, counted) wherever these two differ."""
+    plan = small_plan(world_size, *overrides)
+    found = []
+    for rank, steps in enumerate(run_ranks(counted, world_size, plan)):
+        predicted = totals(operations(plan, rank))
+        assert len(steps) == 2
+        for step, traffic in enumerate(steps, start=1):
+            lines = {**predicted, **traffic}
+            found += [
+                (rank, step, line, predicted.get(line), traffic.get(line))
+                for line in lines
+                if predicted.get(line) != traffic.get(line)
+            ]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_counted_is_predicted(ranks: int, layout: list[str]) -> None:
+    assert differences(ranks, *layout) == []
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+def test_compiled(tmp_path: Path) -> None:
+    # Compiled graphs call functional collectives, and fewer of them.
+    compiled = ["trainer.compile=true", f"trainer.compile_cache={tmp_path}", "trainer.recompute=full"]
+    assert differences(2, "trainer.tp=2", "model.num_hidden_layers=2", FEW, *compiled) == []
+
+
+def test_layouts_have_something_to_count() -> None:
+    plans = [small_plan(ranks, *layout) for ranks, layout in LAYOUTS.values()]
+    lines = {line[:2] for plan in plans for rank in range(plan.world_size) for line in totals(operations(plan, rank))}
+    assert lines == {
+        *(("tp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")),
+        *(("pp", kind) for kind in ("send", "recv", "all_reduce")),
+        *(("dp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")),
+        ("world", "all_reduce"),
+    }
+
+
+# --- a count that can go wrong ------------------------------------------------------------------------------------
+
+
+def _one_more_sum(shards: list, device: torch.device) -> torch.Tensor:
+    dist.all_reduce(torch.zeros(1))
+    return gradient_norm(shards, device)
+
+
+BREAKS: dict[str, tuple[int, list[str], object, str, Callable, Line]] = {
+    "norms' gradients are not summed": (
+        2, ["trainer.tp=2"], ReplicatedGradients, "reduce", lambda self, shards: None, Line("tp", "all_reduce", 2),
+    ),
+    "gradients are reduced at each micro batch": (
+        2, ["trainer.zero=1"], megatron_llama.parallel.pipeline, "before_last_microbatch", lambda chunk, zero: None,
+        Line("dp", "reduce_scatter", 2),
+    ),
+    "one number more": (
+        2, ["trainer.pp=2"], megatron_llama.optim.optimizer, "gradient_norm",
+        _one_more_sum, Line("world", "all_reduce", 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_other_behaviour_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, layout, where, attribute, instead, line = BREAKS[name]
+    monkeypatch.setattr(where, attribute, instead)  # the ranks are forks of this process
+    assert line in {difference[2] for difference in differences(ranks, *layout, FEW)}
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def _as_rank_of_many(_: int, plan: Plan, rank: int) -> list[Traffic]:
+    """Like ``counted`` in a world of which only this rank is there: collectives go nowhere, so numbers are nonsense."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    return counted(rank, plan)
+
+
+@pytest.mark.parametrize("layout", [[], ["trainer.pp=2"]], ids=["tp8", "tp8·pp2"])
+def test_nodes_of_32_devices_with_the_same_work_each(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FiniteCheck, "passes", lambda *_: True)
+    per_node = 32 // (8 * (2 if layout else 1))  # data-parallel ranks
+    found = {}
+    for nodes in (1, 2, 4):
+        dp = nodes * per_node
+        plan = make_plan(
+            32 * nodes, "trainer.tp=8", *layout, "model.num_attention_heads=8", f"trainer.global_batch_size={2 * dp}"
+        )
+        rank = plan.world_size - 1
+        first, second = run_ranks(_as_rank_of_many, 1, plan, rank)[0]
+        assert first == second == totals(operations(plan, rank))
+        found[nodes] = first
+        assert {line.ranks for line in first if line.axis == "dp"} == {dp}
+    for nodes in (2, 4):
+        assert _without_norms(found[nodes], "tp") == _without_norms(found[1], "tp") != []
+        assert _without_norms(found[nodes], "pp") == _without_norms(found[1], "pp")
+        # Whole weights and gradients, however many ranks share them, up to the rows that fill the last shard.
+        of_dp = [[a for line, a in found[n].items() if line.axis == "dp"] for n in (1, nodes)]
+        for (calls, before), (calls_now, now) in zip(*of_dp, strict=True):
+            assert calls_now == calls and before <= now < 1.5 * before
+
+
+def _without_norms(traffic: Traffic, axis: str) -> list[tuple[Line, Amount]]:
+    """What an axis moves but for sums of gradients, whose shards get shorter as dp grows."""
+    return [item for item in traffic.items() if item[0].axis == axis and item[0].kind != "all_reduce"]
+
+
+# --- the counter itself -------------------------------------------------------------------------------------------
+
+
+def _every_operator(rank: int) -> dict[str, Traffic]:
+    """Each way to communicate, between 2 ranks, with 4 fp32 values on each."""
+    x, pair, group = torch.ones(4), torch.ones(8), dist.group.WORLD
+    assert group is not None
+    ways: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(pair, x),
+        "all_gather": lambda: dist.all_gather([torch.ones(4), torch.ones(4)], x),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, pair),
+        "send, recv": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0),
+        "functional all_reduce": lambda: all_reduce(x, "sum", group).wait(),
+        "functional all_gather": lambda: all_gather_tensor(x, 0, group).wait(),
+        "functional reduce_scatter": lambda: reduce_scatter_tensor(pair, "sum", 0, group).wait(),
+        "int64": lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64)),
+        "bf16": lambda: dist.all_reduce(torch.ones(4, dtype=torch.bfloat16)),
+        "barrier": lambda: dist.barrier(),
+    }
+    found = {}
+    with TrafficCounter({group.group_name: "world"}) as counter:
+        for name, way in ways.items():
+            way()
+            found[name] = counter.taken()
+    return found
+
+
+def test_each_operator_is_counted() -> None:
+    first, second = run_ranks(_every_operator, 2)
+    payloads = {
+        "all_reduce": ("all_reduce", 16),
+        "all_gather_into_tensor": ("all_gather", 32),
+        "all_gather": ("all_gather", 32),
+        "reduce_scatter_tensor": ("reduce_scatter", 32),
+        "functional all_reduce": ("all_reduce", 16),
+        "functional all_gather": ("all_gather", 32),
+        "functional reduce_scatter": ("reduce_scatter", 32),
+        "int64": ("all_reduce", 32),
+        "bf16": ("all_reduce", 8),
+    }
+    expected = {name: {Line("world", kind, 2): Amount(1, size)} for name, (kind, size) in payloads.items()}
+    expected["barrier"] = {}
+    assert first == expected | {"send, recv": {Line("pp", "send", 2): Amount(1, 16)}}
+    assert second == expected | {"send, recv": {Line("pp", "recv", 2): Amount(1, 16)}}
+
+
+def _uncounted(rank: int, what: str) -> None:
+    group = dist.new_group([0, 1])
+    with TrafficCounter({}):
+        if what == "operator":
+            dist.broadcast(torch.ones(1), 0)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.parametrize(("what", "said"), [("operator", "broadcast_ is not counted"), ("group", "a group of no axis")])
+def test_what_it_does_not_know_is_an_error(what: str, said: str) -> None:
+    with pytest.raises(RankFailed, match=f"{UnknownCollective.__name__}.*{said}"):
+        run_ranks(_uncounted, 2, what)
