@@ -1,12 +1,12 @@
 """What a run is asked to be: every setting, typed, documented and with its limits; ``load_config`` reads them.
 
-    config = compose(["model=llama7b", "trainer.tp=8"], Path("conf"))
+    config = load_config(["model=llama7b", "trainer.tp=8"], Path("conf"))
 
 Imports no torch. What a config means on a number of devices is ``megatron_llama.plan``.
 """
 
-from megatron_llama.config.compose import compose, from_yaml, to_yaml
 from megatron_llama.config.hostfile import Host, hostfile_hosts, listed_hosts
+from megatron_llama.config.load_config import from_yaml, load_config, to_yaml
 from megatron_llama.config.precision import PRECISIONS, Precision
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
 from megatron_llama.config.settings import (
@@ -42,7 +42,7 @@ __all__ = [
     "RopeScaling",
     "RunConfig",
     "TrainerConfig",
-    "compose",
+    "load_config",
     "format_problems",
     "from_yaml",
     "hostfile_hosts",

@@ -101,11 +101,11 @@ def _run_as_asked(overrides: list[str], work: Callable[[Plan], None], inside: st
 def composed(overrides: Sequence[str], place: Place | None = None, inside: str | None = None) -> Config:
     """The config that a command line asks for; its folder is the one ``inside`` run.dir. Raises ConfigError with all
     that is wrong with it, not only with what can't be read: the user should hear of it at once."""
-    from megatron_llama.config import ConfigError, compose
+    from megatron_llama.config import ConfigError, load_config
     from megatron_llama.plan import resolve
 
     try:
-        config = compose(overrides, CONF_DIR)
+        config = load_config(overrides, CONF_DIR)
         told = place is not None and place.starter == "hosts"  # then the folder is named already
         if inside and config.run.dir and not told:
             config.run.dir = str(Path(config.run.dir) / inside)

@@ -46,7 +46,7 @@ def resolve(
     ``config`` is left as it is. ``exists`` is the only look at the world outside: whether the files that the config
     names are there; pass ``lambda path: True`` to plan for another machine. ``machine`` is the memory that the ranks
     must fit into; None leaves that question to ``device.memory_gib``. ``known`` are problems found before, by
-    ``compose``: they are in the ConfigError too, and no rule speaks of their settings a second time.
+    ``load_config``: they are in the ConfigError too, and no rule speaks of their settings a second time.
     """
     bad = bad_values(config)
     problems = [*known, *bad]

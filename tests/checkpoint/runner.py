@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.data import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
@@ -41,7 +41,7 @@ class Run:
 
 def make_plan(world_size: int, run_dir: Path, *overrides: str) -> Plan:
     """The small model in a layout."""
-    return resolve(compose([*SMALL, f"run.dir={run_dir}", *overrides], CONF), world_size)
+    return resolve(load_config([*SMALL, f"run.dir={run_dir}", *overrides], CONF), world_size)
 
 
 def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper: Tamper | None = None) -> Run:

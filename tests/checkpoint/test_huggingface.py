@@ -12,7 +12,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export, find_checkpoint
-from megatron_llama.config import ConfigError, compose
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
@@ -108,7 +108,7 @@ def _logits(model: Any) -> torch.Tensor:
 def import_plan(world_size: int, folder: Path, run_dir: Path, *overrides: str) -> Plan:
     """A run of no steps that starts from ``folder``."""
     common = ("model=from_hf", f"init_from={folder}", f"run.dir={run_dir}", "data=mock", "data.seq_length=16")
-    return resolve(compose([*common, "device=cpu", "trainer.steps=0", *overrides], CONF), world_size)
+    return resolve(load_config([*common, "device=cpu", "trainer.steps=0", *overrides], CONF), world_size)
 
 
 def our_logits(plan: Plan) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_transformers_loads_what_was_trained_here(tmp_path: Path) -> None:
         (theirs,) = run_ranks(_load_with_transformers, 1, hf)
         if ours is None:
             common = ("data=mock", "device=cpu", "data.seq_length=16", "model=from_hf", f"init_from={hf}")
-            plan = resolve(compose([*common, f"run.dir={tmp_path / 'run'}"], CONF), 1)
+            plan = resolve(load_config([*common, f"run.dir={tmp_path / 'run'}"], CONF), 1)
             (ours,) = run_ranks(_trained_logits, 1, plan)
         assert torch.allclose(ours.transpose(0, 1)[..., :61], theirs, rtol=1e-4, atol=tolerance)
 
@@ -240,13 +240,13 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
 
 def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="init_from"):
-        compose(["model=from_hf", "data=mock"], CONF)
+        load_config(["model=from_hf", "data=mock"], CONF)
     save_with_transformers(CASES["llama 3, bf16, one file, wide heads"], tmp_path / "hf")
-    config = compose(["model=from_hf", f"init_from={tmp_path / 'hf'}", "data=mock", "data.seq_length=16"], CONF)
+    config = load_config(["model=from_hf", f"init_from={tmp_path / 'hf'}", "data=mock", "data.seq_length=16"], CONF)
     assert config.model.name == "hf" and config.model.num_key_value_heads == 2 and config.model.rope_theta == 500000.0
     assert config.model.rope_scaling is not None and config.model.rope_scaling.original_max_position_embeddings == 16
     with pytest.raises(ConfigError, match=r"another\s+shape\s+than\s+model=llama_2m"):
-        resolve(compose(["model=llama_2m", f"init_from={tmp_path / 'hf'}", "data=mock"], CONF), 1)
+        resolve(load_config(["model=llama_2m", f"init_from={tmp_path / 'hf'}", "data=mock"], CONF), 1)
 
 
 def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:

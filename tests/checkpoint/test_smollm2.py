@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
@@ -65,7 +65,7 @@ def test_it_knows_the_capital_of_france(folder: Path, tmp_path: Path, ranks: int
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(prompt) < LENGTH - 10
     common = ("model=from_hf", f"init_from={folder}", f"run.dir={tmp_path}", "data=mock", "device=cpu")
-    plan = resolve(compose([*common, f"data.seq_length={LENGTH}", "trainer.steps=0", layout], CONF), ranks)
+    plan = resolve(load_config([*common, f"data.seq_length={LENGTH}", "trainer.steps=0", layout], CONF), ranks)
     answers = run_ranks(_answer, ranks, plan, prompt, tokenizer.eos_token_id, timeout=500)
     assert {tokenizer.decode(ids).strip() for ids in answers} == {ANSWER}
 

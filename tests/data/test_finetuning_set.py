@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError, compose
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data import build_data
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft
 from megatron_llama.devices import get_device
@@ -199,9 +199,9 @@ def test_what_is_typed_goes_before_what_a_group_says(tmp_path: Path) -> None:
     shutil.copytree(CONF, conf)
     (conf / "trainer" / "long.yaml").write_text("epochs: 3\n")
     (conf / "trainer" / "short.yaml").write_text("steps: 7\n")
-    long = compose(["trainer=long", "trainer.steps=5"], conf).trainer
+    long = load_config(["trainer=long", "trainer.steps=5"], conf).trainer
     assert (long.steps, long.epochs) == (5, None)
-    short = compose(["trainer=short", "trainer.epochs=2"], conf).trainer
+    short = load_config(["trainer=short", "trainer.epochs=2"], conf).trainer
     assert (short.steps, short.epochs) == (100, 2)
 
 
@@ -218,11 +218,11 @@ def sft_overrides(tmp_path: Path, pack: bool) -> list[str]:
 @pytest.mark.parametrize("pack", [False, True])
 def test_loss_is_per_learned_token_of_the_global_batch_in_every_layout(tmp_path: Path, pack: bool) -> None:
     overrides = [*SMALL, *sft_overrides(tmp_path, pack)]
-    plan = resolve(compose(overrides, CONF), 1)
+    plan = resolve(load_config(overrides, CONF), 1)
     ((loss, norm, by_hand),) = run_ranks(_losses, 1, plan)
     assert loss == pytest.approx(by_hand, rel=1e-6)
     for ranks, layout in LAYOUTS:
-        for found in run_ranks(_losses, ranks, resolve(compose([*overrides, *layout], CONF), ranks)):
+        for found in run_ranks(_losses, ranks, resolve(load_config([*overrides, *layout], CONF), ranks)):
             assert found[:2] == pytest.approx((loss, norm), rel=1e-5), layout
 
 
@@ -249,9 +249,9 @@ def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout:
     held_out = write_set(tmp_path / "held_out", some_examples(21, first=7, vocabulary=64))
     overrides = [*SMALL, *sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
     overrides += ["trainer.val_every_steps=1", "model.initializer_range=0.3"]
-    ((found, by_hand),) = run_ranks(_val_loss, 1, resolve(compose(overrides, CONF), 1))
+    ((found, by_hand),) = run_ranks(_val_loss, 1, resolve(load_config(overrides, CONF), 1))
     assert found == pytest.approx(by_hand, rel=1e-6)
-    for other, _ in run_ranks(_val_loss, 2, resolve(compose([*overrides, layout], CONF), 2)):
+    for other, _ in run_ranks(_val_loss, 2, resolve(load_config([*overrides, layout], CONF), 2)):
         assert other == pytest.approx(found, rel=1e-6)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import ConfigError, compose
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.launch.cli import CONF_DIR, decide, main
 from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.plan.flops import mfu
@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dry_run(name: str, *overrides: str) -> Plan:
     """What ``train.py +experiment=NAME --dry-run`` plans."""
-    decision = decide(compose([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None)
+    decision = decide(load_config([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None)
     return resolve(decision.config, decision.world_size, decision.machine)
 
 
@@ -55,7 +55,7 @@ def test_a_dry_run_needs_neither_devices_nor_files(name: str, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_run_without_them_is_refused(name: str) -> None:
-    config = compose([f"+experiment={name}"], CONF_DIR)
+    config = load_config([f"+experiment={name}"], CONF_DIR)
     with pytest.raises(ConfigError) as caught:
         resolve(config, WORLDS[name])
     fields = {problem.field for problem in caught.value.problems}
@@ -90,7 +90,7 @@ def test_starting_weights_of_another_shape_stop_a_dry_run_too(tmp_path: Path) ->
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for written in ("experiment", "+experiment"):
         with pytest.raises(ConfigError, match=r"write\s+experiment=llama2_70b_fsdp_chat,\s+or\s+one\s+of"):
-            compose([f"{written}=llama2_70b_fsdp_chta"], CONF_DIR)
+            load_config([f"{written}=llama2_70b_fsdp_chta"], CONF_DIR)
 
 
 def test_fsdp_chat_is_the_published_run() -> None:
@@ -143,7 +143,9 @@ def test_qnli_trainium_is_the_published_run() -> None:
 def test_dp_is_computed_where_their_table_says_4(machines: int, dp: int) -> None:
     """A dp that is stated must be right."""
     for stated in ("null", "4"):
-        config = compose([f"experiment={TRAINIUM}", "data=mock", "init_from=null", f"trainer.dp={stated}"], CONF_DIR)
+        config = load_config(
+            [f"experiment={TRAINIUM}", "data=mock", "init_from=null", f"trainer.dp={stated}"], CONF_DIR
+        )
         if stated == "null" or dp == 4:
             assert resolve(config, 32 * machines).dp == dp
         else:

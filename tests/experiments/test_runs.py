@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.launch.cli import CONF_DIR
 from tests.layouts.test_train_py import run_train_py
 from tests.paths import ROOT
@@ -109,7 +109,7 @@ def _python(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedP
 
 def prepare(name: str, folder: Path) -> None:
     """Runs the command that the experiment itself names, with the two words filled in that stand for the user's own."""
-    command = compose([f"+experiment={name}"], CONF_DIR).data.prepare
+    command = load_config([f"+experiment={name}"], CONF_DIR).data.prepare
     assert command is not None
     for word in ("TOKENIZER", "models/Llama-2-70b-chat-hf"):
         command = command.replace(f"--tokenizer-model {word}", f"--tokenizer-model {folder / 'tok.model'}")

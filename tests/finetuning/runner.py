@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
@@ -55,7 +55,7 @@ class Tuned:
 
 def make_plan(world: int, folder: Path, *overrides: str) -> Plan:
     """The small model in a layout."""
-    return resolve(compose([*SETTINGS, f"run.dir={folder}", *overrides], CONF), world)
+    return resolve(load_config([*SETTINGS, f"run.dir={folder}", *overrides], CONF), world)
 
 
 def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: Tamper | None = None) -> Tuned:

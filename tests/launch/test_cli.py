@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_llama.config import ConfigError, compose
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.launch import cli, run_dir
 from megatron_llama.launch.process_context import Place
 from megatron_llama.plan import Plan
@@ -153,12 +153,12 @@ def test_the_world_when_started_by_hand(overrides, world, monkeypatch):
     from megatron_llama.devices.cpu import DEVICE
 
     monkeypatch.setattr("megatron_llama.devices.get_device", lambda name: DEVICE if name == "cpu" else Accelerator())
-    assert cli.decide(compose(overrides, cli.CONF_DIR), None).world_size == world
+    assert cli.decide(load_config(overrides, cli.CONF_DIR), None).world_size == world
 
 
 def test_the_world_of_a_starter_wins():
     place = Place("srun", 0, 0, 4, 8, "node1", 15000, "7", False)
-    assert cli.decide(compose(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), place).world_size == 8
+    assert cli.decide(load_config(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), place).world_size == 8
 
 
 def note_place(plan: Plan) -> None:
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path, monkeypatch
 def test_a_job_that_is_started_again_finds_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     clear_starters(monkeypatch)
-    config = compose(TINY, cli.CONF_DIR)
+    config = load_config(TINY, cli.CONF_DIR)
     first = run_dir.default_dir_of_job(config, "4711")
     assert re.fullmatch(r"runs/llama_2m-mock-4711-\d{8}-\d{6}", first)
     for name in (first, "runs/llama_2m-mock-4711-20200101-000000", "runs/llama_2m-mock-47112-20990101-000000"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import Config, ConfigError, compose
+from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, hostfile_hosts
 from megatron_llama.launch import cli
 from megatron_llama.launch.ssh import hosts_of
@@ -145,7 +145,7 @@ def test_hostfile():
 
 
 def of(*overrides: str) -> Config:
-    return compose([*TINY, *overrides], cli.CONF_DIR)
+    return load_config([*TINY, *overrides], cli.CONF_DIR)
 
 
 def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path):

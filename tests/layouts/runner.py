@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.data import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
@@ -74,7 +74,7 @@ class RaggedSamples:
 
 def make_plan(world_size: int, *overrides: str) -> Plan:
     """The small model in a layout."""
-    return resolve(compose([*SMALL, *overrides], CONF), world_size)
+    return resolve(load_config([*SMALL, *overrides], CONF), world_size)
 
 
 Tamper = Callable[[ParallelModel], None]

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.megatron import mcore_config
@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 @cache
 def plans() -> list[Plan]:
     names = [*PUBLISHED, *OURS]
-    return [resolve(compose([f"model={name}", "data=mock", "device=cpu"], CONF), 1) for name in names]
+    return [resolve(load_config([f"model={name}", "data=mock", "device=cpu"], CONF), 1) for name in names]
 
 
 @cache

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron_llama.config import ModelConfig, RopeScaling, compose
+from megatron_llama.config import ModelConfig, RopeScaling, load_config
 from megatron_llama.model.rotary import inverse_frequencies, rotary_table, rotate
 from tests.layouts.runner import CONF
 from tests.model.llamas import CPU, hf_config
@@ -77,5 +77,5 @@ def test_far_positions_are_exact() -> None:
 
 
 def test_llama_3_1_preset_asks_for_the_scaling() -> None:
-    assert compose(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling()
-    assert compose(["model=llama3_8b"], CONF).model.rope_scaling is None
+    assert load_config(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling()
+    assert load_config(["model=llama3_8b"], CONF).model.rope_scaling is None

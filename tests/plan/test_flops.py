@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.config import ModelConfig, compose
+from megatron_llama.config import ModelConfig, load_config
 from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan import parameters
 from megatron_llama.plan.flops import flops_per_token, matmul_parameters, mfu
@@ -24,7 +24,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("preset", "sequence", "count", "six_p", "full", "causal"), GOLDEN)
 def test_published_models(preset, sequence, count, six_p, full, causal):
-    model = compose([f"model={preset}", "data=mock"], CONF_DIR).model
+    model = load_config([f"model={preset}", "data=mock"], CONF_DIR).model
     flops = flops_per_token(model, sequence)
     assert parameters(model) == count
     assert 6 * count / 1e9 == pytest.approx(six_p, abs=0.006)
@@ -88,5 +88,5 @@ def test_mfu_divides_by_all_devices():
 
 def test_mfu_of_a_published_recipe():
     # NVIDIA's recipe for Llama 3.1 8B on 8 H100: 10,682 tokens/s on each, 62.47 % by full attention.
-    model = compose(["model=llama3_8b", "data=mock"], CONF_DIR).model
+    model = load_config(["model=llama3_8b", "data=mock"], CONF_DIR).model
     assert mfu(flops_per_token(model, 8192).full, 8 * 10_682, 989e12, 8) == pytest.approx(0.6247, abs=2e-3)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron_llama.config import PRECISIONS, compose
+from megatron_llama.config import PRECISIONS, load_config
 from megatron_llama.plan import format_plan, parameters, resolve
 from megatron_llama.topology import build_topology
 from tests.config.helpers import make
@@ -22,7 +22,7 @@ BIG = [
 
 
 def test_the_demo() -> None:
-    page = format_plan(resolve(compose(["data=mock", "trainer.tp=2"], CONF), 2))
+    page = format_plan(resolve(load_config(["data=mock", "trainer.tp=2"], CONF), 2))
     assert "llama_2m · 1.771 M parameters · 2 ranks" in page
     assert "pp 1 × dp 1 × tp 2 = 2" in page
     assert "micro batch 1 × 8 × dp 1 = 8 sequences" in page
@@ -31,7 +31,7 @@ def test_the_demo() -> None:
 
 
 def test_512_ranks_on_a_page() -> None:
-    plan = resolve(compose([*BIG, "trainer.tp=8", "trainer.pp=16"], CONF), 512)
+    plan = resolve(load_config([*BIG, "trainer.tp=8", "trainer.pp=16"], CONF), 512)
     page = format_plan(plan)
     assert f"{parameters(plan.model):,} in all" in page
     assert "pp 16 × dp 4 × tp 8 = 512" in page and "rank = (pp · 4 + dp) · 8 + tp" in page
@@ -58,7 +58,7 @@ def test_512_ranks_on_a_page() -> None:
     ],
 )
 def test_it_fits_a_terminal(world: int, overrides: list[str]) -> None:
-    page = format_plan(resolve(compose(overrides, CONF), world, exists=lambda path: True))
+    page = format_plan(resolve(load_config(overrides, CONF), world, exists=lambda path: True))
     assert max(map(len, page.splitlines())) <= 100
     assert len(page.splitlines()) <= 50
     assert not any(line != line.rstrip() for line in page.splitlines())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.plan import Machine, Plan, parameters_per_stage, resolve, stage_memory
 from megatron_llama.plan.memory import GIB, rank_memory
 from tests.config.helpers import make, problems_of
@@ -69,7 +69,7 @@ def test_each_stage_needs_what_its_parameters_need() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    config = compose(["model=llama7b", "data=mock", "trainer.global_batch_size=16"], CONF)
+    config = load_config(["model=llama7b", "data=mock", "trainer.global_batch_size=16"], CONF)
     (problem,) = problems_of(config, 8, Machine(48 * GIB, 1, "one A40"))
     assert problem.value == "llama7b"
     assert "one A40 has 48 GiB" in problem.rule
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 
 def test_a_bigger_grid_is_advised_where_sharding_can_not_help_and_then_fits() -> None:
-    config = compose(["model=llama70b", "data=mock", "trainer.zero=3"], CONF)
+    config = load_config(["model=llama70b", "data=mock", "trainer.zero=3"], CONF)
     machine = Machine(80 * GIB, 1, "one H100")
     (problem,) = problems_of(config, 8, machine)
     assert "trainer.tp=8 trainer.pp=2, on a multiple of 16 devices" in problem.instead
@@ -97,7 +97,7 @@ def test_ranks_on_one_host_share_its_memory() -> None:
 
 
 def test_stated_memory_goes_before_what_was_found() -> None:
-    config = compose(["model=llama7b", "data=mock", "device.memory_gib=24"], CONF)
+    config = load_config(["model=llama7b", "data=mock", "device.memory_gib=24"], CONF)
     (problem,) = problems_of(config, 1, Machine(1000 * GIB))
     assert (problem.field, problem.value) == ("device.memory_gib", 24)
     config.device.memory_gib = 200
@@ -105,7 +105,7 @@ def test_stated_memory_goes_before_what_was_found() -> None:
 
 
 def test_a_dry_run_notes_what_this_machine_lacks_and_refuses_what_was_stated() -> None:
-    config = compose(["model=llama7b", "data=mock", "dry_run=true"], CONF)
+    config = load_config(["model=llama7b", "data=mock", "dry_run=true"], CONF)
     plan = resolve(config, 1, Machine(1 * GIB, 1, "this laptop"))
     assert "this laptop has 1 GiB" in plan.notes[0]
     assert resolve(config, 1, Machine(1000 * GIB)).notes == ()
@@ -114,5 +114,5 @@ def test_a_dry_run_notes_what_this_machine_lacks_and_refuses_what_was_stated() -
 
 
 def test_the_machine_changes_nothing_else() -> None:
-    config = compose(["model=llama7b", "data=mock", "dry_run=true"], CONF)
+    config = load_config(["model=llama7b", "data=mock", "dry_run=true"], CONF)
     assert replace(resolve(config, 1, Machine(1 * GIB)), notes=()) == resolve(config, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.plan import parameters, parameters_per_stage, resolve
 from megatron_llama.plan.parameters import layer_tensors, parameters_per_layer
 from tests.paths import CONF
@@ -25,7 +25,7 @@ OURS = {"llama_2m": 1_771_200, "llama_56m": 55_976_448}
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *OURS])
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    count = parameters(compose([f"model={name}"], CONF).model)
+    count = parameters(load_config([f"model={name}"], CONF).model)
     assert count == {**PUBLISHED, **OURS}[name]
     assert f"{count:,}" in (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"), "the file's comment says it"
 
@@ -33,14 +33,14 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 def test_every_preset_is_counted_and_named_after_its_file() -> None:
     presets = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"from_hf"}  # whose shape is in the folder
     assert presets == {*PUBLISHED, *OURS}
-    assert all(compose([f"model={name}"], CONF).model.name == name for name in presets)
+    assert all(load_config([f"model={name}"], CONF).model.name == name for name in presets)
 
 
 @pytest.mark.parametrize("name", ["llama70b", "llama3_8b", "smollm2_135m", "llama_56m"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (1, 5)])
 def test_pipeline_stages_add_up_to_the_model(name: str, tp: int, pp: int) -> None:
     overrides = [f"model={name}", "data=mock", f"trainer.tp={tp}", f"trainer.pp={pp}", "trainer.global_batch_size=10"]
-    plan = resolve(compose(overrides, CONF), tp * pp)
+    plan = resolve(load_config(overrides, CONF), tp * pp)
     model = plan.model
     # Cut over stages, a tied table is held twice: as the embedding on the first stage and as the head on the last.
     copies = model.vocab_size * model.hidden_size if model.tie_word_embeddings and pp > 1 else 0
@@ -48,7 +48,7 @@ def test_pipeline_stages_add_up_to_the_model(name: str, tp: int, pp: int) -> Non
 
 
 def test_tensor_parallel_ranks_hold_equal_shares_and_whole_norms() -> None:
-    model = compose(["model=llama70b"], CONF).model
+    model = load_config(["model=llama70b"], CONF).model
     whole, eighth = layer_tensors(model), layer_tensors(model, tp=8)
     for name, count in whole.items():
         assert eighth[name] == (count if "layernorm" in name else count // 8), name
@@ -59,7 +59,7 @@ def test_tensor_parallel_ranks_hold_equal_shares_and_whole_norms() -> None:
 
 def test_padding_is_on_the_ranks_but_not_in_the_model() -> None:
     overrides = ["model.vocab_size=4099", "trainer.tp=4", "data=mock"]
-    plan = resolve(compose(overrides, CONF), 4)
+    plan = resolve(load_config(overrides, CONF), 4)
     rows = 4100 // 4
     (held,) = parameters_per_stage(plan)
     assert held == 2 * rows * 192 + 4 * parameters_per_layer(plan.model, 4) + 192

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import Config, ConfigError, compose
+from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import resolve
 from megatron_llama.plan.parameters import layers_per_stage
 from megatron_llama.plan.resolve import COSINE, split_layers
@@ -36,8 +36,9 @@ def test_a_resolved_config_resolves_to_itself() -> None:
 def test_importing_and_resolving_imports_no_torch() -> None:
     """A login node answers at once; torch alone takes seconds to import."""
     program = (
-        "import sys; from pathlib import Path; from megatron_llama.config import compose, resolve, format_plan\n"
-        "config = compose(['model=llama3_405b', 'data=mock', 'trainer.tp=8', 'trainer.pp=16',"
+        "import sys; from pathlib import Path; from megatron_llama.config import load_config\n"
+        "from megatron_llama.plan import format_plan, resolve\n"
+        "config = load_config(['model=llama3_405b', 'data=mock', 'trainer.tp=8', 'trainer.pp=16',"
         f" 'trainer.global_batch_size=64'], Path({str(CONF)!r}))\n"
         "print(format_plan(resolve(config, 512)))\n"
         "print(sorted({'torch', 'megatron.core', 'numpy', 'transformers'} & set(sys.modules)))"
@@ -47,7 +48,7 @@ def test_importing_and_resolving_imports_no_torch() -> None:
 
 
 def test_everything_that_can_be_derived_is() -> None:
-    config = compose(["data.prefixes=[folder/text_document]", "data.tokenizer=null"], CONF)
+    config = load_config(["data.prefixes=[folder/text_document]", "data.tokenizer=null"], CONF)
     plan = resolve(config, 1, exists=lambda path: True)
     model, data, trainer, optim = plan.config.model, plan.config.data, plan.config.trainer, plan.config.optim
     assert (model.num_key_value_heads, model.head_dim) == (2, 48)
@@ -64,7 +65,7 @@ def test_warm_up_is_a_tenth_of_the_steps_and_at_most_2000() -> None:
 
 
 def test_the_schedule_gets_the_derived_values() -> None:
-    plan = resolve(compose(["data=mock", "trainer.steps=50", "optim.lr=1e-3"], CONF), 1)
+    plan = resolve(load_config(["data=mock", "trainer.steps=50", "optim.lr=1e-3"], CONF), 1)
     assert plan.config.optim.schedule == {
         "_target_": "megatron_llama.optim.schedules.CosineAnnealing",
         "max_steps": 50,
@@ -75,16 +76,18 @@ def test_the_schedule_gets_the_derived_values() -> None:
 
 
 def test_a_config_made_in_python_has_the_same_schedule_as_one_from_conf() -> None:
-    assert compose([], CONF).optim.schedule == COSINE
-    assert resolve(make(), 1).config.optim.schedule == resolve(compose(["data=mock"], CONF), 1).config.optim.schedule
+    assert load_config([], CONF).optim.schedule == COSINE
+    assert (
+        resolve(make(), 1).config.optim.schedule == resolve(load_config(["data=mock"], CONF), 1).config.optim.schedule
+    )
 
 
 def test_wsd_decays_over_the_last_tenth_unless_told() -> None:
-    schedule = resolve(compose(["data=mock", "optim=wsd"], CONF), 1).config.optim.schedule
+    schedule = resolve(load_config(["data=mock", "optim=wsd"], CONF), 1).config.optim.schedule
     assert (schedule["warmup_steps"], schedule["constant_steps"]) == (10, 10)
-    told = resolve(compose(["data=mock", "optim=wsd", "optim.constant_steps=30"], CONF), 1).config.optim.schedule
+    told = resolve(load_config(["data=mock", "optim=wsd", "optim.constant_steps=30"], CONF), 1).config.optim.schedule
     assert told["constant_steps"] == 30
-    full = resolve(compose(["data=mock", "optim=wsd", "optim.warmup_steps=95"], CONF), 1).config.optim.schedule
+    full = resolve(load_config(["data=mock", "optim=wsd", "optim.warmup_steps=95"], CONF), 1).config.optim.schedule
     assert full["constant_steps"] == 5
 
 
@@ -156,7 +159,7 @@ def test_chunks_of_a_stage_are_spread_through_the_model() -> None:
     [(8, 16, 1, 1), (8, 8, 3, 3), (16, 2, 1, 0), (1, 1, 1, 3), (8, 64, 1, 2), (128, 2, 1, 1)],
 )
 def test_512_ranks(tp: int, pp: int, vpp: int, zero: int) -> None:
-    config = compose(
+    config = load_config(
         ["model=llama3_405b", "data=mock", f"trainer.tp={tp}", f"trainer.pp={pp}", f"trainer.vpp={vpp}"]
         + [f"trainer.zero={zero}", "trainer.global_batch_size=512"],
         CONF,
@@ -178,9 +181,11 @@ def test_a_config_error_is_a_value_error_with_all_of_it_in_the_message() -> None
 
 
 def test_mistakes_in_writing_and_in_meaning_come_together() -> None:
-    """What compose could make of the config goes to resolve, which says nothing twice about a setting."""
+    """What load_config could make of the config goes to resolve, which says nothing twice about a setting."""
     with pytest.raises(ConfigError) as written:
-        compose(["data=mock", "model.num_hiden_layers=9", "trainer.tp=abc", "trainer.vpp=2", "optim.min_lr=1"], CONF)
+        load_config(
+            ["data=mock", "model.num_hiden_layers=9", "trainer.tp=abc", "trainer.vpp=2", "optim.min_lr=1"], CONF
+        )
     assert [problem.field for problem in written.value.problems] == ["model.num_hiden_layers", "trainer.tp"]
     assert written.value.config is not None
     with pytest.raises(ConfigError) as caught:
@@ -191,7 +196,7 @@ def test_mistakes_in_writing_and_in_meaning_come_together() -> None:
 
 def test_a_model_that_does_not_exist_breaks_no_rule() -> None:
     with pytest.raises(ConfigError) as written:
-        compose(["data=mock", "model=llama7", "trainer.tp=8"], CONF)
+        load_config(["data=mock", "model=llama7", "trainer.tp=8"], CONF)
     assert written.value.config is not None
     with pytest.raises(ConfigError) as caught:
         resolve(written.value.config, 8, known=written.value.problems)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.config.settings import LORA_TARGETS
 from megatron_llama.plan import format_plan, parameters, resolve, stage_memory, trained_parameters
 from megatron_llama.plan.memory import GIB
@@ -68,8 +68,8 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], field: str, advice: str)
 @pytest.mark.parametrize("spelling", ["all-linear", "[all-linear]"])
 def test_all_matrices_have_a_name_as_in_peft(spelling: str) -> None:
     chosen = ["data=mock", "finetune=lora", f"finetune.lora_target_modules={spelling}"]
-    assert compose(chosen, CONF).finetune.lora_target_modules == list(LORA_TARGETS)
-    mixed = compose([*chosen[:2], "finetune.lora_target_modules=[all-linear,q_proj]"], CONF)
+    assert load_config(chosen, CONF).finetune.lora_target_modules == list(LORA_TARGETS)
+    mixed = load_config([*chosen[:2], "finetune.lora_target_modules=[all-linear,q_proj]"], CONF)
     assert [problem.field for problem in problems_of(mixed)] == ["finetune.lora_target_modules"]
 
 
@@ -95,7 +95,7 @@ def test_fine_tuning_goes_on_from_a_model(method: str) -> None:
 )
 def test_published_counts(preset: str, rank: int, targets: str, count: int) -> None:
     chosen = [f"model={preset}", "data=mock", "finetune=lora", f"finetune.lora_rank={rank}"]
-    config = compose([*chosen, f"finetune.lora_target_modules={targets}"], CONF)
+    config = load_config([*chosen, f"finetune.lora_target_modules={targets}"], CONF)
     plan = resolve(config, 1)
     assert trained_parameters(plan.model, config.finetune) == count
     percent = 100 * count / (parameters(plan.model) + count)
@@ -105,14 +105,14 @@ def test_published_counts(preset: str, rank: int, targets: str, count: int) -> N
 def test_what_is_frozen_costs_no_gradient_and_no_moments() -> None:
     # 70 B in bf16 on 8 devices: 138 GB of weights are cut in 8, and all that LoRA adds is small change.
     chosen = ["model=llama70b", "data=mock", "trainer.zero=3", "trainer.dp=8", "trainer.precision=bf16"]
-    full = stage_memory(resolve(compose(chosen, CONF), 8))[0]
-    plan = resolve(compose([*chosen, "finetune=lora", "finetune.lora_rank=4"], CONF), 8)
+    full = stage_memory(resolve(load_config(chosen, CONF), 8))[0]
+    plan = resolve(load_config([*chosen, "finetune=lora", "finetune.lora_rank=4"], CONF), 8)
     (memory,) = stage_memory(plan)
     trained, frozen = 16_384_000 // 8, 68_976_648_192 // 8
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
     assert memory.weights == 4 * trained + 2 * frozen
     assert memory.total < 17 * GIB < 128 * GIB < full.total
-    kept = compose([*chosen, "finetune=lora", "finetune.frozen_dtype=fp32"], CONF)
+    kept = load_config([*chosen, "finetune=lora", "finetune.frozen_dtype=fp32"], CONF)
     assert stage_memory(resolve(kept, 8))[0].weights > 2 * memory.weights * 0.99
 
 
@@ -166,11 +166,11 @@ def test_quantized_weights_in_the_plan() -> None:
     matrices = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 8192 * 28672)  # the published shape
     others, trained = 68_976_648_192 - matrices, 16_384_000
     for kind, share in {"int8": 1.0625, "nf4": 0.5625}.items():
-        plan = resolve(compose([*chosen, f"finetune.frozen_dtype={kind}"], CONF), 8)
+        plan = resolve(load_config([*chosen, f"finetune.frozen_dtype={kind}"], CONF), 8)
         (memory,) = stage_memory(plan)
         assert memory.weights == (4 * trained + 2 * others + share * matrices) / 8
         assert f"but for the blocks' matrices, in {kind}: {share} bytes a value" in format_plan(plan)
-    whole = resolve(compose([*chosen, "finetune.frozen_dtype=nf4", "trainer.zero=1"], CONF), 8)
+    whole = resolve(load_config([*chosen, "finetune.frozen_dtype=nf4", "trainer.zero=1"], CONF), 8)
     # What is gathered is packed too. A block lets go of its own as its gradient is made.
     assert (
         stage_memory(whole)[0].weights == memory.weights + 2 * (others + trained) + share * matrices - memory.gradients

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import Config, RopeScaling, compose
+from megatron_llama.config import Config, RopeScaling, load_config
 from megatron_llama.plan import resolve
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
@@ -58,9 +58,9 @@ def test_the_command_that_makes_the_data_is_in_the_message_and_a_dry_run_goes_on
 
 def test_a_dataset_named_by_hand_stops_a_dry_run_too() -> None:
     """The group's command makes the group's files only."""
-    config = compose(["data.prefixes=[no/such/dataset]", "data.tokenizer=null", "dry_run=true"], CONF)
+    config = load_config(["data.prefixes=[no/such/dataset]", "data.tokenizer=null", "dry_run=true"], CONF)
     assert [problem.field for problem in problems_of(config)] == ["data.prefixes"]
-    told = compose(
+    told = load_config(
         ["data.prefixes=[no/such/dataset]", "data.prepare=make it", "data.tokenizer=null", "dry_run=true"], CONF
     )
     assert problems_of(told) == []

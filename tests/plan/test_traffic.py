@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.traffic import Amount, Line, compact, groups_of_ranks, operations, totals, wire
 from tests.layouts.runner import CONF, make_plan
@@ -24,7 +24,7 @@ RECIPE = (
 def recipe(nodes: int, *overrides: str) -> Plan:
     """The Trainium recipe's 7B on ``nodes`` nodes of 32 devices, each with the same work: 64 sequences."""
     work = [f"trainer.dp={4 * nodes}", f"trainer.global_batch_size={64 * nodes}"]
-    return resolve(compose([*RECIPE, *work, *overrides], CONF), 32 * nodes)
+    return resolve(load_config([*RECIPE, *work, *overrides], CONF), 32 * nodes)
 
 
 def of_axis(plan: Plan, axis: str, rank: int = 0) -> dict[Line, Amount]:

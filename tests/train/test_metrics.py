@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.flops import flops_per_token
@@ -25,7 +25,7 @@ STEPS = 12
 def plan_of(*overrides: str) -> Plan:
     """A small plan on two ranks."""
     common = ["data=mock", "device=cpu", "trainer.tp=2", f"trainer.steps={STEPS}"]
-    return resolve(compose([*common, *overrides], CONF_DIR), 2)
+    return resolve(load_config([*common, *overrides], CONF_DIR), 2)
 
 
 def measured(step: int, **more: float | None) -> dict[str, float | int | None]:

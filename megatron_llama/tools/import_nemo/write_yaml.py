@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from megatron_llama.config.compose import EXPERIMENT, compose
 from megatron_llama.config.fields import sections
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.limits import get
+from megatron_llama.config.load_config import EXPERIMENT, load_config
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
@@ -59,7 +59,7 @@ def command_line(converted: Converted, conf_dir: Path) -> str:
     """The same as one train.py line without the file: the nearest preset, and what differs from it."""
     base = [f"model={_nearest(converted, conf_dir)}"]
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
-    config = compose(base, conf_dir)
+    config = load_config(base, conf_dir)
     needed = [
         shlex.quote(f"{name}={_written(value)}")
         for name, value in converted.settings.items()
@@ -103,7 +103,7 @@ def _written(value: Any) -> str:
 def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
     """What train.py would say to the written file, on the devices that their file names, where its data is."""
     try:
-        config = compose([f"{EXPERIMENT}={path}"], conf_dir)
+        config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
         block = config.trainer.tp * config.trainer.pp
         resolve(config, world_size if world_size and world_size % block == 0 else block, exists=lambda _: True)
     except ConfigError as error:

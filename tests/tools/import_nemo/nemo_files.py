@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from megatron_llama.config import Config, compose
+from megatron_llama.config import Config, load_config
 from megatron_llama.tools.import_nemo import as_yaml, convert
 from megatron_llama.tools.import_nemo.convert import Converted
 from tests.paths import CONF
@@ -148,7 +148,7 @@ def experiment(where: Path, result: Converted, *overrides: str) -> Config:
     """What train.py makes of the written file."""
     path = where / "ours.yaml"
     path.write_text(as_yaml(result, "theirs.yaml"))
-    return compose([f"experiment={path}", *overrides], CONF)
+    return load_config([f"experiment={path}", *overrides], CONF)
 
 
 def kinds(result: Converted) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.config import compose
+from megatron_llama.config import load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo import as_yaml, command_line, listing
@@ -84,7 +84,7 @@ def test_the_command_line_says_the_same_as_the_file(tmp_path, content):
     )
     line = shlex.split(command_line(result, CONF))
     assert line[:2] == ["python", "train.py"]
-    by_line, by_file = compose(line[2:], CONF), experiment(tmp_path, result)
+    by_line, by_file = load_config(line[2:], CONF), experiment(tmp_path, result)
     assert by_file.data.tokenizer == "/a b/t,k.model"
     by_line.model.name, by_line.data.name = by_file.model.name, by_file.data.name  # labels
     assert by_line == by_file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import ConfigError, compose
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.tools.import_nemo import as_yaml, check, convert
 from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, ROOT, changed, converted, experiment, written
 
@@ -103,21 +103,21 @@ def test_an_experiment_in_conf_goes_by_its_name(tmp_path):
     (conf / "experiment").mkdir(exist_ok=True)
     (conf / "experiment" / "seven.yaml").write_text(as_yaml(converted(tmp_path, NEMO), "theirs.yaml"))
     for written_so in ("experiment=seven", "+experiment=seven"):
-        config = compose([written_so, "trainer.steps=5000"], conf)
+        config = load_config([written_so, "trainer.steps=5000"], conf)
         assert config.model.hidden_size == 4096 and config.trainer.steps == 5000
     assert config == experiment(tmp_path, converted(tmp_path, NEMO), "trainer.steps=5000")
     with pytest.raises(ConfigError, match=r"write\s+experiment=seven"):
-        compose(["experiment=sevn"], conf)
+        load_config(["experiment=sevn"], conf)
 
 
 def test_a_mistake_in_an_experiment_is_told(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("trainer:\n  stepz: 3\n")
     with pytest.raises(ConfigError) as error:
-        compose([f"experiment={path}"], CONF)
+        load_config([f"experiment={path}"], CONF)
     assert "trainer.stepz" in str(error.value)
     with pytest.raises(ConfigError, match=r"path\s+of\s+a\s+.yaml\s+file"):
-        compose([f"experiment={tmp_path / 'gone.yaml'}"], CONF)
+        load_config([f"experiment={tmp_path / 'gone.yaml'}"], CONF)
 
 
 def run(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:

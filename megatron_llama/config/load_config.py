@@ -41,7 +41,7 @@ INSTEAD_OF = {
 }
 
 
-def compose(overrides: Sequence[str], conf_dir: Path) -> Config:
+def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     """The config that ``overrides`` ask for; raises ConfigError with everything that is wrong with them."""
     problems: list[Problem] = []
     choices, values = _sorted_out(_parsed(overrides, problems), conf_dir, problems)

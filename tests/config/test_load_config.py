@@ -17,9 +17,9 @@ from megatron_llama.config import (
     Problem,
     RopeScaling,
     TrainerConfig,
-    compose,
     format_problems,
     from_yaml,
+    load_config,
     to_yaml,
 )
 from megatron_llama.plan import resolve
@@ -27,27 +27,27 @@ from tests.paths import CONF
 
 
 def refused(*overrides: str, conf: Path = CONF) -> list[Problem]:
-    """The problems that compose raises; it must raise."""
+    """The problems that load_config raises; it must raise."""
     with pytest.raises(ConfigError) as caught:
-        compose(overrides, conf)
+        load_config(overrides, conf)
     return list(caught.value.problems)
 
 
 def test_nothing_said_is_the_demo() -> None:
-    config = compose([], CONF)
+    config = load_config([], CONF)
     assert isinstance(config, Config) and dataclasses.is_dataclass(config.model)
     assert (config.model.name, config.data.name, config.device.name) == ("llama_2m", "python_stdlib", "auto")
     assert config.data.prepare == "make demo-data"
 
 
 def test_the_line_in_the_readme() -> None:
-    config = compose(["model=llama7b", "trainer.tp=8"], CONF)
+    config = load_config(["model=llama7b", "trainer.tp=8"], CONF)
     assert (config.model.hidden_size, config.trainer.tp, config.model.rope_scaling) == (4096, 8, None)
     assert type(config.trainer.tp) is int
 
 
 def test_groups_and_values_of_every_kind() -> None:
-    config = compose(
+    config = load_config(
         [
             "model=llama3_405b",
             "data=mock",
@@ -76,31 +76,33 @@ def test_groups_and_values_of_every_kind() -> None:
 
 
 def test_the_last_of_two_wins_whatever_the_order_of_groups_and_values() -> None:
-    config = compose(["trainer.tp=2", "model.hidden_size=64", "model=llama7b", "trainer.tp=4", "model=llama13b"], CONF)
+    config = load_config(
+        ["trainer.tp=2", "model.hidden_size=64", "model=llama7b", "trainer.tp=4", "model=llama13b"], CONF
+    )
     assert (config.trainer.tp, config.model.name, config.model.hidden_size) == (4, "llama13b", 64)
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_a_plus_before_a_known_setting_does_no_harm(plus: str) -> None:
-    assert compose([f"{plus}trainer.tp=2", f"{plus}optim.schedule.power=3"], CONF).optim.schedule["power"] == 3
+    assert load_config([f"{plus}trainer.tp=2", f"{plus}optim.schedule.power=3"], CONF).optim.schedule["power"] == 3
 
 
 def test_rope_scaling_can_be_changed_switched_on_and_switched_off() -> None:
-    assert compose(["model=llama3_405b", "model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(
+    assert load_config(["model=llama3_405b", "model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(
         factor=32.0
     )
-    assert compose(["model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(factor=32.0)
-    assert compose(["model.rope_scaling={factor: 4}"], CONF).model.rope_scaling == RopeScaling(factor=4.0)
-    assert compose(["model=llama3_405b", "model.rope_scaling=null"], CONF).model.rope_scaling is None
+    assert load_config(["model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(factor=32.0)
+    assert load_config(["model.rope_scaling={factor: 4}"], CONF).model.rope_scaling == RopeScaling(factor=4.0)
+    assert load_config(["model=llama3_405b", "model.rope_scaling=null"], CONF).model.rope_scaling is None
 
 
 def test_the_schedule_is_any_class_with_any_arguments() -> None:
-    schedule = compose(
+    schedule = load_config(
         ["optim.schedule={_target_: torch.optim.lr_scheduler.StepLR, step_size: 5}"], CONF
     ).optim.schedule
     assert schedule == {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 5}
     nemo = "optim.schedule._target_=nemo.core.optim.lr_scheduler.CosineAnnealing"
-    changed = compose([nemo, "~optim.schedule.constant_steps", "optim.schedule.min_lr=0"], CONF).optim.schedule
+    changed = load_config([nemo, "~optim.schedule.constant_steps", "optim.schedule.min_lr=0"], CONF).optim.schedule
     assert changed == {
         "_target_": "nemo.core.optim.lr_scheduler.CosineAnnealing",
         "max_steps": "${trainer.steps}",
@@ -110,7 +112,7 @@ def test_the_schedule_is_any_class_with_any_arguments() -> None:
 
 
 def test_a_setting_can_refer_to_another() -> None:
-    config = compose(["trainer.val_every_steps=${trainer.steps}", "run.dir=runs/${model.name}"], CONF)
+    config = load_config(["trainer.val_every_steps=${trainer.steps}", "run.dir=runs/${model.name}"], CONF)
     assert (config.trainer.val_every_steps, config.run.dir) == (100, "runs/llama_2m")
     (problem,) = refused("trainer.pp=${trainer.nothing}")
     assert problem.field == "trainer.pp" and "trainer.nothing" in problem.rule
@@ -192,7 +194,7 @@ def test_all_mistakes_come_at_once() -> None:
 
 
 def test_a_section_given_as_a_mapping_sets_its_values() -> None:
-    assert compose(["checkpoint={keep: 3, every_steps: 10}"], CONF).checkpoint.keep == 3
+    assert load_config(["checkpoint={keep: 3, every_steps: 10}"], CONF).checkpoint.keep == 3
     (problem,) = refused("checkpoint={keep: 3, evry_steps: 10}")
     assert "checkpoint.every_steps=10" in problem.instead
 
@@ -216,7 +218,7 @@ def test_a_preset_of_ones_own_is_a_file(tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
     (conf / "model" / "mine.yaml").write_text("defaults: [llama7b]\nname: mine\nhidden_size: 2048\n", encoding="utf-8")
-    config = compose(["model=mine"], conf)
+    config = load_config(["model=mine"], conf)
     assert (config.model.name, config.model.hidden_size, config.model.num_hidden_layers) == ("mine", 2048, 32)
 
 
@@ -225,13 +227,13 @@ def test_a_group_without_a_default_needs_no_plus(tmp_path: Path) -> None:
     shutil.copytree(CONF, conf)
     (conf / "run").mkdir()
     (conf / "run" / "scratch.yaml").write_text("dir: /scratch\n", encoding="utf-8")
-    assert compose(["run=scratch"], conf).run.dir == "/scratch"
-    assert compose([], conf).run.dir is None
+    assert load_config(["run=scratch"], conf).run.dir == "/scratch"
+    assert load_config([], conf).run.dir is None
 
 
 @pytest.mark.parametrize("overrides", [[], ["model=llama3_405b", "data=mock", "optim=wsd", "optim.clip=null"]])
 def test_yaml_and_back(overrides: list[str]) -> None:
-    config = compose(overrides, CONF)
+    config = load_config(overrides, CONF)
     assert from_yaml(to_yaml(config)) == config
     resolved = resolve(config, 1, exists=lambda path: True).config
     text = to_yaml(resolved)
@@ -259,8 +261,8 @@ def test_the_message_shows_field_value_rule_and_advice() -> None:
 def test_composing_is_quick() -> None:
     """A dry run answers in well under 1.5 s of processor time, interpreter and Hydra's import included."""
     program = (
-        "from pathlib import Path; from megatron_llama.config import *\n"
-        f"print(format_plan(resolve(compose(['data=mock'], Path({str(CONF)!r})), 1)))"
+        "from pathlib import Path; from megatron_llama.config import load_config; from megatron_llama.plan import *\n"
+        f"print(format_plan(resolve(load_config(['data=mock'], Path({str(CONF)!r})), 1)))"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", program], cwd=CONF.parent, check=True)
@@ -273,4 +275,4 @@ def test_steps_and_epochs_typed_together_are_refused_whatever_the_steps() -> Non
         assert [problem.field for problem in refused(f"trainer.steps={steps}", "trainer.epochs=2")] == [
             "trainer.epochs"
         ]
-    assert compose(["trainer.steps=7", "trainer.epochs=null"], CONF).trainer.steps == 7
+    assert load_config(["trainer.steps=7", "trainer.epochs=null"], CONF).trainer.steps == 7
