@@ -20,7 +20,7 @@ def main() -> int:
     arguments = parsed()
     # Imported here: --help needs neither numpy nor matplotlib.
     from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.tools.compare.command import Asked, run_comparison
+    from megatron_llama.tools.compare.cli import Asked, run_comparison
 
     asked = Asked(
         runs=[arguments.reference, *arguments.others],
@@ -36,8 +36,8 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This comparison") + "\n")
         return 2
-    from megatron_llama.tools.compare.drawing import draw
-    from megatron_llama.tools.compare.report import as_html, as_text
+    from megatron_llama.tools.compare.comparison_plot import draw
+    from megatron_llama.tools.compare.comparison_report import as_html, as_text
 
     sys.stdout.write(as_text(comparison))
     picture, page = Path(f"{arguments.out}.png"), Path(f"{arguments.out}.html")

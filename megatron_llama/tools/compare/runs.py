@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_llama.config import Problem
-from megatron_llama.tools.compare.logs import Log, Series, read_log
-from megatron_llama.tools.compare.tags import OVER_SAMPLES, Program, first, known_losses, program_of
+from megatron_llama.tools.compare.metric_names import OVER_SAMPLES, Program, first, known_losses, program_of
+from megatron_llama.tools.compare.read_logs import Log, Series, read_log
 
 Floats = npt.NDArray[np.float64]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.tools.compare.curves import Floats, Grid, binned, borders, common_grid, smoothed
-from megatron_llama.tools.compare.noise import seeds_band
 from megatron_llama.tools.compare.runs import Run
+from megatron_llama.tools.compare.sample_grid import Floats, Grid, binned, borders, common_grid, smoothed
+from megatron_llama.tools.compare.seed_band import seeds_band
 
 # A curve that is outside the band for longer than this many windows has diverged; what is shorter is a spike, which a
 # window spreads over its own length.

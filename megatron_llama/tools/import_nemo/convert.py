@@ -12,8 +12,8 @@ from typing import Any
 from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import ModelConfig
-from megatron_llama.tools.import_nemo import keys
-from megatron_llama.tools.import_nemo.precision_names import PRESETS, SWITCHES, on, precision_of
+from megatron_llama.tools.import_nemo import nemo_keys as keys
+from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of
 from megatron_llama.tools.import_nemo.read_yaml import flat, load
 from megatron_llama.tools.import_nemo.vocabulary import pieces
 

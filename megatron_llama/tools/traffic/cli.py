@@ -174,7 +174,7 @@ def _measure(plan: Plan, device: Device) -> int:
     environment = variables(device, plan)
     if device.forkable:
         os.environ.update(environment)
-        import megatron_llama.tools.traffic.measure  # noqa: F401  imported once here, and not in each rank
+        import megatron_llama.tools.traffic.count_steps  # noqa: F401  imported once here, and not in each rank
     with tempfile.TemporaryDirectory() as folder:
         work = partial(count_one_rank, plan, Path(folder))
         status = start_ranks(
@@ -193,7 +193,7 @@ def _measure(plan: Plan, device: Device) -> int:
 def count_one_rank(plan: Plan, folder: Path) -> None:
     """What each rank does: counts, and leaves it in ``folder``."""
     from megatron_llama.devices import get_device
-    from megatron_llama.tools.traffic.measure import count_steps
+    from megatron_llama.tools.traffic.count_steps import count_steps
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.tools.compare.command import Asked, run_comparison
+from megatron_llama.tools.compare.cli import Asked, run_comparison
 from megatron_llama.tools.compare.verdict import Comparison
 
 STEPS, BATCH = 400, 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_llama.tools.compare.command import labels
+from megatron_llama.tools.compare.cli import labels
 from tests.tools.compare.helpers import BATCH, compared, events, falling, ours, problems, same
 
 STEPS = 60

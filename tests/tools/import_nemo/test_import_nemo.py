@@ -12,7 +12,7 @@ from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo import as_yaml, command_line, listing
 from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, TAKEN
-from megatron_llama.tools.import_nemo.precision_names import PRESETS
+from megatron_llama.tools.import_nemo.nemo_precision import PRESETS
 from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, changed, converted, experiment, kinds
 
 

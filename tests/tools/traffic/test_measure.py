@@ -20,8 +20,8 @@ from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan
 from megatron_llama.plan.traffic import Amount, Line, Traffic, operations, totals
-from megatron_llama.tools.traffic.collectives import TrafficCounter, UnknownCollective
-from megatron_llama.tools.traffic.measure import count_steps
+from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
+from megatron_llama.tools.traffic.count_steps import count_steps
 from megatron_llama.train.sanity import FiniteCheck
 from tests.layouts.runner import make_plan
 from tests.ranks import RankFailed, run_ranks

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.tools.compare.logs import TRAINER_STATE
+from megatron_llama.tools.compare.metric_names import ROLES
+from megatron_llama.tools.compare.read_logs import TRAINER_STATE
 from megatron_llama.tools.compare.runs import Reading, Run, read_run
-from megatron_llama.tools.compare.tags import ROLES
 from megatron_llama.tools.compare.verdict import Comparison, compare
 from megatron_llama.train.metrics_file import METRICS_FILE
 

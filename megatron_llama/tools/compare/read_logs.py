@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import Problem
-from megatron_llama.tools.compare.tags import OVER_SAMPLES, STEPS
+from megatron_llama.tools.compare.metric_names import OVER_SAMPLES, STEPS
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 EVENTS = "events.out.tfevents."

@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_llama.tools.compare.drawing import DARK, LIGHT, NARROW, draw, short
+from megatron_llama.tools.compare.comparison_plot import DARK, LIGHT, NARROW, draw, short
 from megatron_llama.tools.compare.verdict import Compared, Comparison
 
 LABELS = (

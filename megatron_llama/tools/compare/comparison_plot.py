@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_llama.tools.compare.curves import Floats, Grid
+from megatron_llama.tools.compare.sample_grid import Floats, Grid
 from megatron_llama.tools.compare.verdict import Comparison
 
 if TYPE_CHECKING:

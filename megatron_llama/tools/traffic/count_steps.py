@@ -15,7 +15,7 @@ from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.traffic import Traffic
-from megatron_llama.tools.traffic.collectives import TrafficCounter, axes_of
+from megatron_llama.tools.traffic.count_collectives import TrafficCounter, axes_of
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import FiniteCheck
