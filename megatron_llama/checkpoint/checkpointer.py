@@ -51,7 +51,7 @@ class Checkpointer:
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
         self._validated: tuple[int, float] = (-1, math.nan)
-        self._origin: tuple[str | None, str] = (None, plan.precision.stored)
+        self._origin: tuple[str | None, str] = (None, plan.precision.param_dtype)
         self._lora = plan.config.finetune.method == "lora"
         self._base: str | None = None
 

@@ -1,4 +1,5 @@
-"""What each ``trainer.precision`` means: the one table that model, sharding, optimizer, memory and docs read.
+"""The dtypes that each ``trainer.precision`` stands for: the one table that model, sharding, optimizer, memory and docs
+read.
 
 Dtypes are torch's names as strings, so that a plan needs no torch. docs/precision.md explains the columns.
 """
@@ -13,58 +14,56 @@ QUANTIZED_BITS = {"int8": 8, "nf4": 4}
 QUANTIZATION_BLOCK = 64
 """Values of a row that share an fp32 scale, in int8 and in nf4: QLoRA's block (Dettmers et al. 2023,
 arXiv:2305.14314)."""
+_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def quantized_bytes(kind: str, values: int) -> int:
-    """Bytes of ``values``, whole blocks of them, with their scales: 1.0625 a value in int8, 0.5625 in nf4."""
+    """Bytes of ``values`` (whole blocks of them) with their scales: 1.0625 per value in int8, 0.5625 in nf4."""
     return values * QUANTIZED_BITS[kind] // 8 + values // QUANTIZATION_BLOCK * BYTES["float32"]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one way to train."""
+    """The dtypes of one training recipe."""
 
     name: str
-    """Its own name; aliases share an entry, and so a name."""
-    weights: str
-    """In the matrix products; activations and the gradients of a micro batch have it too."""
-    accumulation: str
-    """Of gradient sums over micro batches before they are sharded, and over ranks."""
+    """The recipe's own name; aliases share an entry and therefore its name."""
+    compute_dtype: str
+    """Weights and inputs of matrix products, activations, and the gradients of one micro batch."""
+    grad_accum_dtype: str
+    """Gradient sums over micro batches before sharding, and over data-parallel ranks."""
     master: str | None
-    """The copy that the optimizer updates, where that is not the weights themselves."""
-    moments: str
-    """What the optimizer remembers of each weight."""
+    """Master weights that the optimizer updates; None where it updates the compute weights themselves."""
+    optimizer_state_dtype: str
+    """Optimizer states (exp_avg, exp_avg_sq)."""
     stochastic: bool
-    """Whether what the optimizer keeps in bf16 is rounded stochastically, not to nearest; also whether hardware with a
-    switch for it is to have it on."""
+    """Whether bf16 optimizer updates are rounded stochastically instead of to nearest. Also turns on the stochastic
+    rounding mode of hardware that has one."""
 
     @property
-    def stored(self) -> str:
-        """What ranks hold, update and save: the master copy, or the weights. Sharded gradients have it too."""
-        return self.master or self.weights
+    def param_dtype(self) -> str:
+        """Parameters as ranks hold, update and save them: the master weights if there are any. Reduced gradients have
+        it too."""
+        return self.master or self.compute_dtype
 
     @property
-    def products(self) -> str:
-        """fp32 or bf16: what the matrix products run in, as peak figures are given."""
-        return "fp32" if self.weights == "float32" else "bf16"
+    def compute_format(self) -> str:
+        """The compute dtype as "fp32" or "bf16", the names under which peak FLOP/s are published."""
+        return _SHORT[self.compute_dtype]
 
     def __str__(self) -> str:
-        words = f"{_short(self.weights)} weights"
+        words = f"{self.compute_format} weights"
         if self.master:
-            words += f", {_short(self.master)} master"
-        words += f", {_short(self.accumulation)} sums, {_short(self.moments)} moments"
-        if self.stored == "float32":
+            words += f", {_SHORT[self.master]} master"
+        words += f", {_SHORT[self.grad_accum_dtype]} sums, {_SHORT[self.optimizer_state_dtype]} moments"
+        if self.param_dtype == "float32":
             return words
         return f"{words}, rounded {'stochastically' if self.stochastic else 'to nearest'}"
 
 
-def _short(dtype: str) -> str:
-    return {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-
-
 _F, _B = "float32", "bfloat16"
 _ENTRIES = (
-    #          name                  weights sums  master moments stochastic
+    #         name                  compute, grad_accum, master, optimizer_state, stochastic
     Precision("fp32", _F, _F, None, _F, False),
     Precision("bf16", _B, _F, _F, _F, False),
     Precision("bf16_sr", _B, _B, None, _B, True),
@@ -72,7 +71,7 @@ _ENTRIES = (
     Precision("fp32_OptStates", _B, _B, None, _F, True),
     Precision("fp32_ZeroOptMaster", _B, _B, _F, _F, True),
 )
-# The Trainium recipe's names for what exists already.
+# Names of the Trainium recipe for entries above.
 _ALIASES = {"bf16SR": "bf16_sr", "fp32_ZeroOptMasterGradAcc": "bf16", "megatron_amp_O2": "bf16"}
 
 PRECISIONS: Mapping[str, Precision] = {

@@ -185,7 +185,7 @@ def evaluate_rank(loaded: Loaded, task: Task) -> None:
         report: dict[str, Any] = {
             "model": str(loaded.source.folder),
             "device": loaded.plan.config.device.name,
-            "dtype": loaded.plan.precision.weights,
+            "dtype": loaded.plan.precision.compute_dtype,
             "tp": loaded.plan.config.trainer.tp,
             "seconds": time.perf_counter() - start,
             **result,

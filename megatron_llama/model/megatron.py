@@ -10,12 +10,12 @@ from megatron_llama.plan import Plan
 
 def compute_dtype(plan: Plan) -> torch.dtype:
     """The dtype of activations and of the weights in matrix products."""
-    return torch_dtype(plan.precision.weights)
+    return torch_dtype(plan.precision.compute_dtype)
 
 
 def stored_dtype(plan: Plan) -> torch.dtype:
     """The dtype of the parameters that are sharded, updated and saved."""
-    return torch_dtype(plan.precision.stored)
+    return torch_dtype(plan.precision.param_dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -116,7 +116,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
     ]
-    if plan.precision.stored == "float32":
+    if plan.precision.param_dtype == "float32":
         inner = _INNER[optim.name](groups, plan)
     else:
         pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in trained}
@@ -162,7 +162,7 @@ def _low_precision(
         [{**numbers, **group} for group in groups],
         optim.name,
         pieces,
-        moments=torch_dtype(plan.precision.moments),
+        moments=torch_dtype(plan.precision.optimizer_state_dtype),
         stochastic=plan.precision.stochastic,
         seed=plan.config.trainer.seed,
     )

@@ -38,8 +38,8 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
     """Apply ``fully_shard`` in place: one unit per block, one for embedding, norm and head."""
     precision = plan.precision
     policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(precision.weights),  # no cast where they are stored in it
-        reduce_dtype=torch_dtype(precision.accumulation),
+        param_dtype=torch_dtype(precision.compute_dtype),  # no cast where they are stored in it
+        reduce_dtype=torch_dtype(precision.grad_accum_dtype),
         cast_forward_inputs=False,  # the rotary tables stay fp32
     )
     reshard = plan.config.trainer.zero == 3

@@ -60,7 +60,7 @@ def _trained(plan: Plan) -> Iterator[str]:
         return
     trained, added = trained_parameters(model, finetune), lora_parameters(model, finetune)
     percent = 100 * trained / (parameters(model) + added)
-    kept = plan.precision.products if plan.quantized else finetune.frozen_dtype
+    kept = plan.precision.compute_format if plan.quantized else finetune.frozen_dtype
     yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
     if plan.quantized:
         share = quantized_bytes(plan.quantized, QUANTIZATION_BLOCK) / QUANTIZATION_BLOCK

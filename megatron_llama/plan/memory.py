@@ -53,21 +53,21 @@ def rank_memory(parameters: int, plan: Plan, trained: int | None = None, quantiz
     shard, frozen = -(-trained // plan.shard_size), -(-(parameters - trained - quantized) // plan.shard_size)
     packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0
     # What the optimizer updates: this rank's share from ZeRO 1 on.
-    stored = BYTES[plan.precision.stored]
+    stored = BYTES[plan.precision.param_dtype]
     kept = stored * shard + BYTES[plan.frozen_dtype] * frozen + -(-packed // plan.shard_size)
     # What the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank too; ZeRO 3
     # does so block by block, which is little.
-    working = 0 if trainer.zero == 3 else (parameters - quantized) * BYTES[plan.precision.weights] + packed
+    working = 0 if trainer.zero == 3 else (parameters - quantized) * BYTES[plan.precision.compute_dtype] + packed
     # What is reduced has the dtype of what is updated. Below ZeRO 2 the sums stay whole until the last micro batch, in
     # the dtype that they are made in.
     one_micro_batch = plan.num_microbatches == 1
     gradients = stored * shard
     if trainer.zero < 2 and not one_micro_batch:
-        gradients = max(gradients, trained * BYTES[plan.precision.accumulation])
+        gradients = max(gradients, trained * BYTES[plan.precision.grad_accum_dtype])
     if one_micro_batch:
         # Each block lets go of its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
-    moments = BYTES[plan.precision.moments] * MOMENTS[plan.config.optim.name]
+    moments = BYTES[plan.precision.optimizer_state_dtype] * MOMENTS[plan.config.optim.name]
     return RankMemory(kept + working, gradients, moments * shard)
 
 

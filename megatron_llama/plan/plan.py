@@ -42,7 +42,7 @@ class Plan:
     def frozen_dtype(self) -> str:
         """torch's name of the dtype of weights that are neither trained nor quantized."""
         kept = None if self.quantized else self.config.finetune.frozen_dtype
-        return {"fp32": "float32", "bf16": "bfloat16"}[kept or self.precision.products]
+        return {"fp32": "float32", "bf16": "bfloat16"}[kept or self.precision.compute_format]
 
     @property
     def quantized(self) -> str | None:

@@ -72,7 +72,7 @@ class Widths:
 def widths(plan: Plan) -> Widths:
     """The widths that the plan's precision means."""
     precision = plan.precision
-    return Widths(BYTES[precision.weights], BYTES[precision.accumulation], BYTES[precision.stored])
+    return Widths(BYTES[precision.compute_dtype], BYTES[precision.grad_accum_dtype], BYTES[precision.param_dtype])
 
 
 def wire(line: Line, payload: float) -> float:

@@ -140,7 +140,7 @@ def measured_peak(plan: Plan, device: Device, torch_device: torch.device) -> Pea
     if plan.config.device.peak_tflops is not None:
         return Peak(plan.config.device.peak_tflops * 1e12, "device.peak_tflops")
     dist.barrier()
-    flops, source = device.peak_flops(plan.precision.products)
+    flops, source = device.peak_flops(plan.precision.compute_format)
     mean = torch.tensor(flops, device=torch_device)
     dist.all_reduce(mean)
     return Peak(mean.item() / plan.world_size, source)

@@ -98,7 +98,7 @@ def test_fsdp_chat_is_the_published_run() -> None:
     trainer, optim = plan.config.trainer, plan.config.optim
     assert (trainer.zero, plan.shard_size, plan.num_microbatches, trainer.recompute) == (3, 16, 1, "full")
     assert (optim.lr, optim.min_lr, optim.weight_decay, optim.warmup_steps) == (5e-5, 0, 0.01, 15)
-    assert plan.config.data.pack and plan.precision.weights == "bfloat16" and plan.precision.master == "float32"
+    assert plan.config.data.pack and plan.precision.compute_dtype == "bfloat16" and plan.precision.master == "float32"
     assert gib(plan) == pytest.approx(16 * 68_976_648_192 / 16 / GIB, rel=1e-3), "16 bytes a weight over 16 ranks"
 
 

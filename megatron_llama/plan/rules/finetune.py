@@ -98,6 +98,6 @@ def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Prob
 def derive_finetuning(config: Config, notes: list[str]) -> None:
     """Fill in what follows from other settings."""
     if config.finetune.method == "lora" and config.finetune.frozen_dtype is None:
-        config.finetune.frozen_dtype = PRECISIONS[config.trainer.precision].products
+        config.finetune.frozen_dtype = PRECISIONS[config.trainer.precision].compute_format
     if config.finetune.method != "none" and config.init_from is None:
         notes.append(FROM_NOTHING.format(method=config.finetune.method))
