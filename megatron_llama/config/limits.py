@@ -24,7 +24,7 @@ class Limit:
     """A legal value for the advice; the setting's default where None."""
 
 
-def bad_values(config: Config) -> list[Problem]:
+def check_limits(config: Config) -> list[Problem]:
     """The settings whose value is impossible whatever the others are."""
     problems = []
     for name, limit in LIMITS.items():
@@ -44,7 +44,7 @@ def bad_values(config: Config) -> list[Problem]:
     return problems
 
 
-def repaired(config: Config, problems: Iterable[Problem]) -> Config:
+def with_defaults_for(config: Config, problems: Iterable[Problem]) -> Config:
     """A copy in which the settings that ``problems`` name have their default value."""
     config = copy.deepcopy(config)
     for problem in problems:

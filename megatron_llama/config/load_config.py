@@ -26,7 +26,7 @@ from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_
 from megatron_llama.config.hf_config import FROM_HF, fill_from_adapter, fill_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
-from megatron_llama.config.suggest import guess_of, unknown
+from megatron_llama.config.suggest import suggest, unknown_setting
 
 # The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
 SCHEMA = "settings"
@@ -223,7 +223,7 @@ def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Probl
         where = files.get(named[1], where)
     rule = f"{where} can't be used: {str(cause or error).splitlines()[0]}"
     setting = settings_by_name().get(name)
-    guess = f"write {guess_of(name)}" if setting is None and guess_of(name) else "correct that file"
+    guess = f"write {suggest(name)}" if setting is None and suggest(name) else "correct that file"
     return Problem(name, None, rule, f"write {setting.kind_in_words}" if setting else guess)
 
 
@@ -243,7 +243,7 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
         instead = f"write the one you mean, such as {_example(name)}"
         problems.append(Problem(name, value, "this is a section of settings, not a setting", instead))
     elif setting is None and name not in sections():
-        problems.append(unknown(name, value))
+        problems.append(unknown_setting(name, value))
     else:
         _assign(config, name, setting, value, problems)
 

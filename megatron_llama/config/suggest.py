@@ -47,17 +47,17 @@ SAID_OTHERWISE = {
 }
 
 
-def unknown(name: str, value: Any) -> Problem:
+def unknown_setting(name: str, value: Any) -> Problem:
     """The problem of a setting that does not exist, with the one that was probably meant."""
     instead = SAID_OTHERWISE.get(name.rpartition(".")[2].lower())
-    if instead is None and (guess := guess_of(name)):
+    if instead is None and (guess := suggest(name)):
         instead = f"write {guess}={shown(value)}"
     if instead is None:
         instead = f"write one of {', '.join(_siblings(name))}; docs/config.md has them all"
     return Problem(name, value, "there is no setting of this name", instead)
 
 
-def guess_of(name: str) -> str | None:
+def suggest(name: str) -> str | None:
     """The known setting that ``name`` was probably meant to be."""
     section, _, leaf = name.rpartition(".")
     if leaf in KNOWN_ELSEWHERE:

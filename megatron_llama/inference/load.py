@@ -29,11 +29,11 @@ from megatron_llama.config.hf_config import (
     read_hf_config,
     shape_from_hf,
 )
-from megatron_llama.config.limits import bad_values
+from megatron_llama.config.limits import check_limits
 from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.parameters import head_dim, kv_heads
-from megatron_llama.plan.rules.layout import broken_rules
+from megatron_llama.plan.rules.layout import check_rules
 from megatron_llama.text.trained_template import Taught, taught
 
 ARGUMENT = "CHECKPOINT"
@@ -131,8 +131,8 @@ def _adapter(folder: Path, base: Path | None) -> Source:
     except ConfigError as error:
         raise ConfigError([replace(problem, field="--base") for problem in error.problems]) from None
     config = Config(model=whole.model, finetune=finetune)
-    problems = [p for p in bad_values(config) if p.field.startswith("finetune.")]
-    problems += [p for p in broken_rules(config, 1, {p.field for p in problems}) if p.field.startswith("finetune.")]
+    problems = [p for p in check_limits(config) if p.field.startswith("finetune.")]
+    problems += [p for p in check_rules(config, 1, {p.field for p in problems}) if p.field.startswith("finetune.")]
     if problems:
         raise ConfigError([_of_adapter(problem, folder) for problem in problems])
     try:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import megatron_llama.plan.rules.training  # noqa: F401  enters its rules into the list
-from megatron_llama.config.limits import bad_values, repaired, weights_and_paths
+from megatron_llama.config.limits import check_limits, weights_and_paths, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import epochs_of, samples_per_epoch
@@ -19,7 +19,7 @@ from megatron_llama.plan.memory_check import check_memory
 from megatron_llama.plan.parameters import padded_vocab_size
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.rules.finetune import derive_finetuning
-from megatron_llama.plan.rules.layout import broken_rules
+from megatron_llama.plan.rules.layout import check_rules
 from megatron_llama.plan.rules.paths import check_data, check_files, check_quantizer, check_weights
 from megatron_llama.plan.rules.raw_data import note_records
 
@@ -48,16 +48,16 @@ def resolve(
     must fit into; None leaves that question to ``device.memory_gib``. ``known`` are problems found before, by
     ``load_config``: they are in the ConfigError too, and no rule speaks of their settings a second time.
     """
-    bad = bad_values(config)
+    bad = check_limits(config)
     problems = [*known, *bad]
     # Rules about how values go together are asked of a copy in which impossible values are replaced by their defaults:
     # each mistake is reported once, and the others are still found.
-    sound = repaired(config, bad)
-    problems += broken_rules(sound, world_size, {problem.field for problem in problems})
+    sound = with_defaults_for(config, bad)
+    problems += check_rules(sound, world_size, {problem.field for problem in problems})
     notes: list[str] = []
     plan = None if problems else _plan(derived(sound, world_size, notes), world_size)
     if plan is not None and sound.trainer.epochs is not None:
-        problems += broken_rules(plan.config, world_size)  # of the steps, which are known only now
+        problems += check_rules(plan.config, world_size)  # of the steps, which are known only now
         if plan.config.trainer.steps == 0:
             size = sound.trainer.global_batch_size
             rule = f"gives no step: all samples together are less than trainer.global_batch_size={size}"

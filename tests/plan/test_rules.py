@@ -12,8 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megatron_llama.config import PRECISIONS
 from megatron_llama.config.fields import settings_by_name
-from megatron_llama.config.limits import LIMITS, bad_values
-from megatron_llama.plan.rules.layout import RULES, broken_rules
+from megatron_llama.config.limits import LIMITS, check_limits
+from megatron_llama.plan.rules.layout import RULES, check_rules
 from tests.config.helpers import make, problems_of, put
 from tests.plan.rule_cases import CASES, Case
 
@@ -123,7 +123,7 @@ def test_no_number_is_infinite() -> None:
     # rope_scaling is a section that is null here.
     numbers = {name for name, setting in settings if setting.kind in (int, float) and "rope_scaling" not in name}
     for value in (math.inf, -math.inf, math.nan):
-        assert {problem.field for problem in bad_values(make(**dict.fromkeys(numbers, value)))} == numbers
+        assert {problem.field for problem in check_limits(make(**dict.fromkeys(numbers, value)))} == numbers
 
 
 def test_all_problems_come_at_once_and_each_only_once() -> None:
@@ -155,14 +155,14 @@ def test_all_problems_come_at_once_and_each_only_once() -> None:
 
 
 def test_a_hopeless_value_does_not_set_off_the_rules_that_read_it() -> None:
-    broken = broken_rules(make(**{"trainer.tp": 3}), 8)
+    broken = check_rules(make(**{"trainer.tp": 3}), 8)
     assert {problem.field for problem in broken} == {"trainer.tp"} and len(broken) > 1
-    assert broken_rules(make(**{"trainer.tp": 3}), 8, hopeless={"trainer.tp"}) == []
+    assert check_rules(make(**{"trainer.tp": 3}), 8, skip_fields={"trainer.tp"}) == []
 
 
 def test_advice_counts_the_devices_only_where_they_are_fixed() -> None:
     """On a CPU ``trainer.tp=3`` means three ranks, and 2 or 4 are as good; on 6 accelerators only 2 is."""
-    on_cpu = broken_rules(make(**{"trainer.tp": 3}), 3)
+    on_cpu = check_rules(make(**{"trainer.tp": 3}), 3)
     assert {problem.instead for problem in on_cpu} == {"write trainer.tp=2 or 4"}
-    on_six = broken_rules(make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
+    on_six = check_rules(make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
     assert {problem.instead for problem in on_six} == {"write trainer.tp=2"}

@@ -22,9 +22,9 @@ def reads(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def broken_rules(config: Config, world_size: int, hopeless: Iterable[str] = ()) -> list[Problem]:
-    """Every rule that ``config`` breaks, leaving out rules about ``hopeless`` settings, which are reported already."""
-    known_bad = set(hopeless)
+def check_rules(config: Config, world_size: int, skip_fields: Iterable[str] = ()) -> list[Problem]:
+    """Every rule that ``config`` breaks, leaving out rules about ``skip_fields``."""
+    known_bad = set(skip_fields)
     return [problem for rule, names in RULES if not _touches(names, known_bad) for problem in rule(config, world_size)]
 
 
