@@ -76,7 +76,7 @@ def _disk(plan: Plan) -> None:
     """Figures of one rank that saves and loads weights and moments."""
 
     def measure(checkpointer: Checkpointer, _: int) -> dict[str, Any]:
-        for _, _, moment in checkpointer.optimizer.moments():
+        for _, _, moment in checkpointer.optimizer.states():
             moment.normal_()
         tensors = contents.weights(checkpointer.model.shards, owned=True)
         tensors |= contents.moments(checkpointer.optimizer, owned=True)

@@ -46,14 +46,14 @@ def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
         # The descriptions of its own tensors alone: torch plans over all that it is told of.
         alone = Stored(stored.folder, {name: stored.tensors[name] for name in found}, stored.block_bytes)
         asked += load_into(_rectangles(found), alone)
-        shard.write(values)
+        shard.store(values)
     return asked
 
 
 def moments(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
     """What the optimizer remembers of this rank's weights, as views; made as zeros where it has not begun."""
     found: _Found = {}
-    for kind, shard, moment in optimizer.moments():
+    for kind, shard, moment in optimizer.states():
         _collect(found, moment_name(kind, ""), shard, moment, owned)
     return _rectangles(found)
 

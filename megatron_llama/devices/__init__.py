@@ -40,7 +40,7 @@ def get_device(name: str = "auto") -> Device:
     raise AssertionError("the CPU is always there")
 
 
-def compiling_ahead(name: str) -> dict[str, str]:
+def ahead_of_time_environment(name: str) -> dict[str, str]:
     """The variables with which ``name`` compiles without being here. None for ``auto``, which looks for what is."""
     if name not in _KNOWN:
         return {}
@@ -48,4 +48,4 @@ def compiling_ahead(name: str) -> dict[str, str]:
     return device.ahead_of_time_environment()
 
 
-__all__ = ["VARIABLES", "Device", "compiling_ahead", "get_device"]
+__all__ = ["VARIABLES", "Device", "ahead_of_time_environment", "get_device"]

@@ -18,9 +18,9 @@ from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.devices import get_device
 from megatron_llama.inference.load import Source
 from megatron_llama.inference.sampling import Sampling, choose
-from megatron_llama.model.cache import KVCache
+from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
-from megatron_llama.model.megatron import mcore_config
+from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.cache import KVCache, LayerCache
 from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import hide_padding, token_losses
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 

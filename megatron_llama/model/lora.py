@@ -28,7 +28,7 @@ from torch import nn
 
 from megatron_llama.config import FinetuneConfig
 from megatron_llama.model.llama import Block, Llama
-from megatron_llama.model.megatron import torch_dtype
+from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.model.names import is_saved_module
 from megatron_llama.model.quantized import quantize_layers
 from megatron_llama.plan import Plan

@@ -19,7 +19,7 @@ from megatron_llama.optim.rounding import noise, round_stochastically, stream
 
 WEIGHT = "weight"
 """The stream of noise of the weights; those of the moments are called as torch calls the moments."""
-MOMENTS: Mapping[str, tuple[str, ...]] = {
+STATES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
@@ -52,7 +52,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {})
         self.pieces, self.stochastic, self.seed = pieces, stochastic, seed
-        self._kinds, self._function = MOMENTS[name], _UPDATES[name]
+        self._kinds, self._function = STATES[name], _UPDATES[name]
         for weight in pieces:
             state = self.state[weight]
             state["step"] = torch.tensor(0.0)  # on the host, as torch has it: reading it waits for no device

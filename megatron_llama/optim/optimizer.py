@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.model.megatron import torch_dtype
+from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.model.names import Piece
-from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
+from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan
@@ -66,12 +66,12 @@ class Optimizer:
         states = (self.inner.state[view] for view in self._views())
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
-    def moments(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+    def states(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
         """(kind, shard, tensor like ``shard.local``) of all that the optimizer remembers, made as zeros before its
         first step."""
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             state = self.inner.state[view]
-            for kind in MOMENTS[self.model.plan.config.optim.name]:
+            for kind in STATES[self.model.plan.config.optim.name]:
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
                     if isinstance(self.inner, torch.optim.Adam):  # it makes its count with the moments, or not at all
@@ -81,7 +81,7 @@ class Optimizer:
     def restore(self, updates: int, steps: int) -> None:
         """Count updates from ``updates`` on, and move a new schedule to step ``steps`` by the calls that led there
         before."""
-        for _ in self.moments():
+        for _ in self.states():
             pass
         if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam):
             for view in self._views():

@@ -78,7 +78,7 @@ class Compiler:
         self._backends: dict[str, Callable[..., Any]] = {}
         self._compile = torch._dynamo.lookup_backend(self.device.compile_backend())
         # The backward graph is compiled with the forward one, not at the first backward pass; and products with a
-        # backward of their own (parallel/traceable.py) may be cached.
+        # backward of their own (parallel/traceable_linear.py) may be cached.
         functorch.force_non_lazy_backward_lowering = True
         functorch.autograd_cache_allow_custom_autograd_functions = True
         # A CPU kernel asks for the number of threads when it runs. Inductor would write the compiling process's into it

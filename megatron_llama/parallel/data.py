@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_llama.model.llama import Llama
-from megatron_llama.model.megatron import torch_dtype
+from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 

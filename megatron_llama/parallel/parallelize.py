@@ -21,14 +21,14 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
-from megatron_llama.model.megatron import mcore_config
+from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import data_mesh, shard_chunk
 from megatron_llama.parallel.pipeline import MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
-from megatron_llama.parallel.traceable import make_traceable
+from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -145,4 +145,4 @@ def initialise(shards: list[Shard], plan: Plan) -> None:
         values = shard.values
         for piece in shard.pieces:
             values[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))
-        shard.write(values)
+        shard.store(values)

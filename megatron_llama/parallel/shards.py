@@ -46,7 +46,7 @@ class Shard:
         """The rows as numbers: ``local``, or what it unpacks to, fp32 and a copy."""
         return self.local if self.quantized is None else dequantize(self.local, self.quantized, torch.float32)
 
-    def write(self, values: torch.Tensor) -> None:
+    def store(self, values: torch.Tensor) -> None:
         """Take what ``values`` gave, filled: packs it where it is a copy. Needs torchao then."""
         if self.quantized is not None:
             self.local.copy_(quantize(values, self.quantized))

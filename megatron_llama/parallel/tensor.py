@@ -25,7 +25,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 # Whole on every tensor-parallel rank, and at work on its part of the sequence under sequence parallelism.
-ON_THE_SEQUENCE = ("norm.weight", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
+REPLICATED_UNDER_SP = ("norm.weight", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
 KV_HEADS = ("qkv_proj.weight", "qkv_proj.lora_B")
 
 
@@ -44,7 +44,7 @@ class ReplicatedGradients:
             grad = shard.grad
             if grad is None:
                 continue
-            if self.sums_over_sequence and shard.name.endswith(ON_THE_SEQUENCE):
+            if self.sums_over_sequence and shard.name.endswith(REPLICATED_UNDER_SP):
                 wanted[parallel_state.get_tensor_model_parallel_group()].append(grad)
             elif self.kv_group is not None and shard.name.endswith(KV_HEADS):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]

@@ -22,7 +22,7 @@ from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import gather, write_report
 from megatron_llama.train.metrics import MetricsLogger, Peak
-from megatron_llama.train.samples import continue_prompts
+from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import StopSignals
 from megatron_llama.train.watchdog import Watchdog

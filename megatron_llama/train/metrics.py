@@ -14,7 +14,7 @@ from typing import Any
 from megatron_llama.plan import Plan
 from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress
-from megatron_llama.train.curve import draw_run
+from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, cut_back, read_metrics
 
 # The order in which they stand in a line of metrics.jsonl. The optional ones come last, on the steps that have them.

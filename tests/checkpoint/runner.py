@@ -81,7 +81,7 @@ def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run
 def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
     """(name, global shape, offset, values) of all that this rank holds."""
     held = [("", shard, shard.local) for shard in model.shards]
-    held += [(kind + "/", shard, moment) for kind, shard, moment in optimizer.moments()]
+    held += [(kind + "/", shard, moment) for kind, shard, moment in optimizer.states()]
     return [
         (prefix + piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
         for prefix, shard, tensor in held

@@ -82,12 +82,12 @@ def test_each_value_is_written_once(saved) -> None:
 
 
 def _forget_moments(checkpointer: Checkpointer) -> None:
-    list(checkpointer.optimizer.moments())[0][2].add_(1)
+    list(checkpointer.optimizer.states())[0][2].add_(1)
     inner = checkpointer.optimizer.restore
 
     def restore(updates: int, steps: int) -> None:
         inner(updates, steps)
-        list(checkpointer.optimizer.moments())[0][2].zero_()
+        list(checkpointer.optimizer.states())[0][2].zero_()
 
     checkpointer.optimizer.restore = restore  # type: ignore[method-assign]
 

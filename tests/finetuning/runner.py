@@ -91,7 +91,7 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
             grads = grads or _held(model, trained=True, gradients=True)
             optimizer.step(norm)
         checkpointer.finish(max(first, steps))
-        tuned.moments = sum(moment.numel() for _, _, moment in optimizer.moments())
+        tuned.moments = sum(moment.numel() for _, _, moment in optimizer.states())
         tuned.dtypes = tuple({s.local.dtype for s in model.shards if s.is_trained is t} for t in (True, False))  # type: ignore[assignment]
         return tuned, grads, _held(model, trained=True), _held(model, trained=False)
 

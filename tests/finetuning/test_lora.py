@@ -151,7 +151,7 @@ def _sizes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).moments())
+        moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())
         sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is wanted) for wanted in (True, False)]
         return sizes[0], sizes[1], moments, topology.pp_rank
 

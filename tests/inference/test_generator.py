@@ -12,7 +12,7 @@ import torch
 from megatron_llama.inference.generator import Answer, Generator, generator
 from megatron_llama.inference.load import inference_plan, open_source
 from megatron_llama.inference.sampling import Sampling
-from megatron_llama.model.cache import LayerCache
+from megatron_llama.model.kv_cache import LayerCache
 from tests.inference.models import make_folder
 from tests.ranks import run_ranks
 

@@ -134,7 +134,7 @@ def _look(rank: int, plans: list[Plan]) -> list[Found]:
             optimizer.step(optimizer.gradient_norm())
             found.stored = {shard.local.dtype for shard in model.shards}
             found.weight_bytes += sum(shard.local.nbytes for shard in model.shards)
-            moments = [moment for _, _, moment in optimizer.moments()]
+            moments = [moment for _, _, moment in optimizer.states()]
             found.moments, found.moment_bytes = {m.dtype for m in moments}, sum(m.nbytes for m in moments)
             memory = rank_memory(sum(shard.parameter.numel() for shard in model.shards), plan)
             found.planned = (memory.weights, memory.gradients, memory.optimizer)

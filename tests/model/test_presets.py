@@ -11,7 +11,7 @@ import torch
 from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
-from megatron_llama.model.megatron import mcore_config
+from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.model.names import Shape, TensorParallel, hf_shapes, pieces
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan, resolve

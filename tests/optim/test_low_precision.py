@@ -11,7 +11,7 @@ import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.devices import get_device
 from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
-from megatron_llama.optim.low_precision import MOMENTS, LowPrecisionOptimizer
+from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
@@ -57,7 +57,7 @@ def test_before_rounding_it_is_torchs(
         gradient = torch.randn(SHAPE, generator=generator).bfloat16()
         wide = torch.nn.Parameter(weight.detach().float())
         theirs = TORCH[name](wide)
-        theirs.state[wide] = {kind: ours.state[weight][kind].float().clone() for kind in MOMENTS[name]}
+        theirs.state[wide] = {kind: ours.state[weight][kind].float().clone() for kind in STATES[name]}
         theirs.state[wide]["step"] = torch.tensor(float(step))
         wide.grad = gradient.float() * factor  # clipped in fp32: once rounded, not twice
         theirs.step()
@@ -65,7 +65,7 @@ def test_before_rounding_it_is_torchs(
         ours.step(gradient_factor=factor)
         assert torch.equal(weight.grad, gradient)
         pairs = [("weight", weight.detach(), wide.detach())]
-        pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in MOMENTS[name]]
+        pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in STATES[name]]
         for kind, found, exact in pairs:
             if found.dtype == torch.float32:
                 assert torch.equal(found, exact), kind
@@ -157,7 +157,7 @@ def _update(rank: int, plans: list[Plan], by_rank: bool) -> list[tuple[list, lis
                 _make_up_gradients(model, step)
                 optimizer.step(torch.tensor(3.0))  # a norm of its own would differ in the last bit by layout
             kept = [("", shard, shard.local) for shard in model.shards]
-            moments = list(optimizer.moments())
+            moments = list(optimizer.states())
             assert {shard.local.dtype for shard in model.shards} == {torch.bfloat16}
             found.append((_named(kept), _named(moments)))
     return found

@@ -15,7 +15,7 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step, validate
-from megatron_llama.train.samples import continue_prompts
+from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, TrainingFault, check_copies, check_every_gradient
 from tests.data.files import train_tokenizer
 from tests.layouts.runner import RaggedSamples, make_plan

@@ -103,13 +103,13 @@ def _prepare(plan: Plan) -> None:
 def _need_no_device(overrides: list[str]) -> None:
     """Sets what lets the device that is asked for compile without being here, before it is asked whether it is."""
     from megatron_llama.config import ConfigError, load_config
-    from megatron_llama.devices import compiling_ahead
+    from megatron_llama.devices import ahead_of_time_environment
 
     try:
         name = load_config(overrides, cli.CONF_DIR).device.name
     except ConfigError:
         return  # it will be said with all else that is wrong
-    for variable, value in compiling_ahead(name).items():
+    for variable, value in ahead_of_time_environment(name).items():
         os.environ.setdefault(variable, value)
 
 

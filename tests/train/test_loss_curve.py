@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from megatron_llama.plan import parameters
-from megatron_llama.train.curve import describe, draw_run, smoothed
+from megatron_llama.train.loss_curve import describe, draw_run, smoothed
 from tests.train.test_metrics import STEPS, plan_of, write
 
 HEAD = struct.Struct(">8s4s4sII")
