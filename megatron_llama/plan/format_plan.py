@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import format_problems
-from megatron_llama.plan.memory import GIB, RankMemory, stage_memory
+from megatron_llama.plan.memory import RankMemory, stage_memory
 from megatron_llama.plan.parameters import (
     layers_per_stage,
     lora_parameters,
@@ -16,6 +16,7 @@ from megatron_llama.plan.parameters import (
     trained_parameters,
 )
 from megatron_llama.plan.plan import Plan
+from megatron_llama.system.units import gib, plural, short_count
 
 __all__ = ["format_plan", "format_problems"]
 
@@ -34,8 +35,8 @@ def format_plan(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     model = plan.model
-    ranks = f"{plan.world_size} {_plural(plan.world_size, 'rank')}"
-    yield f" {model.name} · {_short(parameters(model))} parameters · {ranks} ".center(WIDTH, "─")
+    ranks = f"{plan.world_size} {plural(plan.world_size, 'rank')}"
+    yield f" {model.name} · {short_count(parameters(model))} parameters · {ranks} ".center(WIDTH, "─")
     yield ""
     kv, queries = model.num_key_value_heads, model.num_attention_heads
     heads = f"{queries} heads" + (f" ({kv} kv)" if kv != queries else "")
@@ -114,7 +115,7 @@ def _cells(plan: Plan, columns: int) -> list[list[str]]:
             continue
         chunks = f"{layers[stage]:>3}  " + " + ".join(_span(chunk) for chunk in plan.stage_layers[stage::pp])
         ranks = [_ranks(plan, stage, replica) if replica is not None else "…" for replica in replicas]
-        rows.append([f"pp {stage}", chunks, _short(counts[stage]), _gib(memory[stage].total), *ranks])
+        rows.append([f"pp {stage}", chunks, short_count(counts[stage]), gib(memory[stage].total), *ranks])
     return rows
 
 
@@ -149,11 +150,11 @@ def _span(numbers: tuple[int, ...]) -> str:
 def _work(plan: Plan) -> Iterator[str]:
     trainer, data = plan.config.trainer, plan.config.data
     micro, whole = trainer.micro_batch_size, trainer.global_batch_size
-    batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {_plural(whole, 'sequence')}"
+    batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {plural(whole, 'sequence')}"
     yield _line("batch", batch)
     yield _line("tokens", f"{whole} × {data.seq_length:,} = {plan.tokens_per_step:,} per step")
-    steps = f"{trainer.steps:,} {_plural(trainer.steps, 'step')}"
-    yield _line("", f"{steps} · {_short(plan.tokens_per_step * trainer.steps)} tokens in all · data {data.name}")
+    steps = f"{trainer.steps:,} {plural(trainer.steps, 'step')}"
+    yield _line("", f"{steps} · {short_count(plan.tokens_per_step * trainer.steps)} tokens in all · data {data.name}")
     yield _line("precision", _precision(plan))
     yield _line("sharding", _sharding(plan))
     switches = [name for name in ("compile", "deterministic") if getattr(trainer, name)]
@@ -187,14 +188,14 @@ def _optimizer(plan: Plan) -> Iterator[str]:
     rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
     yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
     name = str(optim.schedule.get("_target_", "")).rpartition(".")[2]
-    warmup = f"{optim.warmup_steps} warm-up {_plural(optim.warmup_steps or 0, 'step')}"
+    warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
     end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
     yield _line("schedule", f"{name} · {warmup}{end}")
 
 
 def _memory(memory: RankMemory) -> str:
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items()) + f" = {_gib(memory.total)}"
+    return " + ".join(f"{name} {gib(size)}" for name, size in parts.items()) + f" = {gib(memory.total)}"
 
 
 def _notes(plan: Plan) -> Iterator[str]:
@@ -212,19 +213,3 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<{LABEL}}{text}"
-
-
-def _short(count: int) -> str:
-    """A count with a unit, three digits."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
-    return str(count)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.3g} GiB" if count >= GIB else f"{count / 2**20:.3g} MiB"
-
-
-def _plural(count: int, noun: str) -> str:
-    return noun if count == 1 else noun + "s"

@@ -12,7 +12,6 @@ from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.plan.parameters import parameters_per_stage, quantized_per_stage, trained_per_stage
 from megatron_llama.plan.plan import Plan
 
-GIB = 2**30
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.memory import GIB, Machine, RankMemory, rank_memory, stage_memory
+from megatron_llama.plan.memory import Machine, RankMemory, rank_memory, stage_memory
 from megatron_llama.plan.parameters import (
     kv_heads,
     lora_parameters_per_layer,
@@ -16,6 +16,7 @@ from megatron_llama.plan.parameters import (
     stage_trained,
 )
 from megatron_llama.plan.plan import Plan
+from megatron_llama.system.units import GIB, gib
 
 MOST_DEVICES = 16384
 
@@ -33,11 +34,11 @@ def check_memory(plan: Plan, machine: Machine | None) -> list[Problem]:
     if needed.total * machine.ranks <= machine.memory_bytes:
         return []
     where = f" (pipeline stage {heaviest})" if len(stages) > 1 else ""
-    together = f", {_gib(needed.total * machine.ranks)} for {machine.ranks} ranks" if machine.ranks > 1 else ""
+    together = f", {gib(needed.total * machine.ranks)} for {machine.ranks} ranks" if machine.ranks > 1 else ""
     rule = (
-        f"the heaviest rank{where} needs {_gib(needed.total)} before any activation: weights {_gib(needed.weights)}, "
-        f"gradients {_gib(needed.gradients)}, optimizer {_gib(needed.optimizer)}{together}; "
-        f"{machine.name} has {_gib(machine.memory_bytes)}"
+        f"the heaviest rank{where} needs {gib(needed.total)} before any activation: weights {gib(needed.weights)}, "
+        f"gradients {gib(needed.gradients)}, optimizer {gib(needed.optimizer)}{together}; "
+        f"{machine.name} has {gib(machine.memory_bytes)}"
     )
     field, value = ("device.memory_gib", stated) if stated is not None else ("model", plan.model.name)
     return [Problem(field, value, rule, _what_fits(plan, machine))]
@@ -49,7 +50,7 @@ def _what_fits(plan: Plan, machine: Machine) -> str:
     for stage in range(plan.config.trainer.zero + 1, 4):
         heaviest = _heaviest(replace(plan, config=_trainer(plan, zero=stage)))
         if plan.dp > 1 and heaviest.total <= budget:
-            return f"write trainer.zero={stage}, which needs {_gib(heaviest.total)} on a rank"
+            return f"write trainer.zero={stage}, which needs {gib(heaviest.total)} on a rank"
     larger = _larger_grid(plan, budget) if machine.ranks == 1 else None
     if larger:
         tp, pp = larger
@@ -98,7 +99,3 @@ def _trainer(plan: Plan, **changes: Any) -> Config:
 
 def _heaviest(plan: Plan) -> RankMemory:
     return max(stage_memory(plan), key=lambda memory: memory.total)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.3g} GiB" if count < 1000 * GIB else f"{count / GIB:,.0f} GiB"

@@ -10,7 +10,7 @@ from megatron_llama.config import ConfigError, load_config
 from megatron_llama.launch.cli import CONF_DIR, decide, main
 from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.plan.flops import mfu
-from megatron_llama.plan.memory import GIB
+from megatron_llama.system.units import GIB
 from megatron_llama.tools.compile import cli as ahead
 from megatron_llama.tools.traffic import cli as traffic
 

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import Machine, Plan, parameters_per_stage, resolve, stage_memory
-from megatron_llama.plan.memory import GIB, rank_memory
+from megatron_llama.plan.memory import rank_memory
+from megatron_llama.system.units import GIB
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
 
