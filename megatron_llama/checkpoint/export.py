@@ -33,7 +33,7 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
 from megatron_llama.model.names import Shape, hf_shapes
 from megatron_llama.system.files import sync_folder, write_synced
-from megatron_llama.text.trained_template import add_end, write_taught_template
+from megatron_llama.text.trained_template import add_end, write_trained_template
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -234,7 +234,7 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
     tokenizer = manifest.state.settings.get("data", {}).get("tokenizer")
     if not (folder / "tokenizer_config.json").exists() and tokenizer is not None:
         token_ids |= _write_sentencepiece(Path(tokenizer), folder)
-    end = write_taught_template(manifest.state.settings, folder)
+    end = write_trained_template(manifest.state.settings, folder)
     if not (folder / "generation_config.json").exists():
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
     if end is not None:

@@ -14,7 +14,7 @@ import torch
 from megatron_llama.inference.eval_data import Record, Records, Template
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.perplexity import Progress
-from megatron_llama.inference.prompts import NONE, Asking
+from megatron_llama.inference.prompts import NONE, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
 from megatron_llama.inference.tokenizer import Text
 
@@ -51,19 +51,19 @@ def share(right: int, of: int) -> Share:
     return Share(right, of, p, max(0.0, low), min(1.0, high))
 
 
-def ask(records: Records, template: Template, asking: Asking, room: int) -> list[Asked]:
+def ask(records: Records, template: Template, prompts: PromptBuilder, room: int) -> list[Asked]:
     """The records as ids, shortest first. Those with more than ``room`` ids are left out and counted in ``records``.
 
     A label's ids are those that differ when it is written after the prompt: a tokenizer may join its first letters
-    with the prompt's last. The prompt is a user's message in ``asking``'s template, to the letter as it was taught.
+    with the prompt's last. The prompt is a user's message in ``prompts``'s template, to the letter as it was taught.
     """
     asked = []
     for record in records.good:
         prompt = template.prompt.format(**record)
         messages = [{"role": "user", "content": prompt}]
-        ids = asking.ids(messages)
-        labels = [label if asking.template == NONE else label.strip() for label in template.labels.values()]
-        whole = [asking.ids(messages, label) for label in labels]
+        ids = prompts.ids(messages)
+        labels = [label if prompts.template == NONE else label.strip() for label in template.labels.values()]
+        whole = [prompts.ids(messages, label) for label in labels]
         shared = min([len(ids), *(_same(ids, other) for other in whole)])
         one = Asked(ids[:shared], [other[shared:] for other in whole], record)
         if shared + max(map(len, one.labels), default=0) > room or not shared:

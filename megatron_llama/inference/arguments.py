@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megatron_llama.config import Problem
     from megatron_llama.inference.load import Source
-    from megatron_llama.inference.prompts import Asking
+    from megatron_llama.inference.prompts import PromptBuilder
     from megatron_llama.inference.tokenizer import Text
     from megatron_llama.plan import Plan
 
@@ -54,7 +54,7 @@ class Loaded:
     text: Text | None
     """None where none is needed and none is known."""
     stop: frozenset[int]
-    asking: Asking | None = None
+    prompts: PromptBuilder | None = None
     """What conversations are put in, where there are any."""
 
 
@@ -115,14 +115,14 @@ def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text:
     return Loaded(source, plan, text, frozenset() if text is None else stop_ids(source, text))
 
 
-def open_asking(loaded: Loaded, template: str | None, otherwise: str) -> None:
+def open_prompt_builder(loaded: Loaded, template: str | None, otherwise: str) -> None:
     """Have the model asked in ``template``, else as it was taught, else ``otherwise``, and stop at that one's own end;
     raises ConfigError where its tokenizer can't."""
-    from megatron_llama.inference import prompts as asking
+    from megatron_llama.inference import prompts
 
     assert loaded.text is not None
-    loaded.asking = asking.open_asking(loaded.text, template, loaded.source.taught, otherwise)
-    loaded.stop |= loaded.asking.stop
+    loaded.prompts = prompts.open_prompt_builder(loaded.text, template, loaded.source.trained_template, otherwise)
+    loaded.stop |= loaded.prompts.stop
 
 
 def run(main: Callable[[], int]) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
 from megatron_llama.inference.generator import Generator
-from megatron_llama.inference.prompts import Asking, Message
+from megatron_llama.inference.prompts import Message, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
 from megatron_llama.inference.stream import Printer
 
@@ -21,28 +21,33 @@ class Chat:
     """Messages in, answers out. All ranks run it; rank 0 alone reads and writes."""
 
     def __init__(
-        self, generator: Generator, asking: Asking | None, sampling: Sampling, max_new_tokens: int, system: str | None
+        self,
+        generator: Generator,
+        prompts: PromptBuilder | None,
+        sampling: Sampling,
+        max_new_tokens: int,
+        system: str | None,
     ) -> None:
-        self.generator, self.asking, self.sampling, self.most = generator, asking, sampling, max_new_tokens
+        self.generator, self.prompts, self.sampling, self.most = generator, prompts, sampling, max_new_tokens
         self._first: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._history = list(self._first)
 
     def run(self, source: TextIO, out: TextIO) -> None:
-        """Answer each line of ``source`` until it ends. ``asking`` is needed on rank 0 only."""
-        if self.asking is not None and source.isatty():
+        """Answer each line of ``source`` until it ends. ``prompts`` is needed on rank 0 only."""
+        if self.prompts is not None and source.isatty():
             out.write(WELCOME + "\n")
         while True:
-            ids = self._agreed(self._next_prompt(source, out) if self.asking is not None else None)
+            ids = self._agreed(self._next_prompt(source, out) if self.prompts is not None else None)
             if ids is None:
                 return
-            printer = Printer(out, self.asking.text, [""], [[]]) if self.asking is not None else None
+            printer = Printer(out, self.prompts.text, [""], [[]]) if self.prompts is not None else None
             answer = self.generator.generate([ids], self.sampling, self.most, printer)[0]
-            if self.asking is not None:
-                self._history.append({"role": "assistant", "content": self.asking.said(answer.ids)})
+            if self.prompts is not None:
+                self._history.append({"role": "assistant", "content": self.prompts.parse_answer(answer.ids)})
 
     def _next_prompt(self, source: TextIO, out: TextIO) -> list[int] | None:
         """The ids of the conversation with the next message; None at the end of ``source``."""
-        assert self.asking is not None
+        assert self.prompts is not None
         while True:
             if source.isatty():
                 out.write("\n> ")
@@ -57,7 +62,7 @@ class Chat:
             elif message:
                 asked = [*self._history, {"role": "user", "content": message}]
                 try:
-                    ids = self.asking.ids(asked)
+                    ids = self.prompts.ids(asked)
                 except ConfigError as error:
                     self._say(error.problems[0].rule)
                     continue

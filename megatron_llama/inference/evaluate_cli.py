@@ -141,9 +141,9 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
         room = context if template.labels else context - 1
         # Nobody taught it: our questions then have the answer on the next line, and a file's prompts are as they are.
         otherwise = "own" if arguments.chat else "plain" if arguments.template in OURS else "none"
-        problems.of(lambda: inference.open_asking(loaded, arguments.chat_template, otherwise))
-        asking, some = loaded.asking, records
-        asked = [] if asking is None else problems.of(lambda: ask(some, found, asking, room)) or []
+        problems.of(lambda: inference.open_prompt_builder(loaded, arguments.chat_template, otherwise))
+        prompts, some = loaded.prompts, records
+        asked = [] if prompts is None else problems.of(lambda: ask(some, found, prompts, room)) or []
         if not asked and not problems.found:
             problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another")
     return Task(
@@ -206,8 +206,8 @@ def _measured(made: Generator, loaded: Loaded, task: Task, progress: _Progress |
         ids = open_ids(task.dataset, loaded.source.model)[: task.max_tokens]
         return {"dataset": task.dataset, **asdict(perplexity(made, ids, task.seq_length, progress))}
     assert task.template is not None and task.records is not None
-    assert loaded.text is not None and loaded.asking is not None
-    name = loaded.asking.template
+    assert loaded.text is not None and loaded.prompts is not None
+    name = loaded.prompts.template
     common = {"template": asdict(task.template), "chat": name not in ("plain", "none"), "chat_template": name}
     common["skipped"] = task.records.skipped
     if task.labelled is not None:

@@ -77,9 +77,11 @@ def _main(arguments: argparse.Namespace) -> int:
 def _ask_in(loaded: Loaded, arguments: argparse.Namespace, problems: Problems) -> None:
     """A conversation needs its template; of a model that learned one, any text may end as it ends."""
     if arguments.chat:
-        problems.of(lambda: inference.open_asking(loaded, arguments.chat_template, "own"))
-    elif loaded.source.taught is not None:
-        inference.Problems().of(lambda: inference.open_asking(loaded, None, "own"))  # without it there is no such end
+        problems.of(lambda: inference.open_prompt_builder(loaded, arguments.chat_template, "own"))
+    elif loaded.source.trained_template is not None:
+        inference.Problems().of(
+            lambda: inference.open_prompt_builder(loaded, None, "own")
+        )  # without it there is no such end
 
 
 def _request(arguments: argparse.Namespace, problems: Problems) -> Request:
@@ -114,10 +116,10 @@ def _check_texts(loaded: Loaded, request: Request, problems: Problems) -> None:
     """Whether the prompts fit the model, and the tokenizer has a template that takes such a conversation."""
     assert loaded.text is not None
     text, context = loaded.text, loaded.source.model.max_position_embeddings
-    if request.chat and loaded.asking is not None:
-        asking = loaded.asking
+    if request.chat and loaded.prompts is not None:
+        prompts = loaded.prompts
         system = [{"role": "system", "content": request.system}] if request.system is not None else []
-        problems.of(lambda: asking.ids([*system, {"role": "user", "content": "Hello"}]))
+        problems.of(lambda: prompts.ids([*system, {"role": "user", "content": "Hello"}]))
     for prompt in request.prompts:
         count = len(text.encode(prompt))
         shown = prompt if len(prompt) < 40 else prompt[:36] + " ..."
@@ -138,8 +140,8 @@ def answer_rank(loaded: Loaded, request: Request) -> None:
     speaks = os.environ["RANK"] == "0"
     with generator(loaded.source, loaded.plan, loaded.stop) as made:
         if request.chat:
-            asking = loaded.asking if speaks else None
-            Chat(made, asking, request.sampling, request.max_new_tokens, request.system).run(sys.stdin, sys.stdout)
+            prompts = loaded.prompts if speaks else None
+            Chat(made, prompts, request.sampling, request.max_new_tokens, request.system).run(sys.stdin, sys.stdout)
         else:
             ids = [loaded.text.encode(prompt) for prompt in request.prompts]
             printer = Printer(sys.stdout, loaded.text, request.prompts, ids) if speaks else None

@@ -34,7 +34,7 @@ from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.plan.rules.layout import check_rules
-from megatron_llama.text.trained_template import Taught, taught
+from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 
 ARGUMENT = "CHECKPOINT"
 # auto: what is fast there. A CPU without bf16 units multiplies bf16 several times slower than fp32.
@@ -58,7 +58,7 @@ class Source:
     """Tokens of a sequence that it was trained on, or is meant for."""
     lora: Trained | None = None
     """What is to be added to ``stored``."""
-    taught: Taught | None = None
+    trained_template: TrainedTemplate | None = None
     """Of a fine-tuning run: what its conversations were put in."""
 
 
@@ -99,7 +99,7 @@ def open_source(path: Path, base: Path | None = None) -> Source:
         _token_ids(Path(origin)) if origin else {},
         int(settings.get("data", {}).get("seq_length", 0)) or model.max_position_embeddings,
         lora,
-        taught(settings),
+        trained_template(settings),
     )
 
 

@@ -1,5 +1,5 @@
 """A conversation to the ids that ask for its next answer: by data_prep's own code, so that a model is asked as it was
-taught, to the id."""
+trained, to the id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, Jinja, Named, Piece, own_template
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces, load_chat_tokenizer
 from megatron_llama.text.conversation import Bad, Turn
-from megatron_llama.text.trained_template import Taught
+from megatron_llama.text.trained_template import TrainedTemplate
 
 Message = Mapping[str, str]
 """``role`` and ``content``."""
@@ -21,7 +21,7 @@ TEMPLATES = (OWN, *NAMED)
 ARGUMENT = "--chat-template"
 
 
-class Asking:
+class PromptBuilder:
     """A tokenizer and the template that it asks in; ``none`` is the text as it is."""
 
     stop: frozenset[int] = frozenset()
@@ -33,7 +33,7 @@ class Asking:
         Raises ConfigError where the tokenizer has no template of its own, or can't be used with any.
         """
         self.text, self.template, self._add_bos = text, template, add_bos
-        self._tail = ""  # what is written between an answer and the token that ends it
+        self._end_text = ""  # what is written between an answer and the token that ends it
         self._named: Named | None = NAMED.get(template)
         if template == NONE:
             return
@@ -50,7 +50,7 @@ class Asking:
         self.stop = self._ends()
 
     def __reduce__(self) -> Any:  # a compiled template can't be sent to a rank
-        return Asking, (self.text, self.template, self._add_bos)
+        return PromptBuilder, (self.text, self.template, self._add_bos)
 
     def ids(self, messages: Sequence[Message], answer: str | None = None) -> list[int]:
         """The ids up to where the assistant's next answer begins; with an ``answer`` those too, without its end.
@@ -61,14 +61,14 @@ class Asking:
             return self.text.encode("".join(message["content"] for message in messages) + (answer or ""))
         turns = [Turn(message["role"], message["content"]) for message in messages]
         try:
-            pieces = self._named.ask(turns) if self._named else [Piece(self.shown(messages), False)]
+            pieces = self._named.ask(turns) if self._named else [Piece(self.render(messages), False)]
             if answer is not None:
-                pieces.append(Piece(self._gap + answer, True))
+                pieces.append(Piece(self._assistant_prefix + answer, True))
             return self._bos + encode_pieces(pieces, self._tokenizer)[0]
         except Bad as error:
             raise self._refused(error) from None
 
-    def shown(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """The text up to where the assistant's next answer begins. Raises ConfigError as ``ids`` does."""
         turns = [Turn(message["role"], message["content"]) for message in messages]
         if self._own is None:
@@ -78,12 +78,12 @@ class Asking:
         except Bad as error:
             raise self._refused(error) from None
 
-    def said(self, ids: Sequence[int]) -> str:
+    def parse_answer(self, ids: Sequence[int]) -> str:
         """The answer that a model's ids are, as a message's content."""
-        return self.text.decode(ids).removeprefix(self._gap).removesuffix(self._tail)
+        return self.text.decode(ids).removeprefix(self._assistant_prefix).removesuffix(self._end_text)
 
     @property
-    def _gap(self) -> str:
+    def _assistant_prefix(self) -> str:
         return self._named.gap if self._named else ""
 
     def _ends(self) -> frozenset[int]:
@@ -95,7 +95,7 @@ class Asking:
                 ids = encode_pieces([piece], tokenizer)[0]
                 if piece.control and len(ids) == 1:
                     return frozenset(ids)
-                self._tail += piece.text
+                self._end_text += piece.text
             return frozenset()
         assert self._own is not None
         try:
@@ -111,7 +111,12 @@ class Asking:
         return ConfigError([Problem(ARGUMENT, self.template, rule, "leave out --system, or use --prompt")])
 
 
-def open_asking(text: Text, template: str | None, taught: Taught | None, otherwise: str) -> Asking:
-    """``template``, else what the model was ``taught`` in, else ``otherwise``; raises ConfigError as ``Asking``."""
-    name = template or (taught.template if taught else otherwise)
-    return Asking(text, name, taught.add_bos if taught and taught.template == name else None)
+def open_prompt_builder(
+    text: Text, template: str | None, trained: TrainedTemplate | None, otherwise: str
+) -> PromptBuilder:
+    """A builder for ``template``, else for the one that the model was ``trained`` with, else for ``otherwise``.
+
+    Raises ConfigError as ``PromptBuilder`` does.
+    """
+    name = template or (trained.template if trained else otherwise)
+    return PromptBuilder(text, name, trained.add_bos if trained and trained.template == name else None)

@@ -19,7 +19,7 @@ from megatron_llama.text.conversation import Turn
 
 
 @dataclass(frozen=True)
-class Taught:
+class TrainedTemplate:
     """What a model must be asked in."""
 
     template: str
@@ -28,7 +28,7 @@ class Taught:
     """Whether the begin-of-text token stood before each example; None where only the tokenizer can say."""
 
 
-def taught(settings: Mapping[str, Any]) -> Taught | None:
+def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
     """What the run with these settings was taught in; None for pretraining, and for sets that say different things."""
     data = settings.get("data", {})
     if data.get("kind") != "sft" or data.get("mock"):
@@ -36,23 +36,23 @@ def taught(settings: Mapping[str, Any]) -> Taught | None:
     said = [_manifest(prefix) for prefix in weights_and_paths(data.get("prefixes", []))[1]]
     found = {one for one in said if one is not None}
     if not found:  # the sets are gone, or elsewhere
-        found = {Taught(data.get("chat_template", "own"))}
+        found = {TrainedTemplate(data.get("chat_template", "own"))}
     return found.pop() if len(found) == 1 else None
 
 
-def _manifest(prefix: str) -> Taught | None:
+def _manifest(prefix: str) -> TrainedTemplate | None:
     try:
         options = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["options"]
         template, add_bos = options["chat_template"], options["add_bos"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return Taught(template, bool(add_bos)) if template in CHAT_TEMPLATES else None
+    return TrainedTemplate(template, bool(add_bos)) if template in CHAT_TEMPLATES else None
 
 
-def write_taught_template(settings: Mapping[str, Any], folder: Path) -> int | None:
+def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
     """Puts the named template that the run was taught in beside the tokenizer in ``folder``, instead of the tokenizer's
     own, in which the model would not know what to say. Returns the id that ends its answers."""
-    said, settings_file = taught(settings), folder / "tokenizer_config.json"
+    said, settings_file = trained_template(settings), folder / "tokenizer_config.json"
     if said is None or said.template not in NAMED or not settings_file.exists():
         return None
     named, tokenizer_file = NAMED[said.template], folder / "tokenizer.model"

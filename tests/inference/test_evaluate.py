@@ -20,7 +20,7 @@ from megatron_llama.inference import evaluate_cli as evaluate
 from megatron_llama.inference.accuracy import Asked, ask, final_number, share
 from megatron_llama.inference.eval_data import TEMPLATES, Template, find_template, read_records
 from megatron_llama.inference.perplexity import windows
-from megatron_llama.inference.prompts import Asking
+from megatron_llama.inference.prompts import PromptBuilder
 from megatron_llama.inference.tokenizer import HuggingFace
 from tests.data_prep.conftest import run_script
 from tests.inference.models import make_folder
@@ -126,7 +126,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFace(folder)
-    asked = ask(read_records(file, BALANCED), BALANCED, Asking(text, "none"), room=256)
+    asked = ask(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
     assert len(asked) == 24
     assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
@@ -146,7 +146,7 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
     from tests.inference.test_generator import with_generator
 
-    asked = ask(read_records(labelled[0], LABELS), LABELS, Asking(HuggingFace(folder), "none"), room=256)[:10]
+    asked = ask(read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFace(folder), "none"), room=256)[:10]
     assert len({len(label) for one in asked for label in one.labels}) > 1
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
     ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
@@ -157,9 +157,9 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
     text, records = HuggingFace(folder), read_records(path, LABELS)
-    asking = Asking(text, "own")
-    (one,) = ask(records, LABELS, asking, room=256)
-    assert one.prompt == asking.ids([{"role": "user", "content": "cat and dog"}])
+    prompts = PromptBuilder(text, "own")
+    (one,) = ask(records, LABELS, prompts, room=256)
+    assert one.prompt == prompts.ids([{"role": "user", "content": "cat and dog"}])
     assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
     assert records.skipped == {"unreadable": 1}
 
@@ -252,7 +252,7 @@ def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, templat
     ids, mask = (IndexedDataset(str(tmp_path / f"set_sft{end}")).document(0) for end in ("", "_mask"))
     learned = mask.tolist().index(1)
     (one,) = ask(
-        read_records(source, TEMPLATES[name]), TEMPLATES[name], Asking(HuggingFace(folder), template), room=256
+        read_records(source, TEMPLATES[name]), TEMPLATES[name], PromptBuilder(HuggingFace(folder), template), room=256
     )
     assert one.prompt == ids[:learned].tolist()
     if name == "qnli":

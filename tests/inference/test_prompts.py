@@ -13,11 +13,17 @@ import pytest
 from data_prep.lib.dataset import IndexedDataset
 from data_prep.sft import main as prepare
 from megatron_llama.config import ConfigError
-from megatron_llama.inference.prompts import Asking, open_asking
+from megatron_llama.inference.prompts import PromptBuilder, open_prompt_builder
 from megatron_llama.inference.tokenizer import HuggingFace, Pieces, Text
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED
-from megatron_llama.text.trained_template import Taught, add_end, jinja_of, taught, write_taught_template
+from megatron_llama.text.trained_template import (
+    TrainedTemplate,
+    add_end,
+    jinja_of,
+    trained_template,
+    write_trained_template,
+)
 from tests.inference.models import write_tokenizer
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
@@ -60,7 +66,7 @@ def text_of(path: Path) -> Text:
     return HuggingFace(path) if path.is_dir() else Pieces(path)
 
 
-def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], list[int], Taught | None]:
+def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], list[int], TrainedTemplate | None]:
     """(ids, mask) of TALK as data_prep/sft.py makes it, and what its manifest says."""
     source, prefix = tmp_path / "talk.jsonl", tmp_path / "set"
     tmp_path.mkdir(exist_ok=True)
@@ -68,7 +74,7 @@ def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], 
     made = ["--input", source, "--tokenizer-model", tokenizer, "--seq-length", 512, "--output-prefix", prefix]
     assert prepare([str(part) for part in (*made, *options, "--workers", 1)]) == 0
     ids, mask = (IndexedDataset(f"{prefix}_sft{end}").document(0).tolist() for end in ("", "_mask"))
-    return ids, mask, taught({"data": {"kind": "sft", "prefixes": [f"{prefix}_sft"]}})
+    return ids, mask, trained_template({"data": {"kind": "sft", "prefixes": [f"{prefix}_sft"]}})
 
 
 @pytest.mark.parametrize("name", ["plain", "bos", "pieces.model"])
@@ -78,7 +84,7 @@ def test_asked_as_it_was_taught(folders: Path, tmp_path: Path, template: str, na
     path = folders / name
     if template == "own" and not path.is_dir():
         with pytest.raises(ConfigError, match=r"has\s+no\s+chat\s+template"):
-            Asking(text_of(path), "own")
+            PromptBuilder(text_of(path), "own")
         return
     if template == "chatml" and name != "bos":
         with pytest.raises(UserError, match="has no token"):  # and would never end an answer
@@ -86,28 +92,28 @@ def test_asked_as_it_was_taught(folders: Path, tmp_path: Path, template: str, na
         return
     ids, mask, told = example(path, tmp_path, "--chat-template", template)
     assert told is not None and told.template == template
-    asking = pickle.loads(pickle.dumps(open_asking(text_of(path), None, told, "own")))
+    prompts = pickle.loads(pickle.dumps(open_prompt_builder(text_of(path), None, told, "own")))
     starts = [place for place in range(1, len(ids)) if mask[place] and not mask[place - 1]]
     assert len(starts) == 2
     for start, turn in zip(starts, (2, 4), strict=True):
-        assert asking.ids(TALK[:turn]) == ids[:start]
+        assert prompts.ids(TALK[:turn]) == ids[:start]
         end = start + mask[start:].index(1)
         while end < len(ids) and mask[end]:
             end += 1
-        learned = asking.ids(TALK[:turn], TALK[turn]["content"])[start:]
+        learned = prompts.ids(TALK[:turn], TALK[turn]["content"])[start:]
         assert learned == ids[start : start + len(learned)]
         written = ids[start:end]
-        assert written[-1] in asking.stop, "it does not stop where its answers end"
-        assert asking.said(written[:-1]) == TALK[turn]["content"]
+        assert written[-1] in prompts.stop, "it does not stop where its answers end"
+        assert prompts.parse_answer(written[:-1]) == TALK[turn]["content"]
 
 
 @pytest.mark.parametrize("option", ["--add-bos", "--no-add-bos"])
 def test_the_manifest_says_whether_bos_comes_first(folders: Path, tmp_path: Path, option: str) -> None:
     for name in ("bos", "pieces.model"):
         ids, mask, told = example(folders / name, tmp_path / name, "--chat-template", "plain", option)
-        asking = open_asking(text_of(folders / name), None, told, "own")
-        assert asking.ids(TALK[:2]) == ids[: mask.index(1)]
-        other = open_asking(text_of(folders / name), "dialogue", told, "own")  # not what it was taught
+        prompts = open_prompt_builder(text_of(folders / name), None, told, "own")
+        assert prompts.ids(TALK[:2]) == ids[: mask.index(1)]
+        other = open_prompt_builder(text_of(folders / name), "dialogue", told, "own")  # not what it was taught
         begin = text_of(folders / name).encode("x")[0] if name == "bos" else 1
         assert (other.ids(HELLO)[0] == begin) == (name == "bos")
         assert (ids[0] == begin) == (option == "--add-bos")
@@ -116,35 +122,37 @@ def test_the_manifest_says_whether_bos_comes_first(folders: Path, tmp_path: Path
 def test_which_template(folders: Path, tmp_path: Path) -> None:
     prefix = str(tmp_path / "gone_sft")
     data: dict[str, Any] = {"kind": "sft", "prefixes": [prefix], "chat_template": "prompter"}
-    assert taught({"data": data}) == Taught("prompter")  # the set is gone
-    assert taught({"data": {**data, "kind": "pretrain"}}) is None and taught({}) is None
+    assert trained_template({"data": data}) == TrainedTemplate("prompter")  # the set is gone
+    assert trained_template({"data": {**data, "kind": "pretrain"}}) is None and trained_template({}) is None
     for number, template in enumerate(("plain", "dialogue")):
         options = {"chat_template": template, "add_bos": False}
         (tmp_path / f"{number}_sft.json").write_text(json.dumps({"options": options}))
     sets = [str(tmp_path / "0_sft"), str(tmp_path / "1_sft")]
-    assert taught({"data": {**data, "prefixes": sets[:1]}}) == Taught("plain", False)
-    assert taught({"data": {**data, "prefixes": [0.5, sets[1], 0.5, sets[1]]}}) == Taught("dialogue", False)
-    assert taught({"data": {**data, "prefixes": sets}}) is None  # they disagree: the user must say
+    assert trained_template({"data": {**data, "prefixes": sets[:1]}}) == TrainedTemplate("plain", False)
+    assert trained_template({"data": {**data, "prefixes": [0.5, sets[1], 0.5, sets[1]]}}) == TrainedTemplate(
+        "dialogue", False
+    )
+    assert trained_template({"data": {**data, "prefixes": sets}}) is None  # they disagree: the user must say
     text = text_of(folders / "plain")
-    assert open_asking(text, None, None, "own").template == "own"
-    assert open_asking(text, None, Taught("plain", False), "own").template == "plain"
-    assert open_asking(text, "chatml", Taught("plain", False), "own").template == "chatml"
+    assert open_prompt_builder(text, None, None, "own").template == "own"
+    assert open_prompt_builder(text, None, TrainedTemplate("plain", False), "own").template == "plain"
+    assert open_prompt_builder(text, "chatml", TrainedTemplate("plain", False), "own").template == "chatml"
 
 
 def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp_path: Path) -> None:
     """In chat_template.json too, and its end is learned from it."""
     write_tokenizer(tmp_path, template=False)
     with pytest.raises(ConfigError, match=r"has\s+no\s+chat\s+template"):
-        Asking(HuggingFace(tmp_path), "own")
+        PromptBuilder(HuggingFace(tmp_path), "own")
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|user|>{% endfor %}"
     source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}))
-    asking = Asking(HuggingFace(tmp_path), "own")
-    assert asking.shown(HELLO) == "<|user|>Hello<|user|><|assistant|>"
-    assert asking.stop == {2} and asking.ids(HELLO)[0] == 2  # <|user|> is one id
+    prompts = PromptBuilder(HuggingFace(tmp_path), "own")
+    assert prompts.render(HELLO) == "<|user|>Hello<|user|><|assistant|>"
+    assert prompts.stop == {2} and prompts.ids(HELLO)[0] == 2  # <|user|> is one id
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
     with pytest.raises(ConfigError, match=r"refuses\s+this\s+conversation"):
-        Asking(HuggingFace(tmp_path), "own").ids(HELLO)
+        PromptBuilder(HuggingFace(tmp_path), "own").ids(HELLO)
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
@@ -152,19 +160,19 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
 def test_others_render_an_exported_template_alike(folders: Path, template: str, name: str) -> None:
     from transformers import AutoTokenizer
 
-    asking = Asking(text_of(folders / name), template)
+    prompts = PromptBuilder(text_of(folders / name), template)
     theirs = AutoTokenizer.from_pretrained(str(folders / name))
-    source = jinja_of(NAMED[template], asking._tokenizer, bool(asking._bos))
+    source = jinja_of(NAMED[template], prompts._tokenizer, bool(prompts._bos))
     for turns, ask in ((TALK[:1], True), (TALK[:2], True), (TALK[:4], True), (TALK, False)):
         text = theirs.apply_chat_template(turns, chat_template=source, tokenize=False, add_generation_prompt=ask)
         ids = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=ask, return_dict=False)
         if ask:
-            assert ids == asking.ids(turns)
-            shown = asking.shown(turns)
+            assert ids == prompts.ids(turns)
+            shown = prompts.render(turns)
             begin = "<|begin|>" if name == "bos" else ""
             assert text == begin + shown.replace("<|endoftext|>", "<|endoftext|>" if begin else "<|end|>")
         else:
-            assert ids[: len(asking.ids(turns[:-1]))] == asking.ids(turns[:-1])
+            assert ids[: len(prompts.ids(turns[:-1]))] == prompts.ids(turns[:-1])
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
@@ -173,20 +181,20 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     hf = tmp_path / "hf"
     shutil.copytree(folders / "bos", hf)
     (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    end = write_taught_template({"data": {"kind": "sft", "prefixes": [], "chat_template": name}}, hf)
+    end = write_trained_template({"data": {"kind": "sft", "prefixes": [], "chat_template": name}}, hf)
     if end is not None:
         add_end(hf / "generation_config.json", end)
     theirs = transformers.AutoTokenizer.from_pretrained(str(hf))
-    asking = Asking(text_of(folders / "bos"), name, add_bos=False)
+    prompts = PromptBuilder(text_of(folders / "bos"), name, add_bos=False)
     rendered = theirs.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
-    assert rendered == asking.shown(HELLO)
+    assert rendered == prompts.render(HELLO)
     ends = json.loads((hf / "generation_config.json").read_text())["eos_token_id"]
-    assert set([ends] if isinstance(ends, int) else ends) == {0, *asking.stop}
+    assert set([ends] if isinstance(ends, int) else ends) == {0, *prompts.stop}
 
 
 def test_nothing_is_written_where_the_own_template_was_taught(folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / "bos", tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     for data in ({"kind": "sft", "prefixes": [], "chat_template": "own"}, {"kind": "pretrain"}):
-        assert write_taught_template({"data": data}, tmp_path / "hf") is None
+        assert write_trained_template({"data": data}, tmp_path / "hf") is None
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
