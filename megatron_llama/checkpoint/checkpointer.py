@@ -8,10 +8,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
@@ -35,6 +33,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.agree import from_rank_0, together
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -62,7 +61,7 @@ class Checkpointer:
         Raises ConfigError on all ranks for a checkpoint that does not fit the config, and where there are checkpoints
         but none is good: a run must not start anew by mistake.
         """
-        candidates = self._on_rank_0(self._candidates)
+        candidates = from_rank_0(self._candidates)
         if self._lora:
             self._load_base()  # it is in no checkpoint
         reports = []
@@ -136,13 +135,15 @@ class Checkpointer:
             self._base = f"random weights of trainer.seed={trainer.seed}, {model.initializer_range:g}"
             return
         self._start_from("init_from", folder, self._load_weights)
-        self._base = self._on_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
+        self._base = from_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
 
     def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
         """Load the weights of a folder; raises ConfigError on all ranks where they can't be used."""
-        report = self._agreed(lambda: load(Path(folder)))
-        if report is not None:
-            raise ConfigError([Problem(field, folder, report, "get the folder again, or name another")])
+        try:
+            with together(Damaged, ConfigError):
+                load(Path(folder))
+        except Damaged as error:
+            raise ConfigError([Problem(field, folder, str(error), "get the folder again, or name another")]) from None
         what = "frozen weights" if self._lora and field == "init_from" else "starting"
         self._tell(f"{what} from {folder}")
 
@@ -213,10 +214,15 @@ class Checkpointer:
 
     def _try(self, folder: Path) -> str | None:
         """Load a checkpoint on all ranks; returns what is wrong with it, the same text on all ranks, or None."""
-        sizes = self._agreed(lambda: read_manifest(folder).check_sizes() if self.topology.rank == 0 else None)
-        if sizes is not None:
-            return sizes
-        return self._agreed(lambda: self._load(read_manifest(folder)))
+        try:
+            with together(Damaged, ConfigError):
+                if self.topology.rank == 0:
+                    read_manifest(folder).check_sizes()
+            with together(Damaged, ConfigError):
+                self._load(read_manifest(folder))
+        except Damaged as error:
+            return str(error)
+        return None
 
     def _load(self, manifest: Manifest) -> None:
         """Fill weights, moments and counts; raises Damaged, or ConfigError for a checkpoint of another kind of run."""
@@ -240,37 +246,6 @@ class Checkpointer:
         self.bytes_read = load_into(wanted, manifest.stored)
         if own in wanted and saved.shape == contents.random_state(0, device)[contents.random_name(0)].shape:
             contents.set_random_state(saved, device)
-
-    def _agreed(self, work: Callable[[], object]) -> str | None:
-        """Do ``work`` on this rank; the first rank's complaint, on all ranks. Raises ConfigError on all where one
-        does."""
-        mine: tuple[str, object] | None = None
-        try:
-            work()
-        except Damaged as error:
-            mine = ("damaged", str(error))
-        except ConfigError as error:
-            mine = ("config", error.problems)
-        everyones: list[tuple[str, object] | None] = [None] * self.plan.world_size
-        dist.all_gather_object(everyones, mine)
-        complaints = [complaint for complaint in everyones if complaint is not None]
-        for kind, said in complaints:
-            if kind == "config":
-                raise ConfigError(said)  # type: ignore[arg-type]
-        return str(complaints[0][1]) if complaints else None
-
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` gives on rank 0, on all ranks; its ConfigError too."""
-        answer: list[Any] = [None, ()]
-        if self.topology.rank == 0:
-            try:
-                answer[0] = work()
-            except ConfigError as error:
-                answer[1] = error.problems
-        dist.broadcast_object_list(answer)
-        if answer[1]:
-            raise ConfigError(answer[1])
-        return answer[0]
 
     def _tell(self, text: str) -> None:
         """Say it once, where a progress line on stdout is not disturbed."""

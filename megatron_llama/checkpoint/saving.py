@@ -16,6 +16,7 @@ from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.safetensors_file import Damaged
 from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.config.settings import CheckpointConfig
+from megatron_llama.parallel.agree import raise_together
 
 _POLL_SECONDS = 0.01
 
@@ -63,7 +64,7 @@ class Saver:
         any_stop, any_busy, any_error = flags.tolist()
         if self._state is not None and not any_busy:
             if any_error:
-                self._fail(self._state.step)
+                self._fail(self._state)
             self._next(self._state)
         return bool(any_stop)
 
@@ -87,18 +88,19 @@ class Saver:
             kept = self.settings.keep, self.settings.keep_every, self.settings.keep_best
             self._run(lambda: publish(self.checkpoints, state, *kept))
 
-    def _fail(self, step: int) -> None:
-        """Take back what was written, and say on all ranks what happened on which."""
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, None if self._error is None else _described(self._error))
+    def _fail(self, state: State) -> None:
+        """Remove what was written, and raise SaveFailed on all ranks with the cause and its rank."""
+        error = None
+        if self._error is not None:
+            where, cause = self.checkpoints / folder_name(state.step), _described(self._error)
+            error = SaveFailed(
+                f"{where} could not be written (rank {self.rank}: {cause}); the ones before it are untouched"
+            )
+            error.__cause__ = self._error
         if self.rank == 0:
-            discard(self.checkpoints, step)
-        dist.barrier()
+            discard(self.checkpoints, state.step)
         self._state = self._thread = None
-        cause = next(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
-        raise SaveFailed(
-            f"{self.checkpoints / folder_name(step)} could not be written ({cause}); the ones before it are untouched"
-        ) from self._error
+        raise_together(error)
 
     def _write(self, step: int) -> None:
         folder = partial_folder(self.checkpoints, step)

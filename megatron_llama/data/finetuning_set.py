@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_llama.data.checks import check_sft
-from megatron_llama.data.indexed import raise_together
 from megatron_llama.data.packing import OneEach, Order, Packed
+from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
 from megatron_llama.plan.epochs import MASK_SUFFIX, document_lengths, parts_of
 

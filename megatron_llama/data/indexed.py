@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import Problem
 from megatron_llama.data.checks import blend, check_dataset, sequence_count, token_count
+from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
 
 _SPLITS = ("training", "validation", "test")
@@ -102,15 +103,3 @@ def _empty_splits(plan: Plan, prefix: str, shares: Sequence[tuple[float, float] 
 def _unusable(plan: Plan, rule: str) -> Problem:
     advice = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=null"
     return Problem("data.prefixes", plan.config.data.prefixes, rule, advice)
-
-
-def raise_together(problems: list[Problem]) -> None:
-    """Raise on all ranks what any of them found, so that none waits for one that has given up."""
-    everyones: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, problems)
-    found: list[Problem] = []
-    for problem in (problem for problems in everyones for problem in problems):
-        if problem not in found:  # not a set: values may be lists
-            found.append(problem)
-    if found:
-        raise ConfigError(found)

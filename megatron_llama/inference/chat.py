@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-import torch.distributed as dist
-
 from megatron_llama.config import ConfigError
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.prompts import Message, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
 from megatron_llama.inference.stream import Printer
+from megatron_llama.parallel.agree import from_rank_0
 
 RESET = "/reset"
 WELCOME = f"A message and Enter; {RESET} begins anew, Ctrl-D ends."
@@ -37,7 +36,7 @@ class Chat:
         if self.prompts is not None and source.isatty():
             out.write(WELCOME + "\n")
         while True:
-            ids = self._agreed(self._next_prompt(source, out) if self.prompts is not None else None)
+            ids = from_rank_0(lambda: self._next_prompt(source, out) if self.prompts is not None else None)
             if ids is None:
                 return
             printer = Printer(out, self.prompts.text, [""], [[]]) if self.prompts is not None else None
@@ -70,14 +69,6 @@ class Chat:
                     self._history = asked
                     return ids
                 self._say(f"the conversation has {len(ids)} of the model's {self.generator.context} tokens: {RESET}")
-
-    @staticmethod
-    def _agreed(ids: list[int] | None) -> list[int] | None:
-        """Rank 0's ids, on all ranks."""
-        answer = [ids]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(answer)
-        return answer[0]
 
     @staticmethod
     def _say(words: str) -> None:
