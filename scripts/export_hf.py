@@ -30,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export, find_checkpoint
-    from megatron_llama.checkpoint.safetensors_file import Damaged
+    from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
 
     try:
@@ -46,7 +46,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except (Damaged, OSError) as error:
+    except (CorruptFile, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(

@@ -17,8 +17,8 @@ def main() -> int:
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import find_checkpoint
     from megatron_llama.checkpoint.manifest import read_manifest
-    from megatron_llama.checkpoint.safetensors_file import Damaged
     from megatron_llama.checkpoint.storage import verify_file
+    from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
 
     try:
@@ -30,7 +30,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except Damaged as error:
+    except CorruptFile as error:
         sys.stderr.write(f"damaged: {error}\n")
         return 1
     size = sum(manifest.files.values())

@@ -18,9 +18,9 @@ import torch
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.safetensors_file import Damaged, Stored, StoredTensor, read_safetensors_header
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.checkpoint.storage import load_into, rows_of
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, StoredTensor, read_safetensors_header
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
 from megatron_llama.model.names import (
@@ -73,15 +73,15 @@ def fingerprint(stored: Stored) -> str:
                         file.seek(chunk.start + start)
                         digest.update(file.read(min(size, _SAMPLE_BYTES)))
             except OSError as error:
-                raise Damaged(f"{stored.folder / chunk.file}: {error.strerror}") from error
+                raise CorruptFile(f"{stored.folder / chunk.file}: {error.strerror}") from error
     return digest.hexdigest()[:32]
 
 
 def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> Stored:
     """A PEFT adapter's tensors under the names that ``trained_shapes`` gives them. Reads the head only.
 
-    ``finetune`` is what its adapter_config.json asks for. Raises ConfigError where its tensors are others, and Damaged
-    for a file that is not whole or not sound.
+    ``finetune`` is what its adapter_config.json asks for. Raises ConfigError where its tensors are others, and
+    CorruptFile for a file that is truncated or invalid.
     """
     shapes = trained_shapes(model, finetune)
     found = read_safetensors_header(folder / ADAPTER_WEIGHTS)
@@ -97,18 +97,18 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
 
 
 def finetune_of(manifest: Manifest) -> FinetuneConfig:
-    """How the run that saved a checkpoint trained; raises Damaged where that is not said as ours do."""
+    """How the run that saved a checkpoint trained; raises CorruptFile where that is not said as ours do."""
     try:
         return FinetuneConfig(**manifest.state.settings.get("finetune", {}))
     except TypeError as error:
-        raise Damaged(f"{manifest.stored.folder}: its fine-tuning is not described as ours is ({error})") from error
+        raise CorruptFile(f"{manifest.stored.folder}: its fine-tuning is not described as ours is ({error})") from error
 
 
 def check_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> None:
-    """Raises Damaged unless the checkpoint has all that LoRA trains."""
+    """Raises CorruptFile unless the checkpoint has all that LoRA trains."""
     for name, shape in trained_shapes(model, finetune).items():
         if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
-            raise Damaged(f"{manifest.stored.folder}: {name} is not there in the shape {list(shape)}")
+            raise CorruptFile(f"{manifest.stored.folder}: {name} is not there in the shape {list(shape)}")
 
 
 def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Stored:
@@ -180,7 +180,7 @@ def load_merged(shards: Iterable[Shard], base: Stored, trained: Trained) -> None
     """Fill the shards of a plain model with what ``merged_rows`` gives of them.
 
     Each rank reads its own slices. One matrix at a time is summed in fp32 beside its place, and rounded once where the
-    shard has another dtype; nothing else is held twice. Raises Damaged. Takes part in no collective.
+    shard has another dtype; nothing else is held twice. Raises CorruptFile. Takes part in no collective.
     """
     shards, added = list(shards), trained.stored.tensors
     plain = weights(shards)

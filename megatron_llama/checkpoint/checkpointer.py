@@ -26,9 +26,9 @@ from megatron_llama.checkpoint.folder import (
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.safetensors_file import Damaged
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.storage import load_into
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer
@@ -140,9 +140,9 @@ class Checkpointer:
     def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
         """Load the weights of a folder; raises ConfigError on all ranks where they can't be used."""
         try:
-            with together(Damaged, ConfigError):
+            with together(CorruptFile, ConfigError):
                 load(Path(folder))
-        except Damaged as error:
+        except CorruptFile as error:
             raise ConfigError([Problem(field, folder, str(error), "get the folder again, or name another")]) from None
         what = "frozen weights" if self._lora and field == "init_from" else "starting"
         self._tell(f"{what} from {folder}")
@@ -198,7 +198,7 @@ class Checkpointer:
             point_to_best(self.checkpoints)
         try:
             own = [self.checkpoints / folder_name(step) for step in saved_steps(self.checkpoints)]
-        except Damaged as error:
+        except CorruptFile as error:
             raise ConfigError(
                 [Problem("run.dir", str(error), "its checkpoints can't be read", "make it readable")]
             ) from None
@@ -215,17 +215,17 @@ class Checkpointer:
     def _try(self, folder: Path) -> str | None:
         """Load a checkpoint on all ranks; returns what is wrong with it, the same text on all ranks, or None."""
         try:
-            with together(Damaged, ConfigError):
+            with together(CorruptFile, ConfigError):
                 if self.topology.rank == 0:
                     read_manifest(folder).check_sizes()
-            with together(Damaged, ConfigError):
+            with together(CorruptFile, ConfigError):
                 self._load(read_manifest(folder))
-        except Damaged as error:
+        except CorruptFile as error:
             return str(error)
         return None
 
     def _load(self, manifest: Manifest) -> None:
-        """Fill weights, moments and counts; raises Damaged, or ConfigError for a checkpoint of another kind of run."""
+        """Fill weights and optimizer states. Raises CorruptFile, and ConfigError for a checkpoint of another run."""
         found, tensors = manifest.state, manifest.stored.tensors
         check_fits(self.plan, manifest)
         if found.base != self._base:
@@ -237,7 +237,7 @@ class Checkpointer:
             wanted |= contents.moments(self.optimizer)
         missing = sorted(name for name in wanted if name not in tensors)
         if missing:
-            raise Damaged(f"{missing[0]} is not in it")
+            raise CorruptFile(f"{missing[0]} is not in it")
         own = contents.random_name(self.topology.rank)
         device = self.model.device
         if found.world_size == self.plan.world_size and own in tensors:

@@ -25,8 +25,8 @@ from megatron_llama.checkpoint.adapter import (
 from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
-from megatron_llama.checkpoint.safetensors_file import (
-    Damaged,
+from megatron_llama.checkpoint.stored_tensors import (
+    CorruptFile,
     safetensors_header,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
@@ -78,7 +78,7 @@ def find_checkpoint(path: Path) -> Path:
         if (folder / pointer).is_file():
             try:
                 return pointed(folder, pointer)
-            except Damaged as error:
+            except CorruptFile as error:
                 raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
     rule = f"there is no {NAME} in it, so it is no checkpoint"
     raise ConfigError(
@@ -99,8 +99,8 @@ def export(
 
     A LoRA run's checkpoint becomes a PEFT adapter; with ``merge`` the whole model, its frozen weights taken from the
     folder that the run started from, or from ``base`` where that has moved. ``auto`` is the dtype of that folder, for
-    an adapter the dtype it was trained in, else float32. Raises ConfigError for what can't be done, Damaged where the
-    checkpoint's values are not what was written.
+    an adapter the dtype it was trained in, else float32. Raises ConfigError for what can't be done, CorruptFile where
+    the checkpoint's values are not what was written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([Problem("OUT", str(out), "is there already", "write a folder that is not there yet")])
@@ -148,23 +148,25 @@ def export(
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
-    """The shape of the model in a checkpoint; raises Damaged where its description is of another kind."""
+    """The shape of the model in a checkpoint; raises CorruptFile where its description is of another kind."""
     try:
         values = dict(manifest.state.settings["model"])
         scaling = values.pop("rope_scaling", None)
         model = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
         hf_shapes(model)
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{manifest.stored.folder / NAME}: its model is not described as ours are ({error})") from error
+        raise CorruptFile(
+            f"{manifest.stored.folder / NAME}: its model is not described as ours are ({error})"
+        ) from error
     return model
 
 
 def whole_shapes(manifest: Manifest, model: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of a model that is whole in the checkpoint; raises Damaged where it is not."""
+    """Every tensor of a model that is whole in the checkpoint; raises CorruptFile where it is not."""
     shapes = hf_shapes(model)
     for name, shape in shapes.items():
         if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
-            raise Damaged(f"{manifest.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
+            raise CorruptFile(f"{manifest.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
     return shapes
 
 

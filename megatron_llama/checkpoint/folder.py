@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
-from megatron_llama.checkpoint.safetensors_file import Damaged, plain_name
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, plain_name
 from megatron_llama.system.files import sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
@@ -26,13 +26,13 @@ def partial_folder(checkpoints: Path, step: int) -> Path:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps that have a checkpoint, newest first; raises Damaged for a folder that can't be read."""
+    """The steps that have a checkpoint, newest first; raises CorruptFile for a folder that can't be read."""
     try:
         names = os.listdir(checkpoints)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise Damaged(f"{checkpoints}: {error.strerror}") from error
+        raise CorruptFile(f"{checkpoints}: {error.strerror}") from error
     found = (_STEP.fullmatch(name) for name in names)
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -47,12 +47,12 @@ def clean(checkpoints: Path) -> None:
 
 
 def pointed(checkpoints: Path, pointer: str) -> Path:
-    """The checkpoint that ``latest`` or ``best`` names; raises Damaged where it names none."""
+    """The checkpoint that ``latest`` or ``best`` names; raises CorruptFile where it names none."""
     path = checkpoints / pointer
     try:
         return checkpoints / plain_name(path.read_text(encoding="utf-8").strip())
-    except (OSError, UnicodeDecodeError, Damaged) as error:
-        raise Damaged(f"{path} is unusable: {error}") from error
+    except (OSError, UnicodeDecodeError, CorruptFile) as error:
+        raise CorruptFile(f"{path} is unusable: {error}") from error
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
@@ -61,7 +61,7 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
     for step in saved_steps(checkpoints):
         try:
             loss = read_manifest(checkpoints / folder_name(step)).state.val_loss
-        except Damaged:
+        except CorruptFile:
             continue
         if loss is not None:
             found.append((loss, step))
@@ -75,7 +75,7 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
     try:
         known = pointed(checkpoints, BEST)
         old = None if new is None or known.name == folder_name(new.step) else read_manifest(known).state.val_loss
-    except Damaged:
+    except CorruptFile:
         old = None
     if new is None or old is None:
         best = best_checkpoint(checkpoints)
@@ -91,7 +91,7 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
 def publish(checkpoints: Path, state: State, keep: int | None, keep_every: int | None, keep_best: bool = False) -> None:
     """Make a checkpoint of what all ranks have written: describe it, rename it, point to it, then drop old ones.
 
-    Raises OSError or Damaged; until the rename nothing of the earlier checkpoints has changed.
+    Raises OSError or CorruptFile; until the rename nothing of the earlier checkpoints has changed.
     """
     aside, final = partial_folder(checkpoints, state.step), checkpoints / folder_name(state.step)
     text = merge(aside, state)

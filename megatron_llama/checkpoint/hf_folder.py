@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_llama.checkpoint.safetensors_file import (
-    Damaged,
+from megatron_llama.checkpoint.stored_tensors import (
+    CorruptFile,
     Stored,
     StoredTensor,
     plain_name,
@@ -23,7 +23,7 @@ _DERIVED = ".rotary_emb.inv_freq"
 def open_hf_folder(folder: Path, model: ModelConfig) -> Stored:
     """What the folder holds of ``model``. Reads headers only.
 
-    Raises ConfigError where that is not exactly this model, and Damaged for files that are not whole or not sound.
+    Raises ConfigError where that is not exactly this model, and CorruptFile for files that are not whole or not sound.
     """
     tensors = _all_tensors(folder)
     shapes = hf_shapes(model)
@@ -57,11 +57,11 @@ def _all_tensors(folder: Path) -> dict[str, StoredTensor]:
         index = read_json(folder / INDEX)
         places = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict):
-            raise Damaged(f"{folder / INDEX}: has no weight_map")
+            raise CorruptFile(f"{folder / INDEX}: has no weight_map")
         by_file = {name: read_safetensors_header(folder / plain_name(name)) for name in set(places.values())}
         absent = [name for name, file in places.items() if name not in by_file[file]]
         if absent:
-            raise Damaged(f"{folder / places[absent[0]]}: does not hold {absent[0]}, which the index promises")
+            raise CorruptFile(f"{folder / places[absent[0]]}: does not hold {absent[0]}, which the index promises")
         return {name: by_file[file][name] for name, file in places.items()}
     if (folder / SINGLE).exists():
         return read_safetensors_header(folder / SINGLE)

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint.safetensors_file import (
+from megatron_llama.checkpoint.storage import BLOCK_BYTES, HASH, HASH_DIGITS
+from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
     Chunk,
-    Damaged,
+    CorruptFile,
     Shape,
     Stored,
     StoredTensor,
@@ -23,7 +24,6 @@ from megatron_llama.checkpoint.safetensors_file import (
     read_json,
     whole_numbers,
 )
-from megatron_llama.checkpoint.storage import BLOCK_BYTES, HASH, HASH_DIGITS
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "megatron_llama checkpoint", 1
@@ -65,21 +65,21 @@ class Manifest:
     """Bytes of each file."""
 
     def check_sizes(self) -> None:
-        """Every file must be there at its full size; raises Damaged."""
+        """Every file must be there at its full size; raises CorruptFile."""
         for name, size in self.files.items():
             path = self.stored.folder / name
             try:
                 found = path.stat().st_size
             except OSError as error:
-                raise Damaged(f"{path}: {error.strerror}") from error
+                raise CorruptFile(f"{path}: {error.strerror}") from error
             if found != size:
-                raise Damaged(f"{path}: has {found} bytes of {size}")
+                raise CorruptFile(f"{path}: has {found} bytes of {size}")
 
 
 def merge(folder: Path, state: State) -> str:
     """The manifest's text, made of the descriptions that all ranks have left in ``folder``.
 
-    Raises Damaged when they do not hold every value of every tensor exactly once.
+    Raises CorruptFile when they do not hold every value of every tensor exactly once.
     """
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -89,7 +89,7 @@ def merge(folder: Path, state: State) -> str:
         for name, described in part["tensors"].items():
             whole = tensors.setdefault(name, {**described, "chunks": []})
             if (whole["dtype"], whole["shape"]) != (described["dtype"], described["shape"]):
-                raise Damaged(f"{folder}: ranks disagree about the shape of {name}")
+                raise CorruptFile(f"{folder}: ranks disagree about the shape of {name}")
             whole["chunks"] += described["chunks"]
     body = {
         "format": FORMAT,
@@ -105,21 +105,21 @@ def merge(folder: Path, state: State) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raises Damaged for one that is not whole and sound."""
+    """The manifest of a checkpoint; raises CorruptFile for one that is not whole and sound."""
     path = folder / NAME
     body = read_json(path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise Damaged(f"{path}: is no manifest of a checkpoint")
+        raise CorruptFile(f"{path}: is no manifest of a checkpoint")
     if body.get("version") != VERSION:
-        raise Damaged(f"{path}: has version {body.get('version')}, and this program reads version {VERSION}")
+        raise CorruptFile(f"{path}: has version {body.get('version')}, and this program reads version {VERSION}")
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
-        raise Damaged(f"{path}: its checksum is wrong, so it is not what was written")
+        raise CorruptFile(f"{path}: its checksum is wrong, so it is not what was written")
     return parsed(folder, body)
 
 
 def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON, every value checked; raises Damaged."""
+    """A manifest from its JSON, every value checked; raises CorruptFile."""
     try:
         state = State(**body["state"])
         files = {plain_name(name): whole_numbers([size])[0] for name, size in body["files"].items()}
@@ -128,9 +128,9 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
         if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
             raise ValueError(f"hash {body['hash']!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{folder / NAME}: lacks something or has it in another form ({error!r})") from error
-    except Damaged as error:
-        raise Damaged(f"{folder / NAME}: {error}") from error
+        raise CorruptFile(f"{folder / NAME}: lacks something or has it in another form ({error!r})") from error
+    except CorruptFile as error:
+        raise CorruptFile(f"{folder / NAME}: {error}") from error
     return Manifest(state, Stored(folder, tensors, block_bytes), files)
 
 
@@ -139,7 +139,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block
     chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
     held = sum(math.prod(chunk.size) for chunk in chunks)
     if held != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
-        raise Damaged(f"holds {held} of the {math.prod(shape)} values of {name}")
+        raise CorruptFile(f"holds {held} of the {math.prod(shape)} values of {name}")
     return StoredTensor(dtype, shape, chunks)
 
 
@@ -153,10 +153,10 @@ def _chunk(
         o + n <= m for o, n, m in zip(offset, size, shape, strict=True)
     )
     if not inside or start + math.prod(size) * itemsize > files[file]:
-        raise Damaged(f"a part of {name} lies outside of it or of its file")
+        raise CorruptFile(f"a part of {name} lies outside of it or of its file")
     blocks = -(-size[0] // block_rows(size, itemsize, block_bytes))
     if len(hashes) != blocks or not all(isinstance(text, str) and len(text) == HASH_DIGITS for text in hashes):
-        raise Damaged(f"a part of {name} has {len(hashes)} hashes for {blocks} blocks")
+        raise CorruptFile(f"a part of {name} has {len(hashes)} hashes for {blocks} blocks")
     return Chunk(file, start, offset, size, hashes)
 
 

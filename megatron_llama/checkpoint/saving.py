@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_llama.checkpoint.folder import discard, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.safetensors_file import Damaged
 from megatron_llama.checkpoint.storage import save_part
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.agree import raise_together
 
@@ -143,4 +143,4 @@ def _host_like(tensor: Rectangles) -> Rectangles:
 def _described(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror}, {error.filename}" if error.filename else str(error.strerror)
-    return str(error) if isinstance(error, Damaged) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CorruptFile) else f"{type(error).__name__}: {error}"

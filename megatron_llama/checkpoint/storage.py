@@ -43,10 +43,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.safetensors_file import (
+from megatron_llama.checkpoint.stored_tensors import (
     DTYPE_NAMES,
     Chunk,
-    Damaged,
+    CorruptFile,
     Shape,
     Stored,
     block_rows,
@@ -77,7 +77,7 @@ def save_part(state: dict[str, Rectangles], folder: Path, rank: int) -> None:
 def load_into(state: dict[str, Rectangles], stored: Stored) -> int:
     """Fill the rectangles from what is stored, converting to their dtype; returns the bytes that were asked for.
 
-    Raises Damaged when the bytes on disk are not those that were written. Takes part in no collective.
+    Raises CorruptFile when the bytes on disk are not those that were written. Takes part in no collective.
     """
     reader = _Reader(stored)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -87,7 +87,7 @@ def load_into(state: dict[str, Rectangles], stored: Stored) -> int:
 
 
 def verify_file(stored: Stored, file: str) -> None:
-    """Check every hash of one file, and that its own head says the same as the manifest; raises Damaged."""
+    """Check every hash of one file, and that its own head says the same as the manifest; raises CorruptFile."""
     head = read_safetensors_header(stored.folder / file)
     with _Bytes(stored.folder / file) as content:
         for name, tensor in stored.tensors.items():
@@ -99,7 +99,7 @@ def verify_file(stored: Stored, file: str) -> None:
                         chunk.start,
                         chunk.size,
                     ):
-                        raise Damaged(f"{content.path}: its head does not have {name} where it was written")
+                        raise CorruptFile(f"{content.path}: its head does not have {name} where it was written")
                     for _ in _verified_blocks(content, chunk, tensor.dtype, stored.block_bytes, 0, chunk.size[0], name):
                         pass
 
@@ -279,22 +279,22 @@ class _Bytes:
         try:
             self._file = os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise Damaged(f"{self.path}: {error.strerror}") from error
+            raise CorruptFile(f"{self.path}: {error.strerror}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``start`` on; raises Damaged where the file ends before that."""
+        """Fill ``into`` from byte ``start`` on; raises CorruptFile where the file ends before that."""
         self.bytes_asked += len(into)
         while len(into):
             try:
                 count = os.preadv(self._file, [into], start)
             except OSError as error:
-                raise Damaged(f"{self.path}: {error.strerror}") from error
+                raise CorruptFile(f"{self.path}: {error.strerror}") from error
             if count == 0:
-                raise Damaged(f"{self.path}: ends at byte {start}, before its values do")
+                raise CorruptFile(f"{self.path}: ends at byte {start}, before its values do")
             start, into = start + count, into[count:]
 
 
@@ -332,7 +332,7 @@ def _digest(block: memoryview) -> str:
 def _verified_blocks(
     content: _Bytes, chunk: Chunk, dtype: torch.dtype, block_bytes: int, first: int, last: int, name: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, values) of each block that has some of the chunk's rows [first, last); raises Damaged for other
+    """(first row, values) of each block that has some of the chunk's rows [first, last); raises CorruptFile for other
     bytes."""
     rows = block_rows(chunk.size, dtype.itemsize, block_bytes)
     row_bytes = dtype.itemsize * _width(chunk.size)
@@ -343,7 +343,7 @@ def _verified_blocks(
         view = _memory(raw)
         content.read(chunk.start + start * row_bytes, view)
         if _digest(view) != chunk.hashes[start // rows]:
-            raise Damaged(
+            raise CorruptFile(
                 f"{content.path}: the values of {name} from row {chunk.offset[0] + start} on are not what was written"
             )
         yield start, raw.view(dtype).view(count, *chunk.size[1:])

@@ -127,7 +127,7 @@ def open_prompt_builder(loaded: Loaded, template: str | None, otherwise: str) ->
 
 def run(main: Callable[[], int]) -> int:
     """``main`` with the exit status of its mistakes: 2 the user's, 1 a damaged file."""
-    from megatron_llama.checkpoint.safetensors_file import Damaged
+    from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
 
     try:
@@ -135,7 +135,7 @@ def run(main: Callable[[], int]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER
-    except Damaged as error:
+    except CorruptFile as error:
         sys.stderr.write(f"damaged: {error}\n")
         return EXIT_FAILED
 

@@ -150,7 +150,7 @@ class Generator:
 @contextmanager
 def generator(source: Source, plan: Plan, stop: frozenset[int]) -> Iterator[Generator]:
     """Join the other ranks and load this rank's part. RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    say which that is. Raises Damaged where the stored bytes are not those that were written."""
+    say which that is. Raises CorruptFile where the stored bytes are not those that were written."""
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = build_topology(plan, int(os.environ["RANK"]))

@@ -10,7 +10,7 @@ from megatron_llama.checkpoint.adapter import Trained, finetune_of, only_trained
 from megatron_llama.checkpoint.export import find_checkpoint, model_of
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.safetensors_file import Damaged, Stored, read_json
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import (
     Config,
     ConfigError,
@@ -67,7 +67,7 @@ def open_source(path: Path, base: Path | None = None) -> Source:
     adapter.
 
     ``base`` is the folder of the frozen weights, where LoRA's are no longer where they were. Reads headers, and
-    samples for a fingerprint. Raises ConfigError for what is none of them, and Damaged for files that are not whole.
+    samples for a fingerprint. Raises ConfigError for what is none of them, and CorruptFile.
     """
     if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
         return _adapter(path, base)
@@ -177,7 +177,7 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     for name in ("config.json", "generation_config.json"):
         try:
             content = read_json(folder / name)
-        except Damaged:
+        except CorruptFile:
             continue
         if isinstance(content, dict):
             found |= {key: value for key, value in content.items() if key.endswith("_token_id") and value is not None}

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint.safetensors_file import Damaged, read_json
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.inference.load import Source
 
@@ -93,7 +93,7 @@ class HuggingFace(Text):
             raise ConfigError([_missing("tokenizers", folder)]) from error
         except ConfigError:
             raise
-        except Exception as error:  # Damaged, or the library's own: it raises plain Exceptions
+        except Exception as error:  # CorruptFile, or the library's own: it raises plain Exceptions
             raise ConfigError([_unusable(folder, f"its {_FAST} can't be read ({error})")]) from error
 
     @cached_property
@@ -164,7 +164,7 @@ def _adds_bos(folder: Path) -> bool:
     """Whether BOS goes before every text; Llama's tokenizers do that unless told otherwise."""
     try:
         return bool(read_json(folder / _CONFIG).get("add_bos_token", True))
-    except (Damaged, AttributeError):
+    except (CorruptFile, AttributeError):
         return True
 
 

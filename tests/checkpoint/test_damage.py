@@ -20,8 +20,8 @@ from megatron_llama.checkpoint.export import find_checkpoint
 from megatron_llama.checkpoint.folder import saved_steps
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
-from megatron_llama.checkpoint.safetensors_file import Damaged, read_safetensors_header
 from megatron_llama.checkpoint.storage import verify_file
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_safetensors_header
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
 from tests.ranks import RankFailed
@@ -106,7 +106,7 @@ def test_verify_reads_every_byte(copy: Path) -> None:
         verify_file(manifest.stored, file)
     for position in (-1, 3000):  # in the values, and in the head, which loading does not need
         _flip(folder / SHARD, position)
-        with pytest.raises(Damaged, match=SHARD):
+        with pytest.raises(CorruptFile, match=SHARD):
             verify_file(manifest.stored, SHARD)
         _flip(folder / SHARD, position)
     verify_file(manifest.stored, SHARD)
@@ -163,7 +163,7 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pickle"):
         open_hf_folder(hf, ModelConfig())
     (hf / "model.safetensors").write_bytes(bomb)
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptFile):
         open_hf_folder(hf, ModelConfig())
     assert not trace.exists()
 
@@ -175,12 +175,12 @@ def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: objec
     body = json.loads(text)
     body.pop("checksum")
     (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
-    with pytest.raises(Damaged, match="no plain file name"):
+    with pytest.raises(CorruptFile, match="no plain file name"):
         read_manifest(folder)
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(Damaged, match="no plain file name"):
+    with pytest.raises(CorruptFile, match="no plain file name"):
         open_hf_folder(hf, ModelConfig())
     (copy / "checkpoints" / "latest").write_text(str(name))
     with pytest.raises(ConfigError):
@@ -227,7 +227,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
     write(_entry())
     assert read_safetensors_header(tmp_path / "f.safetensors")["x"].shape == (2, 3)
     write(entry)
-    with pytest.raises(Damaged, match="f.safetensors"):
+    with pytest.raises(CorruptFile, match="f.safetensors"):
         read_safetensors_header(tmp_path / "f.safetensors")
 
 
@@ -236,7 +236,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
 )
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f.safetensors").write_bytes(content)
-    with pytest.raises(Damaged, match="f.safetensors"):
+    with pytest.raises(CorruptFile, match="f.safetensors"):
         read_safetensors_header(tmp_path / "f.safetensors")
 
 

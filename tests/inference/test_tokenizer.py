@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.checkpoint.safetensors_file import Stored
+from megatron_llama.checkpoint.stored_tensors import Stored
 from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.inference.load import Source
 from megatron_llama.inference.stream import Decoder, Printer

@@ -33,7 +33,7 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
-class Damaged(Exception):
+class CorruptFile(Exception):
     """What stands on disk is not what was written, or can't be read; the message names the file."""
 
 
@@ -78,27 +78,27 @@ def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
 
 
 def plain_name(name: Any) -> str:
-    """``name`` if it names a file in the folder itself; raises Damaged for anything that could lead elsewhere."""
+    """``name`` if it names a file in the folder itself; raises CorruptFile for anything that could lead elsewhere."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
-        raise Damaged(f"names a file {name!r}, which is no plain file name")
+        raise CorruptFile(f"names a file {name!r}, which is no plain file name")
     return name
 
 
 def whole_numbers(values: Any) -> Shape:
-    """``values`` as a shape; raises Damaged unless they are integers of at least 0."""
+    """``values`` as a shape; raises CorruptFile unless they are integers of at least 0."""
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise Damaged(f"has {values!r} where sizes should stand")
+        raise CorruptFile(f"has {values!r} where sizes should stand")
     return tuple(values)
 
 
 def read_json(path: Path) -> Any:
-    """The file's content; raises Damaged where it can't be read."""
+    """The file's content; raises CorruptFile where it can't be read."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
+        raise CorruptFile(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: is no JSON ({error})") from error
+        raise CorruptFile(f"{path}: is no JSON ({error})") from error
 
 
 def safetensors_header(
@@ -119,27 +119,27 @@ def safetensors_header(
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, each one chunk; raises Damaged for a file that is not whole or not sound."""
+    """The tensors of a safetensors file, each one chunk; raises CorruptFile for a truncated or invalid file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise Damaged(f"{path}: is no whole safetensors file")
+                raise CorruptFile(f"{path}: is no whole safetensors file")
             head = json.loads(file.read(length))
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
+        raise CorruptFile(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: its header is no JSON ({error})") from error
+        raise CorruptFile(f"{path}: its header is no JSON ({error})") from error
     if not isinstance(head, dict):
-        raise Damaged(f"{path}: its header is no JSON object")
+        raise CorruptFile(f"{path}: its header is no JSON object")
     head.pop("__metadata__", None)
     try:
         return {name: _stored(path, entry, 8 + length, size) for name, entry in head.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{path}: its header lacks something ({error})") from error
-    except Damaged as error:
-        raise Damaged(f"{path}: {error}") from error
+        raise CorruptFile(f"{path}: its header lacks something ({error})") from error
+    except CorruptFile as error:
+        raise CorruptFile(f"{path}: {error}") from error
 
 
 def _stored(path: Path, entry: dict[str, Any], data: int, file_size: int) -> StoredTensor:
@@ -147,9 +147,9 @@ def _stored(path: Path, entry: dict[str, Any], data: int, file_size: int) -> Sto
     shape, (start, stop) = whole_numbers(entry["shape"]), whole_numbers(entry["data_offsets"])
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise Damaged(f"holds values of type {entry['dtype']}, which no Llama has")
+        raise CorruptFile(f"holds values of type {entry['dtype']}, which no Llama has")
     if stop - start != math.prod(shape) * dtype.itemsize:
-        raise Damaged(f"{start}..{stop} is not the size of {list(shape)} values of {entry['dtype']}")
+        raise CorruptFile(f"{start}..{stop} is not the size of {list(shape)} values of {entry['dtype']}")
     if data + stop > file_size:
-        raise Damaged(f"ends after {file_size} bytes, and its header promises {data + stop}")
+        raise CorruptFile(f"ends after {file_size} bytes, and its header promises {data + stop}")
     return StoredTensor(dtype, shape, [Chunk(path.name, data + start, (0,) * len(shape), shape)])
