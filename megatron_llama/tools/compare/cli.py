@@ -1,58 +1,105 @@
-"""The command line of scripts/compare.py: what is asked, read and checked, with every mistake at once."""
+"""Compare training curves: python scripts/compare.py RUN_A RUN_B [...] --tolerance 0.01
+
+Reads run folders, TensorBoard folders, metrics.jsonl and trainer_state.json, of this program, NeMo, Megatron-LM and
+Hugging Face's Trainer. Prints a table and a verdict, and draws the curves and their gap. docs/compare.md explains.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.tools.compare.metric_names import ROLES
-from megatron_llama.tools.compare.read_logs import TRAINER_STATE
-from megatron_llama.tools.compare.runs import Reading, Run, read_run
-from megatron_llama.tools.compare.verdict import Comparison, compare
-from megatron_llama.train.metrics_file import METRICS_FILE
+from megatron_llama.tools.compare.read_logs import FILES_OF_A_RUN
 
-# Names inside a run's folder, which say nothing about the run.
-NO_NAMES = (METRICS_FILE, TRAINER_STATE, "tensorboard", "/")
+if TYPE_CHECKING:  # these need numpy, which --help does not
+    from megatron_llama.tools.compare.runs import Run
+    from megatron_llama.tools.compare.verdict import Comparison
 
-
-@dataclass(frozen=True)
-class Asked:
-    """What a user asked for, as it was written."""
-
-    runs: Sequence[str]
-    """The reference, and those compared with it."""
-    seeds: Sequence[str] = ()
-    tolerance: float = 0.01
-    window: float | None = None
-    tags: Sequence[str] = ()
-    samples_per_step: Sequence[str] = ()
-    min_overlap: float = 0.9
+STATUS = "Exit status: 0 the curves agree, 1 they don't, 2 wrong arguments or a run that can't be read."
 
 
-def run_comparison(asked: Asked) -> Comparison:
-    """Reads the runs and compares them; raises ConfigError with everything that is wrong with what was asked."""
-    problems = list(_bad_numbers(asked))
-    reading = Reading(_tags(asked.tags, problems), _samples_per_step(asked, problems))
-    paths = [*asked.runs, *asked.seeds]
+def main(argv: Sequence[str]) -> int:
+    """Runs ``scripts/compare.py`` with ``argv``; returns the exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        comparison = compare_runs(arguments)
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error, "This comparison") + "\n")
+        return EXIT_USER
+    from megatron_llama.tools.compare.comparison_plot import draw
+    from megatron_llama.tools.compare.comparison_report import as_html, as_text
+
+    sys.stdout.write(as_text(comparison))
+    picture, page = Path(f"{arguments.out}.png"), Path(f"{arguments.out}.html")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_bytes(draw(comparison))
+        page.write_text(as_html(comparison), encoding="utf-8")
+    except OSError as error:
+        sys.stderr.write(f"The report can't be written: {error}\n")
+        return EXIT_USER
+    sys.stdout.write(f"\n{picture}\n{page}\n")
+    return 0 if comparison.agree else EXIT_FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of scripts/compare.py."""
+    made = argparse.ArgumentParser(
+        description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("reference", metavar="RUN_A", help="the run that the others are compared with")
+    add("others", metavar="RUN_B", nargs="+", help="runs compared with it")
+    about = "largest relative gap of the smoothed curves (default 0.01)"
+    add("--tolerance", type=float, default=0.01, help=about)
+    about = "further runs of RUN_A with other seeds: their mean becomes the reference, their spread is allowed"
+    add("--seeds", nargs="+", default=[], metavar="RUN", help=about)
+    about = "samples to smooth over (default: 5%% of what is compared, 8 steps at least)"
+    add("--window", type=float, help=about)
+    about = "share of RUN_A's samples that all runs must have; below it they don't agree (default 0.9)"
+    add("--min-overlap", type=float, default=0.9, metavar="SHARE", help=about)
+    about = "what a series is called where no built-in name fits: loss=NAME, samples=NAME, step_time=NAME"
+    add("--tag", action="append", default=[], metavar="ROLE=NAME", help=about)
+    about = "global batch size of runs that log steps only"
+    add("--samples-per-step", action="append", default=[], metavar="[RUN=]N", help=about)
+    about = "writes PREFIX.png and PREFIX.html (default: comparison)"
+    add("--out", default="comparison", metavar="PREFIX", help=about)
+    return made
+
+
+def compare_runs(arguments: argparse.Namespace) -> Comparison:
+    """Reads the runs and compares them. Raises ConfigError with everything that is wrong with the arguments."""
+    from megatron_llama.tools.compare.runs import Reading, read_run
+    from megatron_llama.tools.compare.verdict import compare
+
+    compared = [arguments.reference, *arguments.others]
+    paths = [*compared, *arguments.seeds]
+    problems = list(_wrong_numbers(arguments))
+    reading = Reading(_tags(arguments.tag, problems), _samples_per_step(arguments.samples_per_step, paths, problems))
     runs: list[Run] = []
     for path, name in zip(paths, labels(paths), strict=True):
         run = read_run(path, name, reading)
-        if isinstance(run, Run):
-            runs.append(run)
-        else:
+        if isinstance(run, list):
             problems += run
+        else:
+            runs.append(run)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    count = len(asked.runs)
-    return compare(runs[0], runs[1:count], asked.tolerance, runs[count:], asked.window, asked.min_overlap)
+    reference, *others = runs[: len(compared)]
+    seeds = runs[len(compared) :]
+    return compare(reference, others, arguments.tolerance, seeds, arguments.window, arguments.min_overlap)
 
 
 def labels(paths: Sequence[str]) -> list[str]:
     """A short name for each path: as many of its last parts as tell it from the others."""
-    parts = [tuple(part for part in PurePath(path).parts if part not in NO_NAMES) or (path,) for path in paths]
+    parts = [tuple(part for part in PurePath(path).parts if part not in FILES_OF_A_RUN) or (path,) for path in paths]
     names = ["/".join(own[-1:]) for own in parts]
     for depth in range(2, 1 + max(map(len, parts))):
         names = [
@@ -64,30 +111,29 @@ def labels(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def _bad_numbers(asked: Asked) -> list[Problem]:
-    problems = []
-    if not (math.isfinite(asked.tolerance) and asked.tolerance >= 0):
-        problems.append(Problem("--tolerance", asked.tolerance, "must be at least 0", "write --tolerance 0.01"))
-    if asked.window is not None and not asked.window > 0:
-        problems.append(Problem("--window", asked.window, "must be above 0, in samples", "leave it out"))
-    if not 0 <= asked.min_overlap <= 1:
-        rule, instead = "must be a share from 0 to 1", "write --min-overlap 0.9"
-        problems.append(Problem("--min-overlap", asked.min_overlap, rule, instead))
-    known = {Path(path).resolve() for path in asked.runs}
-    for index, path in enumerate(asked.seeds):
+def _wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
+    if not (math.isfinite(arguments.tolerance) and arguments.tolerance >= 0):
+        yield Problem("--tolerance", arguments.tolerance, "must be at least 0", "write --tolerance 0.01")
+    if arguments.window is not None and not arguments.window > 0:
+        yield Problem("--window", arguments.window, "must be above 0, in samples", "leave it out")
+    if not 0 <= arguments.min_overlap <= 1:
+        rule = "must be a share from 0 to 1"
+        yield Problem("--min-overlap", arguments.min_overlap, rule, "write --min-overlap 0.9")
+    known = {Path(path).resolve() for path in (arguments.reference, *arguments.others)}
+    for path in arguments.seeds:
         where = Path(path).resolve()
-        if where in known or where in {Path(other).resolve() for other in asked.seeds[:index]}:
+        if where in known:
             rule = "is named twice: seeds are further runs, and comparing a seed with its own mean says nothing"
-            problems.append(Problem("--seeds", path, rule, "name each run once"))
-    return problems
+            yield Problem("--seeds", path, rule, "name each run once")
+        known.add(where)
 
 
 def _tags(given: Sequence[str], problems: list[Problem]) -> dict[str, list[str]]:
-    """{role: names} from role=name."""
+    """{role: names} from ROLE=NAME."""
     tags: dict[str, list[str]] = {}
     for text in given:
-        role, equals, name = text.partition("=")
-        if role in ROLES and equals and name:
+        role, _, name = text.partition("=")
+        if role in ROLES and name:
             tags.setdefault(role, []).append(name)
         else:
             rule = f"must be ROLE=NAME, with a role of {', '.join(ROLES)}"
@@ -95,17 +141,16 @@ def _tags(given: Sequence[str], problems: list[Problem]) -> dict[str, list[str]]
     return tags
 
 
-def _samples_per_step(asked: Asked, problems: list[Problem]) -> dict[str, float]:
-    """{path: samples} from N or PATH=N."""
+def _samples_per_step(given: Sequence[str], paths: Sequence[str], problems: list[Problem]) -> dict[str, float]:
+    """{path: samples} from N, whose path is "", or PATH=N."""
     sizes: dict[str, float] = {}
-    for text in asked.samples_per_step:
+    for text in given:
         path, _, number = text.rpartition("=")
         try:
             sizes[path] = float(number)
-            good = math.isfinite(sizes[path]) and sizes[path] > 0
         except ValueError:
-            good = False
-        if not good or (path and path not in [*asked.runs, *asked.seeds]):
+            sizes[path] = math.nan
+        if not 0 < sizes[path] < math.inf or (path and path not in paths):
             rule = "must be N, or RUN=N with a run as it is written beside it"
             problems.append(Problem("--samples-per-step", text, rule, "write the global batch size, 256"))
     return sizes

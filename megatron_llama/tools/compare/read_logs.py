@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,9 @@ from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 EVENTS = "events.out.tfevents."
 TRAINER_STATE = "trainer_state.json"
-# As TensorBoard: a SessionLog of this status says that later steps of an earlier attempt are void.
+# Names inside a run's folder, which say nothing about the run.
+FILES_OF_A_RUN = (METRICS_FILE, TRAINER_STATE, "tensorboard", "/")
+# A SessionLog of this status is TensorBoard's purge mark: an earlier attempt's points from its step on are void.
 SESSION_START = 1
 
 
@@ -29,25 +33,23 @@ class Series:
     values: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """When it was logged, seconds since the epoch; NaN where that is not known."""
+    dropped: int = 0
+    """Points that a later attempt replaced."""
 
-    def add(self, step: float, value: float, time: float) -> int:
-        """Adds a point. A step that was reached before means that the run went back: what an earlier attempt logged
-        from there on is dropped. Returns how many points that were."""
-        dropped = self.cut(step) if self.steps and step <= self.steps[-1] else 0
+    def add(self, step: float, value: float, time: float = math.nan) -> None:
+        """Adds a point. A step that was reached before means that the run was resumed from an earlier checkpoint: what
+        the attempt before logged from there on is dropped."""
+        self.drop_from(step)
         self.steps.append(step)
         self.values.append(value)
         self.times.append(time)
-        return dropped
 
-    def cut(self, step: float) -> int:
-        """Drops every point at ``step`` and later; returns how many those were."""
-        kept = len(self.steps)
-        while kept and self.steps[kept - 1] >= step:
-            kept -= 1
-        dropped = len(self.steps) - kept
+    def drop_from(self, step: float) -> None:
+        """Drops every point at ``step`` and later."""
+        kept = bisect_left(self.steps, step)
+        self.dropped += len(self.steps) - kept
         for column in (self.steps, self.values, self.times):
             del column[kept:]
-        return dropped
 
 
 @dataclass
@@ -55,20 +57,7 @@ class Log:
     """Everything that a run logged, by name."""
 
     source: Path
-    series: dict[str, Series] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Points of each series that a later attempt replaced."""
-
-    def add(self, name: str, step: float, value: float, time: float = math.nan) -> None:
-        """Adds a point to a series."""
-        dropped = self.series.setdefault(name, Series()).add(step, value, time)
-        self.dropped[name] = self.dropped.get(name, 0) + dropped
-
-    def cut(self, step: float) -> None:
-        """Drops ``step`` and everything later from all series but those over samples, which count otherwise."""
-        for name, one in self.series.items():
-            if not name.endswith(OVER_SAMPLES):
-                self.dropped[name] = self.dropped.get(name, 0) + one.cut(step)
+    series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))
 
 
 def read_log(path: Path) -> Log | Problem:
@@ -118,7 +107,7 @@ def _read(source: Path) -> Log:
     log = Log(source)
     if source.is_dir():
         files = [file for file in source.iterdir() if file.name.startswith(EVENTS)]
-        for file in sorted(files, key=lambda file: (_begun(file), file.name)):
+        for file in sorted(files, key=lambda file: (_first_time(file), file.name)):
             _read_events(file, log)
     elif source.name.startswith(EVENTS):
         _read_events(source, log)
@@ -146,7 +135,7 @@ def _add_records(log: Log, records: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError(f"a record has no number under {' or '.join(STEPS)}: {str(record)[:80]}")
         for name, value in record.items():
             if value is None or _is_number(value):
-                log.add(name, step, math.nan if value is None else float(value))
+                log.series[name].add(step, math.nan if value is None else float(value))
 
 
 def _is_number(value: object) -> bool:
@@ -154,31 +143,36 @@ def _is_number(value: object) -> bool:
 
 
 def _events(file: Path) -> Iterator[Any]:
-    """An event file's events; a last record that is only half written is left out by TensorBoard's reader."""
+    """An event file's events; TensorBoard's reader leaves out a last record that is only half written."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     events: Iterator[Any] = LegacyEventFileLoader(str(file)).Load()
     return events
 
 
-def _begun(file: Path) -> float:
-    """When an event file was begun: the order of a run's attempts. Its name tells that to the second only."""
+def _first_time(file: Path) -> float:
+    """When an event file was begun: the order of a run's attempts. Its name has whole seconds only."""
     return next((float(event.wall_time) for event in _events(file)), math.inf)
 
 
 def _read_events(file: Path, log: Log) -> None:
-    """Adds an event file's scalars."""
+    """Adds an event file's scalars.
+
+    TensorBoard's EventAccumulator can't do it: it drops an earlier attempt's points only at a purge mark, which
+    Lightning's logger does not write; it then cuts series over samples at that number of steps; and it lists scalars
+    stored as tensors (TensorFlow 2, torch's new_style) elsewhere.
+    """
     from tensorboard.util import tensor_util
 
     for event in _events(file):
         if event.HasField("session_log") and event.session_log.status == SESSION_START:
-            log.cut(event.step)
-        if not event.HasField("summary"):
-            continue
+            for name, series in log.series.items():
+                if not name.endswith(OVER_SAMPLES):  # the mark counts steps
+                    series.drop_from(event.step)
         for value in event.summary.value:
             if value.HasField("simple_value"):
-                log.add(value.tag, event.step, value.simple_value, event.wall_time)
+                log.series[value.tag].add(event.step, value.simple_value, event.wall_time)
             elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("scalars", ""):
                 array = tensor_util.make_ndarray(value.tensor)
                 if array.size == 1 and array.dtype.kind in "fiu":
-                    log.add(value.tag, event.step, float(array.item()), event.wall_time)
+                    log.series[value.tag].add(event.step, float(array.item()), event.wall_time)

@@ -154,8 +154,9 @@ def _tokens_per_sample(log: Log, program: Program, samples: Floats) -> float | N
 
 def _notes(log: Log, tag: str, losses: Floats) -> list[str]:
     notes = []
-    if log.dropped.get(tag):
-        notes.append(f"{log.dropped[tag]:,} steps stand in the log twice (it was resumed); the later attempt counts")
+    dropped = log.series[tag].dropped
+    if dropped:
+        notes.append(f"{dropped:,} steps stand in the log twice (it was resumed); the later attempt counts")
     bad = int((~np.isfinite(losses)).sum())
     if bad:
         notes.append(f"{bad:,} of {len(losses):,} losses are no finite number")

@@ -20,6 +20,7 @@ from megatron_llama.config.load_config import EXPERIMENT, load_config
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
+from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.import_nemo.convert import KINDS, UNSUPPORTED, Converted, Found
 
 MARK = "# Made by scripts/import_config.py"
@@ -49,6 +50,18 @@ def as_yaml(converted: Converted, source: str) -> str:
         place[key] = value
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*head, text])
+
+
+def write(out: Path, text: str) -> None:
+    """Writes the file, whole or not at all. Raises ConfigError where there is another one that this tool did not make."""
+    try:
+        if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace"):
+            rule = "is there already, and was not made by this script"
+            raise ConfigError([Problem("-o", str(out), rule, "name another file")])
+        write_atomically(out, text)
+    except OSError as error:
+        rule = f"can't be written: {error.strerror}"
+        raise ConfigError([Problem("-o", str(out), rule, "name another file")]) from None
 
 
 def _comment(text: str) -> list[str]:

@@ -6,24 +6,25 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.tools.compare.cli import Asked, run_comparison
+from megatron_llama.tools.compare.cli import compare_runs, parser
+from megatron_llama.tools.compare.runs import Floats
 from megatron_llama.tools.compare.verdict import Comparison
 
 STEPS, BATCH = 400, 8
 
 
-def falling(steps: int = STEPS, batch: int = BATCH) -> np.ndarray:
+def falling(steps: int = STEPS, batch: int = BATCH) -> Floats:
     """A smooth loss over samples, the same whatever the batch: 6 falling to 2."""
     samples = batch * np.arange(1, steps + 1)
     return 2 + 4 * np.exp(-samples / 800)
 
 
-def noisy(curve: np.ndarray, seed: int, size: float = 0.02) -> np.ndarray:
+def noisy(curve: Floats, seed: int, size: float = 0.02) -> Floats:
+    """The same with independent normal noise on each step, of standard deviation ``size``, relative."""
     return curve * (1 + size * np.random.default_rng(seed).standard_normal(len(curve)))
 
 
@@ -60,16 +61,28 @@ def events(folder: Path, steps: Iterable[int], scalars: Scalars, purge: int | No
 
 
 def same(step: int) -> float:
+    """The axis or value that is the step itself."""
     return step
 
 
-def compared(*runs: str, **options: Any) -> Comparison:
-    return run_comparison(Asked(runs=runs, **options))
+def compared(*runs: str, **options: float | Sequence[str]) -> Comparison:
+    """What scripts/compare.py makes of ``runs``; an option of several values is ``seeds`` or given several times."""
+    arguments = list(runs)
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, int | float):
+            arguments.append(f"{option}={value}")
+        elif name == "seeds":
+            arguments += [option, *value]
+        else:
+            arguments += [f"{option}={one}" for one in value]
+    return compare_runs(parser().parse_args(arguments))
 
 
-def problems(*runs: str, **options: Any) -> list[Problem]:
+def problems(*runs: str, **options: float | Sequence[str]) -> list[Problem]:
+    """What is wrong with a comparison."""
     try:
-        run_comparison(Asked(runs=runs, **options))
+        compared(*runs, **options)
     except ConfigError as error:
         return list(error.problems)
     return []

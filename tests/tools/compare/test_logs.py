@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ def reference(tmp_path: Path) -> str:
     return ours(tmp_path / "reference", LOSSES)
 
 
-def agrees(reference: str, other: str, **options: object) -> None:
+def agrees(reference: str, other: str, **options: Sequence[str]) -> None:
     """The other run is the same curve, over the same samples."""
     result = compared(reference, other, tolerance=1e-6, **options)  # an event file holds float32
     assert result.agree and result.grid.bins == STEPS, result.compared[0].run
@@ -45,13 +47,13 @@ def nemo(folder: Path, steps: range = range(1, STEPS + 1), purge: int | None = N
     return events(folder, steps, scalars, purge)
 
 
-def test_nemo(tmp_path, reference):
+def test_nemo(tmp_path: Path, reference: str) -> None:
     nemo(tmp_path / "nemo" / "2024-01-01")
-    agrees(reference, str(tmp_path / "nemo")), "the events are found below the folder"
+    agrees(reference, str(tmp_path / "nemo"))  # the events are found below the folder
     assert compared(reference, str(tmp_path / "nemo")).compared[0].speed_ratio == pytest.approx(2)
 
 
-def test_a_run_folder_whose_metrics_are_tensorboards(tmp_path, reference):
+def test_a_run_folder_whose_metrics_are_tensorboards(tmp_path: Path, reference: str) -> None:
     nemo(tmp_path / "run" / "tensorboard")
     agrees(reference, str(tmp_path / "run"))
     file = next((tmp_path / "run" / "tensorboard").iterdir())
@@ -59,8 +61,9 @@ def test_a_run_folder_whose_metrics_are_tensorboards(tmp_path, reference):
 
 
 @pytest.mark.parametrize("how", ["over samples", "batch size"])
-def test_megatron_lm(tmp_path, reference, how):
-    scalars = [("lm loss", loss, same), ("iteration-time", lambda step: 0.125, same), ("throughput", same, same)]
+def test_megatron_lm(tmp_path: Path, reference: str, how: str) -> None:
+    scalars: list[Any] = [("lm loss", loss, same), ("throughput", same, same)]
+    scalars += [("iteration-time", lambda step: 0.125, same)]
     scalars += [("lm loss vs samples", loss, samples)] if how == "over samples" else [("batch-size", lambda _: 8, same)]
     run = events(tmp_path / "megatron", range(1, STEPS + 1), scalars)
     agrees(reference, run)
@@ -68,7 +71,7 @@ def test_megatron_lm(tmp_path, reference, how):
     assert one.program == "Megatron-LM" and one.speed == pytest.approx(64), "its throughput is TFLOP/s, no samples"
 
 
-def test_hugging_face_trainer(tmp_path, reference):
+def test_hugging_face_trainer(tmp_path: Path, reference: str) -> None:
     run = events(tmp_path / "runs" / "host", range(1, STEPS + 1), [("train/loss", loss, same)])
     (found,) = problems(reference, run)
     assert "logs steps only" in found.rule and f"--samples-per-step {run}=N" in found.instead
@@ -76,7 +79,7 @@ def test_hugging_face_trainer(tmp_path, reference):
     agrees(reference, run, samples_per_step=["99", f"{run}=8"])
 
 
-def test_trainer_state(tmp_path, reference):
+def test_trainer_state(tmp_path: Path, reference: str) -> None:
     history = [{"step": step, "epoch": step / STEPS, "loss": loss(step)} for step in range(1, STEPS + 1)]
     # Trainer's last record has the mean loss of the whole run, which is no point of the curve.
     history.append({"step": STEPS, "train_loss": 9.9, "train_samples_per_second": 48.0})
@@ -90,18 +93,20 @@ def test_trainer_state(tmp_path, reference):
     assert one.speed == 48 and one.program == "Hugging Face Trainer"
 
 
-def test_a_mapping_of_the_users_own(tmp_path, reference):
+def test_a_mapping_of_the_users_own(tmp_path: Path, reference: str) -> None:
     run = events(tmp_path / "own", range(1, STEPS + 1), [("my/loss", loss, same), ("my/seen", samples, same)])
     tags = ["loss=my/loss", "loss=reduced_train_loss", "samples=my/seen", "samples=consumed_samples"]
-    agrees(reference, run, tags=tags)
-    missing = problems(reference, run, tags=["loss=my/loss"])
+    agrees(reference, run, tag=tags)
+    missing = problems(reference, run, tag=["loss=my/loss"])
     rules = [(found.value, found.rule) for found in missing]
     assert len(missing) == 2, "the reference has no my/loss, the other no samples"
     assert "looked for: my/loss" in rules[0][1] and "steps only" in rules[1][1]
 
 
 @pytest.mark.parametrize("purge", [41, None], ids=["purged", "overlapping"])
-def test_a_resumed_run_counts_each_step_once_and_the_later_attempt(tmp_path, reference, purge):
+def test_a_resumed_run_counts_each_step_once_and_the_later_attempt(
+    tmp_path: Path, reference: str, purge: int | None
+) -> None:
     """The first attempt went astray after step 40 and reached 50; the second began at 41."""
     folder = tmp_path / "resumed"
     nemo(folder, range(1, 41))
@@ -112,7 +117,7 @@ def test_a_resumed_run_counts_each_step_once_and_the_later_attempt(tmp_path, ref
     assert np.all(np.diff(run.samples) > 0) and "10 steps stand in the log twice" in run.notes[0]
 
 
-def test_a_resumed_run_that_has_not_come_as_far_forgets_what_was_purged(tmp_path, reference):
+def test_a_resumed_run_that_has_not_come_as_far_forgets_what_was_purged(tmp_path: Path, reference: str) -> None:
     folder = tmp_path / "resumed"
     nemo(folder, range(1, 51))
     nemo(folder, range(0), purge=41)  # has not come to a step at all
@@ -121,7 +126,7 @@ def test_a_resumed_run_that_has_not_come_as_far_forgets_what_was_purged(tmp_path
     assert compared(reference, str(folder)).compared[0].run.samples[-1] == 43 * BATCH
 
 
-def test_a_purge_counts_steps_and_no_samples(tmp_path, reference):
+def test_a_purge_counts_steps_and_no_samples(tmp_path: Path, reference: str) -> None:
     folder = tmp_path / "megatron"
     events(folder, range(1, 51), [("lm loss", loss, same), ("lm loss vs samples", loss, samples)])
     events(folder, range(0), [], purge=41)
@@ -129,7 +134,7 @@ def test_a_purge_counts_steps_and_no_samples(tmp_path, reference):
     assert run.samples[-1] == 50 * BATCH, "step 41 is no 41 samples"
 
 
-def test_samples_that_stand_still_are_one_point(tmp_path, reference):
+def test_samples_that_stand_still_are_one_point(tmp_path: Path, reference: str) -> None:
     """An event file's float32 counts exactly to 2^24 only: two steps can get the same number."""
     count = lambda step: samples(step - step % 2)  # noqa: E731
     scalars = [("reduced_train_loss", loss, same), ("consumed_samples", count, same)]
@@ -137,7 +142,7 @@ def test_samples_that_stand_still_are_one_point(tmp_path, reference):
     assert np.all(np.diff(run.samples) > 0) and len(run.samples) == STEPS // 2 + 1
 
 
-def test_half_written_logs(tmp_path, reference):
+def test_half_written_logs(tmp_path: Path, reference: str) -> None:
     metrics = Path(reference, "metrics.jsonl")
     half = tmp_path / "half" / "metrics.jsonl"
     half.parent.mkdir()
@@ -156,7 +161,7 @@ def test_half_written_logs(tmp_path, reference):
     assert "line 1" in found.rule
 
 
-def test_every_mistake_at_once(tmp_path):
+def test_every_mistake_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no_step").mkdir()
     (tmp_path / "no_step" / "metrics.jsonl").touch()
@@ -165,7 +170,7 @@ def test_every_mistake_at_once(tmp_path):
     for name in ("one", "two"):
         events(tmp_path / "several" / name, steps, [("loss", same, same)])
     paths = [str(tmp_path / name) for name in ("gone", "empty", "no_step", "several")]
-    found = problems(*paths, untagged, tags=["los=x"], samples_per_step=["0", "other=3"], tolerance=-1.0, window=0.0)
+    found = problems(*paths, untagged, tag=["los=x"], samples_per_step=["0", "other=3"], tolerance=-1.0, window=0.0)
     told = {(one.field, str(one.value)): f"{one.rule} {one.instead}" for one in found}
     assert len(found) == len(told) == 10
     for path, words in zip(paths, ("no such file", "holds no metrics.jsonl", "no step yet", "one, two"), strict=True):
@@ -175,7 +180,7 @@ def test_every_mistake_at_once(tmp_path):
     assert {field for field, _ in told} == {"run", "--tag", "--samples-per-step", "--tolerance", "--window"}
 
 
-def test_labels_tell_runs_apart():
+def test_labels_tell_runs_apart() -> None:
     assert labels(["runs/a", "runs/b/metrics.jsonl"]) == ["a", "b"]
     assert labels(["x/a/tensorboard", "y/a"]) == ["x/a", "y/a"]
     assert labels(["runs/a", "runs/a"]) == ["runs/a", "runs/a (2)"]

@@ -23,7 +23,7 @@ def run(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_is_quick_and_needs_nothing(tmp_path):
+def test_help_is_quick_and_needs_nothing(tmp_path: Path) -> None:
     with children_cpu_seconds(2.0):
         done = run("--help", where=tmp_path)
     assert done.returncode == 0 and "--tolerance" in done.stdout and "Exit status" in done.stdout
@@ -33,7 +33,7 @@ def test_help_is_quick_and_needs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("gap", "status"), [(1.0, 0), (1.3, 1)])
-def test_the_report(tmp_path, gap, status):
+def test_the_report(tmp_path: Path, gap: float, status: int) -> None:
     ours(tmp_path / "gpu", falling(200))
     ours(tmp_path / "<cpu> & co", noisy(falling(200), 1, size=0.001) * gap, seconds=1.0)
     done = run("gpu", "<cpu> & co", "--tolerance", "0.01", "--out", "new/report", where=tmp_path)
@@ -51,7 +51,7 @@ def test_the_report(tmp_path, gap, status):
     assert page.count("data:image/png;base64,") == 4, "wide and narrow, light and dark"
 
 
-def test_a_mistake_is_status_2_with_one_message(tmp_path):
+def test_a_mistake_is_status_2_with_one_message(tmp_path: Path) -> None:
     done = run("gone", "away", where=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert "This comparison can't work, for 2 reasons" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo import as_yaml, command_line, listing
 from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, TAKEN
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS
+from megatron_llama.tools.import_nemo.write_yaml import as_yaml, command_line, listing
 from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, changed, converted, experiment, kinds
 
 
-def test_seven_billion_of_nemo(tmp_path):
+def test_seven_billion_of_nemo(tmp_path: Path) -> None:
     result = converted(tmp_path, NEMO)
     plan = resolve(experiment(tmp_path, result), result.world_size or 0, exists=lambda _: True)
     model, trainer, optim, data = plan.model, plan.config.trainer, plan.config.optim, plan.config.data
@@ -38,7 +39,7 @@ def test_seven_billion_of_nemo(tmp_path):
     assert plan.config.logging.every_steps == 5
 
 
-def test_seventy_billion_of_nxdt(tmp_path):
+def test_seventy_billion_of_nxdt(tmp_path: Path) -> None:
     result = converted(tmp_path, NXDT)
     plan = resolve(experiment(tmp_path, result), result.world_size or 0, exists=lambda _: True)
     model, trainer, optim = plan.model, plan.config.trainer, plan.config.optim
@@ -53,7 +54,7 @@ def test_seventy_billion_of_nxdt(tmp_path):
 
 
 @pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
-def test_every_key_is_accounted_for_once(tmp_path, content):
+def test_every_key_is_accounted_for_once(tmp_path: Path, content: dict[str, Any]) -> None:
     def leaves(place: dict[str, Any], prefix: str = "") -> list[str]:
         return [
             key
@@ -68,7 +69,7 @@ def test_every_key_is_accounted_for_once(tmp_path, content):
     assert all(f"  {key}=" in text for key in leaves(content))
 
 
-def test_what_a_key_becomes(tmp_path):
+def test_what_a_key_becomes(tmp_path: Path) -> None:
     found = kinds(converted(tmp_path, NEMO))
     assert found["model.hidden_size"] == found["model.optim.lr"] == found["model.micro_batch_size"] == TAKEN
     assert found["model.num_layers"] == found["model.tensor_model_parallel_size"] == RENAMED
@@ -78,7 +79,7 @@ def test_what_a_key_becomes(tmp_path):
 
 
 @pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
-def test_the_command_line_says_the_same_as_the_file(tmp_path, content):
+def test_the_command_line_says_the_same_as_the_file(tmp_path: Path, content: dict[str, Any]) -> None:
     result = converted(
         tmp_path, content, 'model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"
     )
@@ -90,13 +91,13 @@ def test_the_command_line_says_the_same_as_the_file(tmp_path, content):
     assert by_line == by_file
 
 
-def test_the_nearest_preset_shortens_the_line(tmp_path):
+def test_the_nearest_preset_shortens_the_line(tmp_path: Path) -> None:
     assert "model=llama7b" in command_line(converted(tmp_path, NEMO), CONF)
     assert "num_attention_heads" not in command_line(converted(tmp_path, NEMO), CONF)
     assert "model=llama70b" in command_line(converted(tmp_path, NXDT), CONF)
 
 
-def test_keys_that_are_read_together(tmp_path):
+def test_keys_that_are_read_together(tmp_path: Path) -> None:
     def settings(content: dict[str, Any], *overrides: str) -> dict[str, Any]:
         return converted(tmp_path, content, *overrides).settings
 
@@ -118,26 +119,26 @@ def test_keys_that_are_read_together(tmp_path):
     assert ratio["optim.warmup_steps"] == 100
 
 
-def test_a_schedule_of_another_length_reaches_the_plan(tmp_path):
+def test_a_schedule_of_another_length_reaches_the_plan(tmp_path: Path) -> None:
     config = experiment(tmp_path, converted(tmp_path, NEMO, "+model.optim.sched.max_steps=5000"))
     plan = resolve(config, 8, exists=lambda _: True)
     assert plan.config.optim.schedule["max_steps"] == 5000 and plan.config.optim.schedule["warmup_steps"] == 2000
 
 
-def test_nothing_of_the_default_preset_is_left(tmp_path):
+def test_nothing_of_the_default_preset_is_left(tmp_path: Path) -> None:
     """llama_2m has two kv heads and initial weights of 0.05; a file that is silent about them means something else."""
     silent = changed(NEMO, model__init_method_std=..., model__layernorm_epsilon=...)
     model = experiment(tmp_path, converted(tmp_path, silent)).model
     assert (model.num_key_value_heads, model.initializer_range, model.rms_norm_eps) == (None, 0.02, 1e-5)
 
 
-def test_a_command_line_goes_over_the_file(tmp_path):
+def test_a_command_line_goes_over_the_file(tmp_path: Path) -> None:
     config = experiment(tmp_path, converted(tmp_path, NEMO), "trainer.steps=3", "optim=linear", "data=mock")
     assert config.trainer.steps == 3 and config.optim.schedule["_target_"].endswith(".LinearDecay")
     assert config.data.mock and config.trainer.global_batch_size == 256
 
 
-def test_their_overrides_come_first(tmp_path):
+def test_their_overrides_come_first(tmp_path: Path) -> None:
     overrides = ["model.num_layers=40", "+model.use_flash_attention=False", "model.data.data_prefix=[0.5,/a,0.5,/b]"]
     result = converted(tmp_path, NEMO, *overrides, "model.vocab_size=50000", "model.encoder_seq_length=2048")
     config = experiment(tmp_path, result)
@@ -170,7 +171,7 @@ def test_their_overrides_come_first(tmp_path):
         ("model__rampup_batch_size", [32, 32, 1000]),
     ],
 )
-def test_what_would_change_the_result_is_not_passed_over(tmp_path, key, value):
+def test_what_would_change_the_result_is_not_passed_over(tmp_path: Path, key: str, value: Any) -> None:
     content = changed(NEMO, **{key: value, "trainer__accelerator": "gpu"}, model__wrap_with_zero=...)
     result = converted(tmp_path, content)
     name = key.replace("__", ".")
@@ -201,7 +202,7 @@ def test_what_would_change_the_result_is_not_passed_over(tmp_path, key, value):
         ),
     ],
 )
-def test_precisions_of_nemo_and_neuron(tmp_path, changes, precision):
+def test_precisions_of_nemo_and_neuron(tmp_path: Path, changes: dict[str, Any], precision: str) -> None:
     result = converted(tmp_path, changed(NEMO, **changes))
     assert result.settings["trainer.precision"] == precision and not result.unsupported
 
@@ -219,7 +220,7 @@ def test_precisions_of_nemo_and_neuron(tmp_path, changes, precision):
         ({"type": "manual"}, "fp32"),
     ],
 )
-def test_precisions_of_nxdt(tmp_path, changes, precision):
+def test_precisions_of_nxdt(tmp_path: Path, changes: dict[str, Any], precision: str) -> None:
     content = changed(NXDT, **{f"precision__{key}": value for key, value in changes.items()})
     result = converted(tmp_path, content)
     assert result.settings["trainer.precision"] == precision and not result.unsupported
@@ -227,5 +228,5 @@ def test_precisions_of_nxdt(tmp_path, changes, precision):
     assert [one.key for one in lost.unsupported] == ["precision.type"] and lost.settings["trainer.zero"] == 0
 
 
-def test_every_precision_that_is_written_exists():
+def test_every_precision_that_is_written_exists() -> None:
     assert set(PRESETS) <= set(PRECISIONS)

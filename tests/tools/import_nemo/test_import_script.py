@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.tools.import_nemo import as_yaml, check, convert
-from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, ROOT, changed, converted, experiment, written
+from megatron_llama.tools.import_nemo.convert import convert
+from megatron_llama.tools.import_nemo.write_yaml import as_yaml, check
+from tests.paths import ROOT
+from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, changed, converted, experiment, written
 
 
-def test_what_is_left_open_is_said(tmp_path):
+def test_what_is_left_open_is_said(tmp_path: Path) -> None:
     bare = changed(NEMO, model__optim__weight_decay=..., model__optim__betas=..., model__data__data_prefix="???")
     result = converted(tmp_path, bare)
     text = " ".join(result.assumed)
@@ -33,13 +35,13 @@ def test_what_is_left_open_is_said(tmp_path):
     assert check(tmp_path / "ours.yaml", CONF, 20) == [problem], "20 devices are no whole number of tp * pp"
 
 
-def test_nxdt_may_say_num_key_value_heads(tmp_path):
+def test_nxdt_may_say_num_key_value_heads(tmp_path: Path) -> None:
     content = changed(NXDT)
     content["model"]["num_key_value_heads"] = content["model"].pop("num_kv_heads")
     assert experiment(tmp_path, converted(tmp_path, content)).model.num_key_value_heads == 8
 
 
-def test_a_shape_in_hugging_faces_config(tmp_path):
+def test_a_shape_in_hugging_faces_config(tmp_path: Path) -> None:
     shape = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
     shape |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "rope_theta": 500000.0}
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -54,7 +56,7 @@ def test_a_shape_in_hugging_faces_config(tmp_path):
     assert len(error.value.problems) == 1
 
 
-def test_sentencepieces_count_is_read_where_the_model_is_here(tmp_path):
+def test_sentencepieces_count_is_read_where_the_model_is_here(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"some words {number}" for number in range(200)))
@@ -72,7 +74,7 @@ def test_sentencepieces_count_is_read_where_the_model_is_here(tmp_path):
         ("a: 1\na: 2\n", "can't be read as YAML"),
     ],
 )
-def test_files_that_are_none(tmp_path, text, words):
+def test_files_that_are_none(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -80,7 +82,7 @@ def test_files_that_are_none(tmp_path, text, words):
     assert len(error.value.problems) == 2 and words in str(error.value), "and the override's mistake with it"
 
 
-def test_everything_that_is_missing_is_said_at_once(tmp_path):
+def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     bare = {"model": {"hidden_size": 64, "activations_checkpoint_granularity": "some"}}
     with pytest.raises(ConfigError) as error:
         converted(tmp_path, bare)
@@ -97,7 +99,7 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path):
     }
 
 
-def test_an_experiment_in_conf_goes_by_its_name(tmp_path):
+def test_an_experiment_in_conf_goes_by_its_name(tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
     (conf / "experiment").mkdir(exist_ok=True)
@@ -110,7 +112,7 @@ def test_an_experiment_in_conf_goes_by_its_name(tmp_path):
         load_config(["experiment=sevn"], conf)
 
 
-def test_a_mistake_in_an_experiment_is_told(tmp_path):
+def test_a_mistake_in_an_experiment_is_told(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("trainer:\n  stepz: 3\n")
     with pytest.raises(ConfigError) as error:
@@ -125,7 +127,7 @@ def run(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, script, *arguments], cwd=where, capture_output=True, text=True, timeout=150)
 
 
-def test_the_script(tmp_path):
+def test_the_script(tmp_path: Path) -> None:
     written(tmp_path, NEMO)
     done = run("theirs.yaml", "-o", "out/ours.yaml", "model.num_layers=16", where=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -149,7 +151,7 @@ def test_the_script(tmp_path):
     assert dry.returncode == 0 and "pp 1 × dp 4 × tp 8 = 32" in dry.stdout, dry.stderr
 
 
-def test_the_script_refuses(tmp_path):
+def test_the_script_refuses(tmp_path: Path) -> None:
     theirs = written(tmp_path, NEMO)
     before = theirs.read_text()
     over = run("theirs.yaml", "-o", "theirs.yaml", where=tmp_path)

@@ -1,0 +1,57 @@
+"""Convert a NeMo, neuronx-nemo-megatron or NxDT YAML: python scripts/import_config.py their.yaml [-o ours.yaml]
+
+Lists each of its keys as taken, renamed, without meaning here, or not supported; writes a YAML for experiment=...; and
+prints the equivalent train.py command line. docs/import_config.md explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+
+STATUS = (
+    "Exit status: 0 all that matters was taken over; 1 written, but something is not supported or still to be given "
+    "(it is listed); 2 a mistake, nothing written."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs ``scripts/import_config.py`` with ``argv``; returns the exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    # Imported here: --help needs none of it.
+    from megatron_llama.config import ConfigError, format_problems
+    from megatron_llama.launch.cli import CONF_DIR
+    from megatron_llama.tools.import_nemo.convert import convert
+    from megatron_llama.tools.import_nemo.write_yaml import as_yaml, check, command_line, listing, write
+
+    out = arguments.output or CONF_DIR / "experiment" / f"{arguments.theirs.stem}.yaml"
+    try:
+        converted = convert(arguments.theirs, arguments.overrides)
+        write(out, as_yaml(converted, arguments.theirs.name))
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error, str(arguments.theirs)) + "\n")
+        return EXIT_USER
+    sys.stdout.write(listing(converted, str(arguments.theirs)))
+    name = out.stem if out.resolve().parent == CONF_DIR / "experiment" else out
+    sys.stdout.write(f"\nwritten: {out}\n  python train.py experiment={name}\n")
+    sys.stdout.write(f"the same without the file:\n  {command_line(converted, CONF_DIR)}\n")
+    problems = check(out, CONF_DIR, converted.world_size)
+    if problems:
+        sys.stdout.write("\n" + format_problems(problems, "As it is, train.py says that it") + "\n")
+    return EXIT_FAILED if problems or converted.unsupported else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("theirs", type=Path, help="their YAML")
+    about = "what their command line changes in it: model.num_layers=32 (also model.vocab_size=N)"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
+    about = "the file to write (default: conf/experiment/<name of theirs>.yaml)"
+    parser.add_argument("-o", "--output", type=Path, help=about)
+    return parser
