@@ -14,26 +14,25 @@ if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, 
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from data_prep.lib.dataset import IndexedDataset
+    from megatron_llama.data.indexed_format import IndexedDataset
 
 BAR = 40
 SHOWN_CHARACTERS = 1000
 
 
-def counts(dataset: "IndexedDataset") -> Iterator[str]:
+def counts(dataset: "IndexedDataset", manifest: dict[str, Any] | None) -> Iterator[str]:
     """What there is, in a few lines."""
     import numpy as np
 
-    lengths = np.asarray(dataset.lengths)
-    empty = len(dataset) - int(np.count_nonzero(np.diff(dataset.document_indices)))
-    tokens = f"{len(dataset.tokens):,} {dataset.dtype} tokens"
+    lengths = dataset.index.lengths
+    empty = len(dataset) - int(np.count_nonzero(np.diff(dataset.index.document_indices)))
+    tokens = f"{len(dataset.tokens):,} {dataset.index.dtype} tokens"
     yield f"{dataset.prefix}: {len(dataset):,} documents ({empty:,} empty), {tokens}"
-    manifest = dataset.manifest()
     if manifest:
         read, skipped = manifest["documents_read"], manifest["documents_skipped"]
         yield f"read {read:,} = {manifest['documents_written']:,} written + {empty:,} empty + {skipped:,} skipped"
@@ -51,23 +50,24 @@ def histogram(dataset: "IndexedDataset") -> Iterator[str]:
     """How many sequences have how many tokens, in powers of two."""
     import numpy as np
 
-    if not len(dataset.lengths):
+    if not len(dataset.index.lengths):
         return
-    powers = np.floor(np.log2(np.maximum(dataset.lengths, 1))).astype(int)
+    powers = np.floor(np.log2(np.maximum(dataset.index.lengths, 1))).astype(int)
     numbers = np.bincount(powers)
     for power in range(int(powers.min()), len(numbers)):
         bar = "#" * int(np.ceil(BAR * numbers[power] / numbers.max()))
         yield f"{2**power:>10,} to {2 ** (power + 1) - 1:>10,}  {numbers[power]:>12,}  {bar}"
 
 
-def decoded(dataset: "IndexedDataset", number: int, model: str | None, characters: int) -> Iterator[str]:
+def decoded(
+    dataset: "IndexedDataset", manifest: dict[str, Any] | None, number: int, model: str | None, characters: int
+) -> Iterator[str]:
     """One document as text, where its tokenizer is at hand, else as ids.
 
     Raises:
         UserError: there is no such document, or the tokenizer is not the one that the manifest names.
     """
     ids = dataset.document(number).tolist()
-    manifest = dataset.manifest()
     yield f"document {number}: {len(ids):,} tokens, ids {' '.join(map(str, ids[:12]))}{' ...' if len(ids) > 12 else ''}"
     path = model or (manifest or {}).get("tokenizer")
     if not path or (not model and not os.path.exists(path)):
@@ -96,20 +96,19 @@ def main() -> int:
     parser.add_argument("--characters", type=int, default=SHOWN_CHARACTERS, help="of the document (default 1000)")
     parser.add_argument("--no-hashes", action="store_true", help="leave out the sha256, the slowest of the checks")
     args = parser.parse_args()
-    from data_prep.lib.dataset import IndexedDataset, problems
+    from data_prep.lib.check_dataset import problems, read_manifest
+    from megatron_llama.data.indexed_format import IndexedDataset
 
     dataset = IndexedDataset(args.prefix)
-    for line in counts(dataset):
+    manifest = read_manifest(dataset.prefix)
+    for line in [*counts(dataset, manifest), *histogram(dataset)]:
         print(line)
-    for line in histogram(dataset):
-        print(line)
-    manifest = dataset.manifest()
-    wrong = list(problems(dataset, manifest["vocab_size"] if manifest else None, not args.no_hashes))
+    wrong = list(problems(dataset, manifest, check_hashes=not args.no_hashes))
     if wrong:
         raise UserError(f"{dataset.prefix} is damaged: " + "; ".join(wrong))
     print("whole: header, sizes, lengths, pointers, document indices" + (", ids, manifest" if manifest else ""))
     if len(dataset):
-        for line in decoded(dataset, args.document, args.tokenizer_model, args.characters):
+        for line in decoded(dataset, manifest, args.document, args.tokenizer_model, args.characters):
             print(line)
     return 0
 

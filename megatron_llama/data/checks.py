@@ -4,50 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.plan.epochs import MASK_SUFFIX, SPLITS, document_lengths, parts_of
+from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset, read_index
+from megatron_llama.plan.epochs import SPLITS, parts_of
+from megatron_llama.system.errors import UserError
 
-# Megatron's dtype codes of .idx files
-_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-_HEADER = 9 + 8 + 1 + 8 + 8
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
-
-
-def blend(prefixes: list[Any]) -> tuple[list[str], list[float] | None]:
-    """Split Megatron's ``weight path weight path`` form into paths and weights (None where only paths are given)."""
-    if prefixes and all(_is_number(p) for p in prefixes[::2]) and len(prefixes) % 2 == 0:
-        return [str(p) for p in prefixes[1::2]], [float(p) for p in prefixes[::2]]
-    return [str(p) for p in prefixes], None
-
-
-def token_count(prefix: str) -> int:
-    """Tokens in a dataset, from its header and the size of its .bin."""
-    code = _read_header(Path(prefix + ".idx"))[1]
-    return Path(prefix + ".bin").stat().st_size // np.dtype(_DTYPES[code]).itemsize
-
-
-def dtype_of(prefix: str) -> Any:
-    """numpy's type of a dataset's tokens."""
-    return _DTYPES[_read_header(Path(prefix + ".idx"))[1]]
-
-
-def sequence_count(prefix: str) -> int:
-    """Sequences in a dataset; one per document, but for empty ones."""
-    return _read_header(Path(prefix + ".idx"))[2]
 
 
 def check_dataset(config: Config) -> list[Problem]:
     """Everything that keeps the config's datasets from being trained on."""
     problems = []
-    prefixes, _ = blend(config.data.prefixes)
     for name, prefix in [
-        *(("data.prefixes", prefix) for prefix in prefixes),
+        *(("data.prefixes", prefix) for prefix in weights_and_paths(config.data.prefixes)[1]),
         *(("data.validation_prefixes", prefix) for prefix in config.data.validation_prefixes),
     ]:
         try:
@@ -82,7 +57,7 @@ def check_sft(config: Config, validate: bool) -> list[Problem]:
             name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
             problems += [Problem(name, prefix, *what) for what in _unfit(prefix, data.seq_length)]
             if first == last:
-                count = len(document_lengths(prefix))
+                count = len(read_index(prefix))
                 rule = f"split {data.split} leaves none of its {count} examples for {SPLITS[number]}"
                 advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
                 problems.append(Problem(name, prefix, rule, advice))
@@ -92,14 +67,13 @@ def check_sft(config: Config, validate: bool) -> list[Problem]:
 def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
     """(rule, advice) for all that is wrong with a set on its own."""
     again = "make the dataset again"
-    lengths = document_lengths(prefix)
+    lengths = read_index(prefix).lengths
     try:
-        masks = document_lengths(prefix + MASK_SUFFIX)
-        kind = dtype_of(prefix + MASK_SUFFIX)
+        masks = read_index(prefix + MASK_SUFFIX)
         size = Path(prefix + MASK_SUFFIX + ".bin").stat().st_size
     except (OSError, ValueError) as error:
         return [(f"has no loss masks that can be read: {error}", again)]
-    if kind != np.uint8 or len(masks) != len(lengths) or not np.array_equal(masks, lengths):
+    if masks.dtype != np.uint8 or not np.array_equal(masks.lengths, lengths):
         return [(f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ", again)]
     if size != int(lengths.sum(dtype=np.int64)):
         return [(f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}", again)]
@@ -182,40 +156,12 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
 
 
 def _check_files(prefix: str) -> int:
-    """The largest id in the part of the dataset that is looked at; raises OSError or ValueError for what is broken."""
-    index, binary = Path(prefix + ".idx"), Path(prefix + ".bin")
-    documents, code, sequences = _read_header(index)
-    expected = _HEADER + 12 * sequences + 8 * documents
-    if index.stat().st_size != expected:
-        raise ValueError(f"{index} has {index.stat().st_size} bytes where its header promises {expected}")
-    lengths = np.zeros(0, dtype=np.int32)
-    if sequences:  # an empty file part can't be mapped
-        lengths = np.memmap(index, dtype=np.int32, mode="r", offset=_HEADER, shape=(sequences,))
-    itemsize = np.dtype(_DTYPES[code]).itemsize
-    needed = int(lengths.sum(dtype=np.int64)) * itemsize
-    if binary.stat().st_size != needed:
-        raise ValueError(f"{binary} has {binary.stat().st_size} bytes where {index} promises {needed}")
-    if needed == 0:
-        raise ValueError(f"{binary} holds no tokens")
-    ids = np.memmap(binary, dtype=_DTYPES[code], mode="r")
-    return int(ids[: _SAMPLED_BYTES // itemsize].max())
-
-
-def _read_header(index: Path) -> tuple[int, int, int]:
-    """(document indices, dtype code, sequences) of an .idx file."""
-    with index.open("rb") as file:
-        header = file.read(_HEADER)
-    if len(header) < _HEADER or header[:9] != b"MMIDIDX\x00\x00":
-        raise ValueError(f"{index} is no Megatron index file")
-    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
-    if version != 1 or code not in _DTYPES:
-        raise ValueError(f"{index} has version {version} and dtype code {code}, which nobody writes")
-    return documents, code, sequences
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    """The largest id in the first _SAMPLED_BYTES of the dataset; raises OSError or ValueError if it is damaged."""
+    dataset = IndexedDataset(prefix)
+    lengths, itemsize = dataset.index.lengths, dataset.index.dtype.itemsize
+    size, needed = dataset.bin_path.stat().st_size, int(lengths.sum(dtype=np.int64)) * itemsize
+    if size != needed:
+        raise UserError(f"{dataset.bin_path} has {size:,} bytes, but {dataset.idx_path} gives {needed:,}")
+    if not needed:
+        raise UserError(f"{dataset.bin_path} holds no tokens")
+    return int(dataset.tokens[: _SAMPLED_BYTES // itemsize].max())

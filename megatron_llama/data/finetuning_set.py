@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_llama.data.checks import check_sft
+from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset
 from megatron_llama.data.packing import OneEach, Order, Packed
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import MASK_SUFFIX, document_lengths, parts_of
+from megatron_llama.plan.epochs import parts_of
 
 PADDING = -1  # among the documents of a packed sequence
 
@@ -29,7 +29,12 @@ class Examples:
         self._sets = [(IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)) for prefix, _ in parts]
         self._ranges = [span for _, span in parts]
         self._ends = np.cumsum([last - first for first, last in self._ranges])
-        self.lengths = np.concatenate([document_lengths(prefix)[first:last] for prefix, (first, last) in parts])
+        self.lengths = np.concatenate(
+            [
+                tokens.index.lengths[first:last]
+                for (tokens, _), (first, last) in zip(self._sets, self._ranges, strict=True)
+            ]
+        )
         """Tokens of each."""
 
     def __len__(self) -> int:
@@ -41,7 +46,7 @@ class Examples:
         first, last = self._ranges[part]
         place = first + number - (int(self._ends[part]) - (last - first))
         tokens, masks = self._sets[part]
-        return tokens[place], masks[place]
+        return tokens.sequence(place), masks.sequence(place)
 
 
 class SFTDataset:

@@ -12,11 +12,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
-from megatron_llama.data.checks import blend, check_dataset, sequence_count, token_count
+from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.data.checks import check_dataset
+from megatron_llama.data.indexed_format import read_index
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
-
-_SPLITS = ("training", "validation", "test")
+from megatron_llama.plan.epochs import SPLITS
 
 
 @dataclass
@@ -55,13 +56,13 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
     """
     raise_together(check_dataset(plan.config) if dist.get_rank() == 0 else [])
     data = plan.config.data
-    prefixes, weights = blend(data.prefixes)
-    if weights is None and len(prefixes) > 1:
-        weights = [float(token_count(prefix)) for prefix in prefixes]
+    weights, prefixes = weights_and_paths(data.prefixes)
+    if not weights and len(prefixes) > 1:
+        weights = [float(read_index(prefix).tokens()) for prefix in prefixes]
     config = GPTDatasetConfig(
         random_seed=plan.config.trainer.seed,
         sequence_length=data.seq_length,
-        blend=(prefixes, weights),
+        blend=(prefixes, weights or None),
         split=data.split,
         path_to_cache=data.cache_dir or str(Path(prefixes[0]).parent / "cache"),
         tokenizer=_Ids(plan.model.vocab_size),  # type: ignore[arg-type]
@@ -83,7 +84,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
             except Exception as error:  # megatron-core asserts on what it can't cut; the cache may be no place to write
                 problems.append(_unusable(plan, f"can't be cut into samples: {type(error).__name__}: {error}"))
         raise_together(problems)
-    for samples, split, name in zip(wanted, splits, _SPLITS, strict=True):
+    for samples, split, name in zip(wanted, splits, SPLITS, strict=True):
         if samples and (split is None or len(split) < samples):
             problems.append(_unusable(plan, f"split {data.split} leaves too few documents for {name}"))
     raise_together(problems)
@@ -92,10 +93,10 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
 
 def _empty_splits(plan: Plan, prefix: str, shares: Sequence[tuple[float, float] | None]) -> list[Problem]:
     """The wanted splits that get none of a dataset's documents; their borders are rounded as megatron-core does."""
-    count = sequence_count(prefix)
+    count = len(read_index(prefix))
     return [
         _unusable(plan, f"split {plan.config.data.split} leaves none of the {count} documents of {prefix} for {name}")
-        for share, name in zip(shares, _SPLITS, strict=True)
+        for share, name in zip(shares, SPLITS, strict=True)
         if share is not None and round(share[0] * count) == round(share[1] * count)
     ]
 

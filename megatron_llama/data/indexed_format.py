@@ -1,41 +1,148 @@
-"""Megatron's indexed dataset on disk: the .idx writer, a reader, and the integrity check.
+"""Megatron's indexed dataset on disk: a reader and a writer without torch.
 
-.bin: the tokens of all sequences back to back. .idx: 9 bytes `MMIDIDX` and two zeros; u64 version 1; u8 dtype code;
-u64 N sequences; u64 M document indices; N int32 lengths; N int64 byte pointers; M int64 document indices from 0:
-34 + 12 N + 8 M bytes, little-endian. An empty document repeats its index and writes no sequence. Both files are what
-megatron-core's own writer makes (tests/data_prep holds it down byte by byte), without its loop in Python.
+PREFIX.bin holds the tokens of all sequences back to back. PREFIX.idx is, little-endian: 9 bytes ``MMIDIDX`` and two
+zeros; u64 version 1; u8 dtype code; u64 N sequences; u64 M document indices; N int32 lengths in tokens; N int64 byte
+offsets into the .bin (pointers); M int64 document indices, the number of a document's first sequence: 34 + 12 N + 8 M
+bytes. An empty document repeats its index and has no sequence. Both files are byte for byte what megatron-core's
+IndexedDatasetBuilder writes (tests/data_prep/test_format.py), without its Python loop over sequences.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from megatron_llama.system.errors import UserError
+
 MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-# megatron-core's own border: above it a token does not fit two bytes with room to spare
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+"""By their codes in an .idx, megatron-core's ``DType``."""
 UINT16_MAX_VOCABULARY = 65500
+"""megatron-core's bound (``DType.optimal_dtype``), not 65,536."""
+MASK_SUFFIX = "_mask"
+"""Added to a fine-tuning set's prefix, it is the prefix of its loss masks: uint8, 1 where a token has loss."""
 CHUNK = 1 << 20
+"""Sequences that the writer and the checks hold in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """An .idx file, memory-mapped."""
+
+    dtype: np.dtype
+    """Of the tokens in the .bin."""
+    lengths: np.ndarray
+    """int32 [sequences], tokens."""
+    pointers: np.ndarray
+    """int64 [sequences], byte offsets into the .bin."""
+    document_indices: np.ndarray
+    """int64 [documents + 1], each document's first sequence."""
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    def tokens(self, first: int = 0, last: int | None = None) -> int:
+        """Tokens of sequences ``first`` to ``last`` (exclusive), from two pointers rather than a sum of lengths."""
+        last = len(self) if last is None else last
+        if first >= last:
+            return 0
+        end = int(self.pointers[last - 1]) + int(self.lengths[last - 1]) * self.dtype.itemsize
+        return (end - int(self.pointers[first])) // self.dtype.itemsize
+
+
+def read_index(prefix: str) -> Index:
+    """Opens PREFIX.idx; PREFIX.bin need not be there.
+
+    Raises:
+        OSError: it can't be read.
+        UserError: it is no Megatron index, or its size differs from what its header gives.
+    """
+    path = Path(prefix + ".idx")
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise UserError(f"{path} is not a Megatron index file: it does not start with {MAGIC!r}")
+    _, version, code, sequences, indices = HEADER.unpack(header)
+    if version != VERSION or code not in DTYPES:
+        raise UserError(f"{path} has version {version} and dtype code {code}, which are unknown")
+    size, expected = path.stat().st_size, HEADER.size + 12 * sequences + 8 * indices
+    if size != expected:
+        raise UserError(f"{path} has {size:,} bytes, but its header gives {expected:,}")
+
+    def section(dtype: str, count: int, offset: int) -> np.ndarray:
+        if not count:  # nothing can't be mapped
+            return np.zeros(0, dtype)
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+    return Index(
+        dtype=np.dtype(DTYPES[code]),
+        lengths=section("<i4", sequences, HEADER.size),
+        pointers=section("<i8", sequences, HEADER.size + 4 * sequences),
+        document_indices=section("<i8", indices, HEADER.size + 12 * sequences),
+    )
+
+
+class IndexedDataset:
+    """PREFIX.bin and PREFIX.idx, memory-mapped."""
+
+    def __init__(self, prefix: str) -> None:
+        """``prefix`` with or without .bin or .idx.
+
+        Raises:
+            OSError: a file can't be read.
+            UserError: a file is missing, or the index is no index or has the wrong size.
+        """
+        self.prefix = prefix.removesuffix(".bin").removesuffix(".idx")
+        self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
+        for path in (self.bin_path, self.idx_path):
+            if not path.is_file():
+                raise UserError(f"there is no {path}")
+        self.index = read_index(self.prefix)
+        dtype = self.index.dtype
+        has_tokens = self.bin_path.stat().st_size >= dtype.itemsize
+        self.tokens: np.ndarray = np.memmap(self.bin_path, dtype, "r") if has_tokens else np.zeros(0, dtype)
+        """All tokens, [tokens] of ``index.dtype``."""
+
+    def __len__(self) -> int:
+        """Documents, empty ones included."""
+        return max(0, len(self.index.document_indices) - 1)
+
+    def sequence(self, number: int) -> np.ndarray:
+        """The tokens of a sequence, a view of the mapped file."""
+        start = int(self.index.pointers[number]) // self.index.dtype.itemsize
+        return self.tokens[start : start + int(self.index.lengths[number])]
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of a document, that is of all its sequences.
+
+        Raises:
+            UserError: there is no such document.
+        """
+        if not 0 <= number < len(self):
+            raise UserError(f"there is no document {number}; there are {len(self):,}, counted from 0")
+        first, last = (int(index) for index in self.index.document_indices[number : number + 2])
+        if first == last:
+            return self.tokens[:0]
+        start = int(self.index.pointers[first]) // self.index.dtype.itemsize
+        return self.tokens[start : start + self.index.tokens(first, last)]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type of a token on disk: uint16 below 65,500 pieces, else int32."""
+    """The dtype of tokens on disk: uint16 for vocabularies below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < UINT16_MAX_VOCABULARY else np.dtype("<i4")
-
-
-def dtype_code(dtype: np.dtype) -> int:
-    """Megatron's number for a token type."""
-    return next(code for code, kind in CODES.items() if np.dtype(kind) == dtype)
 
 
 def write_index(file: IO[bytes], lengths_path: Path, dtype: np.dtype) -> tuple[int, int]:
     """Writes an .idx from a file of int32 lengths, one per document, 0 for an empty one.
 
-    Memory does not grow with the number of documents: every section is one pass over the lengths.
+    Memory does not grow with the number of documents: each section is one pass over the lengths.
 
     Returns:
         (sequences, tokens).
@@ -44,7 +151,8 @@ def write_index(file: IO[bytes], lengths_path: Path, dtype: np.dtype) -> tuple[i
     lengths = np.memmap(lengths_path, dtype="<i4", mode="r") if size else np.zeros(0, dtype="<i4")
     chunks = [slice(start, start + CHUNK) for start in range(0, len(lengths), CHUNK)]
     sequences = sum(int(np.count_nonzero(lengths[chunk])) for chunk in chunks)
-    file.write(HEADER.pack(MAGIC, 1, dtype_code(dtype), sequences, len(lengths) + 1))
+    code = next(code for code, known in DTYPES.items() if np.dtype(known) == dtype)
+    file.write(HEADER.pack(MAGIC, VERSION, code, sequences, len(lengths) + 1))
     for chunk in chunks:
         part = lengths[chunk]
         file.write(part[part != 0].tobytes())

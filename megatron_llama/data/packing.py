@@ -1,17 +1,67 @@
 """Which examples of a fine-tuning set make up sample i: a function of seed and i, whatever the layout.
 
 Samples go on from epoch to epoch; each epoch has every example once, in an order of its own.
+
+Packing works on the histogram of lengths (best fit, longest first), so it takes as long for a thousand examples as for
+a hundred million, and the number of sequences is the same in every epoch: which examples share a sequence changes, the
+lengths that share one don't.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from megatron_llama.plan.epochs import histogram, recipes
-
 KEPT_EPOCHS = 2  # a global batch may reach into the next
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A kind of packed sequence: the lengths that go into it, and how many such sequences there are."""
+
+    parts: tuple[tuple[int, int], ...]
+    """(length, how many examples of it), longest first."""
+    count: int
+
+
+def recipes(lengths: dict[int, int], capacity: int) -> list[Recipe]:
+    """Packs {length: how many examples} into sequences of at most ``capacity`` tokens, none split: each example goes
+    where it leaves the least room, longest first."""
+    room: dict[int, list[Recipe]] = {}  # by the tokens left
+
+    def put(parts: tuple[tuple[int, int], ...], length: int, fit: int, count: int, space: int) -> None:
+        if count and fit:
+            room.setdefault(space - fit * length, []).append(Recipe((*parts, (length, fit)), count))
+
+    for length in sorted(lengths, reverse=True):
+        left = lengths[length]
+        assert 0 < length <= capacity, f"an example of {length} tokens does not fit into {capacity}"
+        for space in sorted(space for space in room if space >= length):
+            fit = space // length  # after one, the same sequence is again the one with the least room
+            while left and room[space]:
+                kind = room[space].pop()
+                full = min(left // fit, kind.count)
+                rest = left - full * fit if full < kind.count else 0
+                put(kind.parts, length, fit, full, space)
+                put(kind.parts, length, rest, 1, space)
+                untouched = kind.count - full - bool(rest)
+                if untouched:
+                    room[space].append(Recipe(kind.parts, untouched))
+                left -= full * fit + rest
+            if not left:
+                break
+        fit = capacity // length
+        put((), length, fit, left // fit, capacity)
+        put((), length, left % fit, 1, capacity)
+    return [kind for space in sorted(room) for kind in room[space]]
+
+
+def histogram(lengths: np.ndarray) -> dict[int, int]:
+    """{length: how many} of an array of lengths."""
+    values, counts = np.unique(lengths, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 class Order(Protocol):
@@ -44,7 +94,7 @@ class OneEach:
 class Packed:
     """A sample is several examples that fit into a sequence together.
 
-    The lengths that go together are the same in every epoch (plan/epochs.py); which of the examples of a length
+    The lengths that go together are the same in every epoch (``recipes``); which of the examples of a length
     these are, and the order of the sequences, is drawn for each epoch.
     """
 

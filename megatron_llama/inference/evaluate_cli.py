@@ -163,7 +163,7 @@ def _task(arguments: argparse.Namespace, loaded: Loaded, problems: Problems) -> 
 
 def _check_examples(arguments: argparse.Namespace, problems: Problems) -> None:
     """A fine-tuning set is not cut, so that nothing says where."""
-    from megatron_llama.plan.epochs import MASK_SUFFIX
+    from megatron_llama.data.indexed_format import MASK_SUFFIX
 
     if Path(f"{arguments.dataset}{MASK_SUFFIX}.idx").is_file():
         for name in ("seq_length", "max_tokens"):

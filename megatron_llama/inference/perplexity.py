@@ -12,8 +12,8 @@ import torch
 
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
 from megatron_llama.data.checks import check_dataset
+from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset, read_index
 from megatron_llama.inference.generator import Generator
-from megatron_llama.plan.epochs import MASK_SUFFIX, document_lengths
 
 _LOGIT_BYTES = 256 << 20  # of a rank's fp32 logits at a time
 Progress = Callable[[int, int], None]
@@ -38,9 +38,7 @@ def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
     problems = check_dataset(Config(model=model, data=DataConfig(prefixes=[prefix], tokenizer=None)))
     if problems:
         raise ConfigError(problems)
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    return np.memmap(prefix + ".bin", dtype=IndexedDataset(prefix).index.dtype, mode="r")
+    return IndexedDataset(prefix).tokens
 
 
 def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.ndarray]] | None:
@@ -51,10 +49,8 @@ def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.
     if not Path(prefix + MASK_SUFFIX + ".idx").is_file():
         return None
     open_ids(prefix, model)
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    lengths = document_lengths(prefix)
-    if not np.array_equal(lengths, document_lengths(prefix + MASK_SUFFIX)):
+    lengths = read_index(prefix).lengths
+    if not np.array_equal(lengths, read_index(prefix + MASK_SUFFIX).lengths):
         rule = f"{prefix + MASK_SUFFIX} is not its loss masks: counts or lengths differ"
         raise ConfigError([Problem("--dataset", prefix, rule, "make the dataset again")])
     if int(lengths.max()) - 1 > model.max_position_embeddings:
@@ -63,8 +59,7 @@ def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.
         )
         raise ConfigError([Problem("--dataset", prefix, rule, "make it again with a smaller --seq-length")])
     tokens, masks = IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)
-    # Copies: what a dataset gives out is gone with it.
-    return [(np.array(tokens[number]), np.array(masks[number])) for number in range(len(lengths))]
+    return [(tokens.sequence(number), masks.sequence(number)) for number in range(len(lengths))]
 
 
 def windows(count: int, length: int) -> Iterator[tuple[int, int]]:

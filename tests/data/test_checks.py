@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.data.checks import check_dataset, token_count
+from megatron_llama.data.checks import check_dataset
+from megatron_llama.data.indexed_format import read_index
 from tests.config.helpers import make
 from tests.data.files import MAGIC, numbered, train_tokenizer, write_indexed
 
@@ -50,7 +51,7 @@ def write_manifest(prefix: str, tokenizer: Path) -> None:
 def test_a_good_dataset_has_no_problem(prefix: str, tokenizer: Path) -> None:
     write_manifest(prefix, tokenizer)
     assert check_dataset(config_of(prefix, tokenizer=tokenizer)) == []
-    assert token_count(prefix) == sum(len(document) for document in numbered(60))
+    assert read_index(prefix).tokens() == sum(len(document) for document in numbered(60))
 
 
 def cut_index(prefix: str) -> None:
@@ -98,8 +99,8 @@ def only_empty_documents(prefix: str) -> None:
 
 BROKEN = [
     (cut_index, "text_document.idx has"),
-    (cut_index_in_its_header, "text_document.idx is no Megatron index file"),
-    (other_magic, "text_document.idx is no Megatron index file"),
+    (cut_index_in_its_header, "text_document.idx is not a Megatron index file"),
+    (other_magic, "text_document.idx is not a Megatron index file"),
     (unknown_dtype, "text_document.idx has version 1 and dtype code 99"),
     (cut_binary, "text_document.bin has"),
     (longer_binary, "text_document.bin has"),

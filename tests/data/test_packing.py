@@ -9,8 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_llama.data.packing import OneEach, Order, Packed
-from megatron_llama.plan.epochs import histogram, recipes
+from megatron_llama.data.packing import OneEach, Order, Packed, histogram, recipes
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

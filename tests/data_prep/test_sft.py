@@ -14,8 +14,9 @@ import pytest
 
 from data_prep import sft
 from data_prep.lib import formats
-from data_prep.lib.dataset import IndexedDataset
+from data_prep.lib.check_dataset import read_manifest
 from data_prep.lib.records import REASONS as LINE_REASONS
+from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import own_template
 from megatron_llama.text.chat_tokenizer import HuggingFace, encode_pieces
@@ -51,7 +52,7 @@ def prepare(folder: Path, source: Path, prefix: Path, *more: object) -> subproce
 def read(prefix: Path) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Any]]:
     """(tokens, masks, manifest) of a set."""
     tokens, masks = IndexedDataset(f"{prefix}_sft"), IndexedDataset(f"{prefix}_sft_mask")
-    manifest = tokens.manifest()
+    manifest = read_manifest(tokens.prefix)
     assert manifest is not None and len(tokens) == len(masks) == manifest["documents_written"]
     return [tokens.document(n) for n in range(len(tokens))], [masks.document(n) for n in range(len(masks))], manifest
 

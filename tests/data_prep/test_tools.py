@@ -47,9 +47,9 @@ DAMAGE = {
     "no EOD at the end": (".bin", -2, b"\x05\x00", "EOD"),
     "a length": (".idx", 34, b"\x09\x09", "does not begin where"),
     "a pointer": (".idx", -1, b"", "document indices"),
-    "the magic": (".idx", 0, b"X", "no Megatron index"),
+    "the magic": (".idx", 0, b"X", "not a Megatron index"),
     "the version": (".idx", 9, b"\x02", "version 2"),
-    "the count": (".idx", 18, b"\x01", "header speaks of"),
+    "the count": (".idx", 18, b"\x01", "its header gives"),
 }
 
 
@@ -72,7 +72,7 @@ def test_inspect_finds_truncation_and_the_wrong_tokenizer(dataset: Path, tmp_pat
     assert_refused(done, "not the tokenizer that made")
     binary = Path(f"{dataset}.bin")
     binary.write_bytes(binary.read_bytes()[:-100])
-    assert_refused(run_script("inspect.py", dataset), "the index speaks of")
+    assert_refused(run_script("inspect.py", dataset), "the index gives")
 
 
 def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:

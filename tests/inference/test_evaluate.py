@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.lib.dataset import IndexedDataset
 from megatron_llama.config import ConfigError
+from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference import accuracy as answers
 from megatron_llama.inference import evaluate_cli as evaluate
 from megatron_llama.inference.accuracy import Asked, ask, final_number, share

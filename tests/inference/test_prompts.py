@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.dataset import IndexedDataset
 from data_prep.sft import main as prepare
 from megatron_llama.config import ConfigError
+from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference.prompts import PromptBuilder, open_prompt_builder
 from megatron_llama.inference.tokenizer import HuggingFace, Pieces, Text
 from megatron_llama.system.errors import UserError

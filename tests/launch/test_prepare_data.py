@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import data_prep.sft
-from data_prep.lib.dataset import IndexedDataset
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
+from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.launch import cli
 from megatron_llama.launch import prepare_data as prepared
 from megatron_llama.launch.prepare_data import with_finished, with_prepared
@@ -64,7 +64,7 @@ def test_it_is_what_the_command_makes(base: Path, chat: Path, tmp_path: Path, ca
     (prefix,) = made.data.prefixes
     assert config.data.prefixes == [str(chat)] and content(prefix) == by_hand(tmp_path, base, chat)
     documents = IndexedDataset(prefix)
-    assert f"16 documents, {int(documents.lengths.sum()):,} tokens" in (said := capsys.readouterr().out)
+    assert f"16 documents, {int(documents.index.lengths.sum()):,} tokens" in (said := capsys.readouterr().out)
     assert "0 skipped" in said and str(Path(prefix).parent) in said
     # The next run, on a copy elsewhere, makes nothing; a dry run finds it too.
     times = os.stat(prefix + ".bin").st_mtime_ns
@@ -111,7 +111,7 @@ def test_what_changes_it_is_in_its_name(base: Path, chat: Path, tmp_path: Path) 
     for config in (shorter, named, changed):
         assert with_finished(config).data.prefixes == [str(chat)], "nothing is prepared for it"
     (prefix,) = with_prepared(changed).data.prefixes
-    assert prefix != first[0] and len(IndexedDataset(prefix).lengths) == 17
+    assert prefix != first[0] and len(IndexedDataset(prefix)) == 17
     settings = json.loads((base / "tokenizer_config.json").read_text())
     other = make_folder(tmp_path / "other")
     (other / "tokenizer_config.json").write_text(

@@ -16,7 +16,7 @@ from megatron_llama.config.limits import weights_and_paths
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
-from megatron_llama.plan.epochs import MASK_SUFFIX
+from megatron_llama.data.indexed_format import MASK_SUFFIX
 from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.plan.rules.raw_data import is_record_file, record_files
 
