@@ -12,7 +12,6 @@ The recipe is chosen for that: at these rates most updates are below half a step
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,13 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
+from megatron_llama.train.smoothing import Floats, moving_average  # noqa: E402
+
 PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
 # Constant batches and a small model: a precision needs a few minutes on two cores that know bf16.
 RECIPE = (
     "model=llama_2m data=python_stdlib device=cpu trainer.dp=1 trainer.micro_batch_size=4 trainer.global_batch_size=4 "
     "optim.lr=3e-4 logging.every_steps=50 checkpoint.every_steps=100 checkpoint.keep=1"
 ).split()
-WINDOW = 0.1  # of the run: what a loss is averaged over
+WINDOW = 0.1  # share of the run that a loss is averaged over
 COLOURS = ("#1f2933", "#2563eb", "#0d9488", "#ea580c", "#7c3aed", "#be123c")
 
 Runs = Mapping[str, Sequence[Sequence[float]]]
@@ -37,21 +41,18 @@ def train(folder: Path, precision: str, seed: int, steps: int, overrides: Sequen
     """The losses of one run, made or finished by train.py; raises CalledProcessError."""
     choices = [f"trainer.precision={precision}", f"trainer.seed={seed}", f"trainer.steps={steps}", f"run.dir={folder}"]
     subprocess.run([sys.executable, "train.py", *RECIPE, *overrides, *choices], cwd=ROOT, check=True)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["reduced_train_loss"] for line in lines]
+    return [record["reduced_train_loss"] for record in read_metrics(folder / METRICS_FILE)]
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of each step and those before it, at most WINDOW of the run."""
-    reach = max(1, int(len(losses) * WINDOW))
-    return [statistics.fmean(losses[max(0, i + 1 - reach) : i + 1]) for i in range(len(losses))]
+def smoothed(losses: Sequence[float]) -> Floats:
+    """Means over WINDOW of the run: [steps] to [steps - window + 1]."""
+    return moving_average(losses, max(1, int(len(losses) * WINDOW)))
 
 
-def gaps(runs: Runs, precision: str) -> list[list[float]]:
-    """For each seed: how much higher the smoothed loss is than that of the first precision, step by step."""
-    first = next(iter(runs))
-    pairs = zip(runs[precision], runs[first], strict=True)
-    return [[a - b for a, b in zip(smoothed(ours), smoothed(base), strict=True)] for ours, base in pairs]
+def gaps(runs: Runs, precision: str) -> list[Floats]:
+    """For each seed: how much higher the smoothed loss is than that of the first precision."""
+    pairs = zip(runs[precision], next(iter(runs.values())), strict=True)
+    return [smoothed(losses) - smoothed(reference) for losses, reference in pairs]
 
 
 def table(runs: Runs, recipe: str) -> str:
@@ -82,9 +83,9 @@ def draw(runs: Runs, path: Path, title: str) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
     for colour, (precision, losses) in zip(COLOURS * len(runs), runs.items(), strict=False):
         for number, (seed, gap) in enumerate(zip(losses, gaps(runs, precision), strict=True)):
-            steps = range(1, len(seed) + 1)
-            above.plot(steps, smoothed(seed), color=colour, linewidth=1.2, label=None if number else precision)
-            below.plot(steps, gap, color=colour, linewidth=1.2)
+            middles = smoothed(range(1, len(seed) + 1))
+            above.plot(middles, smoothed(seed), color=colour, linewidth=1.2, label=None if number else precision)
+            below.plot(middles, gap, color=colour, linewidth=1.2)
     above.set(title=title, ylabel="loss, nats per token")
     above.legend(frameon=False)
     below.set(xlabel="step", ylabel=f"loss above {next(iter(runs))}")
@@ -96,7 +97,7 @@ def draw(runs: Runs, path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train, draw and print; status 1 where a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run (default: 600)")
@@ -106,21 +107,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--precisions", nargs="+", default=list(PRECISIONS), help="the first is what others are held to"
     )
     parser.add_argument("overrides", nargs="*", help="changes to the recipe, as train.py takes them")
-    asked = parser.parse_args(arguments)
-    output = asked.output.resolve()
+    arguments = parser.parse_args(argv)
+    output = arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[list[float]]] = {precision: [] for precision in asked.precisions}
+    runs: dict[str, list[list[float]]] = {precision: [] for precision in arguments.precisions}
     try:
-        for seed in asked.seeds:
-            for precision in asked.precisions:
+        for seed in arguments.seeds:
+            for precision in arguments.precisions:
                 folder = output / f"{precision}-{seed}"
-                runs[precision].append(train(folder, precision, seed, asked.steps, asked.overrides))
+                runs[precision].append(train(folder, precision, seed, arguments.steps, arguments.overrides))
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{folder}: train.py ended with status {error.returncode}\n")
         return 1
-    recipe = " ".join([*RECIPE, *asked.overrides, f"trainer.steps={asked.steps}"])
+    recipe = " ".join([*RECIPE, *arguments.overrides, f"trainer.steps={arguments.steps}"])
     (output / "precision.md").write_text(table(runs, recipe), encoding="utf-8")
-    draw(runs, output / "precision.png", f"{len(asked.seeds)} seed(s), {asked.steps} steps")
+    draw(runs, output / "precision.png", f"{len(arguments.seeds)} seed(s), {arguments.steps} steps")
     print(table(runs, recipe))
     return 0
 

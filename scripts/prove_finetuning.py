@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
+from megatron_llama.train.smoothing import moving_average  # noqa: E402
+
 # Two ranks of one thread each are quicker than one rank of two, and compiled blocks quicker than eager ones.
 RECIPE = (
     "model=from_hf device=cpu trainer.dp=2 trainer.precision=bf16 trainer.compile=true trainer.micro_batch_size=2 "
@@ -114,12 +118,11 @@ def draw(folders: Mapping[str, Path], path: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for (name, folder), colour in zip(folders.items(), ("#2563eb", "#ea580c", "#0d9488"), strict=True):
         axes = panels[int(name.startswith("gsm8k"))]
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [json.loads(line) for line in lines]
-        losses = [step["reduced_train_loss"] for step in steps]
-        smooth = [statistics.fmean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))]
-        axes.plot([step["step"] for step in steps], smooth, color=colour, linewidth=1.3, label=name)
-        checked = [(step["step"], step["val_loss"]) for step in steps if "val_loss" in step]
+        records = read_metrics(folder / METRICS_FILE)
+        steps, losses = ([record[name] for record in records] for name in ("step", "reduced_train_loss"))
+        middles, smooth = moving_average(steps, WINDOW), moving_average(losses, WINDOW)
+        axes.plot(middles, smooth, color=colour, linewidth=1.3, label=name)
+        checked = [(record["step"], record["val_loss"]) for record in records if "val_loss" in record]
         axes.plot(*zip(*checked, strict=True), "o", color=colour, markersize=5, label=f"{name}, validation")
     for axes, title in zip(panels, ("QNLI", "GSM8K"), strict=True):
         axes.set(title=title, xlabel="step", ylabel="loss, nats per learned token")

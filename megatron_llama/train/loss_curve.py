@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.plan import Plan, parameters
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+from megatron_llama.train.smoothing import moving_average
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,16 +17,6 @@ PICTURE_FILE = "loss.png"
 INK, SOFT, TRAIN, VALIDATION, RATE = "#1f2933", "#9aa5b1", "#2563eb", "#ea580c", "#0d9488"
 # The smoothed curve's window, as a share of the run.
 SMOOTHING = 0.05
-
-
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean over ``window`` neighbours, as many before as after, so that it does not lag; fewer at the ends."""
-    sums = list(accumulate(values, initial=0.0))
-    means = []
-    for index in range(len(values)):
-        reach = min(window // 2, index, len(values) - 1 - index)
-        means.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
-    return means
 
 
 def draw_run(plan: Plan, run_dir: Path) -> Path | None:
@@ -80,19 +70,20 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     known = [record for record in records if record["reduced_train_loss"] is not None]
     steps = [record["step"] for record in known]
     losses = [record["reduced_train_loss"] for record in known]
-    smooth = smoothed(losses, round(SMOOTHING * len(losses)))
+    window = max(1, round(SMOOTHING * len(losses)))
+    middles, smooth = moving_average(steps, window), moving_average(losses, window)
     axes.plot(steps, losses, color=TRAIN, alpha=0.28, linewidth=0.9)
-    axes.plot(steps, smooth, color=TRAIN, linewidth=2.2, label="training loss", solid_capstyle="round")
+    axes.plot(middles, smooth, color=TRAIN, linewidth=2.2, label="training loss", solid_capstyle="round")
     validated = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
     if validated:
         style: dict[str, Any] = {"marker": "o", "markersize": 5, "linewidth": 1.2, "markeredgecolor": "white"}
         axes.plot(*zip(*validated, strict=True), color=VALIDATION, label="validation loss", **style)
-    if smooth:
+    if known:
         last = validated[-1][1] if validated else smooth[-1]
         name = "validation" if validated else "training"
         axes.annotate(
             f"{name} {last:.3f}",
-            (validated[-1] if validated else (steps[-1], last)),
+            (validated[-1] if validated else (middles[-1], last)),
             xytext=(-4, 12),
             textcoords="offset points",
             ha="right",

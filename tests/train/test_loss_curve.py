@@ -1,4 +1,4 @@
-"""The picture of the loss is drawn, with or without validation, and the smoothing neither lags nor shifts."""
+"""The picture of the loss is drawn, with or without validation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from megatron_llama.plan import parameters
-from megatron_llama.train.loss_curve import describe, draw_run, smoothed
-from tests.train.test_metrics import STEPS, plan_of, write
+from megatron_llama.train.loss_curve import describe, draw_run
+from tests.train.test_metrics import plan_of, write
 
 HEAD = struct.Struct(">8s4s4sII")
 
@@ -38,11 +38,3 @@ def test_the_subtitle_names_model_layout_and_device():
     line = describe(plan)
     for word in (f"{parameters(plan.model) / 1e6:.1f} M parameters", "tp2", "fp32", "2 × cpu", "mock"):
         assert word in line
-
-
-def test_smoothing_keeps_straight_lines_and_level():
-    line = [3.0 - 0.1 * step for step in range(STEPS)]
-    assert smoothed(line, 5) == pytest.approx(line), "a mean that looks back only would lag"
-    wave = [1.0 + (-1) ** step for step in range(100)]
-    assert max(abs(value - 1) for value in smoothed(wave, 20)[20:-20]) < 0.1
-    assert smoothed([], 5) == [] and smoothed([2.0], 5) == [2.0] and smoothed([1.0, 2.0], 0) == [1.0, 2.0]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_llama.tools.compare.sample_grid import Floats, Grid
+from megatron_llama.tools.compare.sample_grid import Grid
 from megatron_llama.tools.compare.verdict import Comparison
+from megatron_llama.train.smoothing import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_llama.config import Problem
 from megatron_llama.tools.compare.metric_names import OVER_SAMPLES, Program, first, known_losses, program_of
 from megatron_llama.tools.compare.read_logs import Log, Series, read_log
-
-Floats = npt.NDArray[np.float64]
+from megatron_llama.train.smoothing import Floats
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Curves on one grid of samples, and their smoothing. docs/compare.md explains both."""
+"""Curves on one grid of samples, bins of the samples that all have. docs/compare.md explains it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_llama.tools.compare.runs import Floats, Run
+from megatron_llama.tools.compare.runs import Run
+from megatron_llama.train.smoothing import Floats
 
 # The window when none is given: this share of what is compared, but no fewer bins than that.
 SHARE, FEWEST_BINS = 0.05, 8
@@ -73,22 +74,3 @@ def binned(run: Run, grid: Grid) -> Floats:
     total = np.diff(np.interp(grid.edges, edges, summed))
     known = cover > grid.width / 2
     return np.where(known, total / np.where(known, cover, 1.0), np.nan)
-
-
-def smoothed(values: Floats, window: int) -> Floats:
-    """The mean of each ``window`` neighbours along the last axis: [..., n] to [..., n - window + 1].
-
-    Every smoothed value has the same number of neighbours, so that the noise in it is the same everywhere. NaN where
-    less than half of them are finite.
-    """
-    finite = np.isfinite(values)
-    counts = _sliding_sum(finite.astype(np.float64), window)
-    sums = _sliding_sum(np.where(finite, values, 0.0), window)
-    known = counts >= max(1, window / 2)
-    return np.where(known, sums / np.where(known, counts, 1.0), np.nan)
-
-
-def _sliding_sum(values: Floats, window: int) -> Floats:
-    zero = np.zeros((*values.shape[:-1], 1))
-    sums = np.concatenate((zero, np.cumsum(values, axis=-1)), axis=-1)
-    return sums[..., window:] - sums[..., :-window]

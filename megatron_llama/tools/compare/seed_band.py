@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from megatron_llama.tools.compare.sample_grid import Floats
+from megatron_llama.train.smoothing import Floats
 
 # The share of honest runs that a point of the band holds; the variance is pooled over this many windows around it.
 LEVEL, POOLED_WINDOWS = 0.99, 5

@@ -9,8 +9,9 @@ import numpy as np
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.tools.compare.runs import Run
-from megatron_llama.tools.compare.sample_grid import Floats, Grid, binned, borders, common_grid, smoothed
+from megatron_llama.tools.compare.sample_grid import Grid, binned, borders, common_grid
 from megatron_llama.tools.compare.seed_band import seeds_band
+from megatron_llama.train.smoothing import Floats, moving_average
 
 # A curve that is outside the band for longer than this many windows has diverged; what is shorter is a spike, which a
 # window spreads over its own length.
@@ -116,7 +117,7 @@ def compare(
         instead = "compare runs over the same samples, or check --samples-per-step"
         raise ConfigError([Problem("runs", None, f"have no consumed samples in common: {ranges}", instead)])
     drawn = np.stack([binned(run, grid) for run in (reference, *seeds)])
-    curves = smoothed(drawn, grid.window)
+    curves = moving_average(drawn, grid.window)
     band = np.full(len(grid.centres), tolerance)
     if seeds:
         _different(reference, seeds, drawn)
@@ -142,7 +143,7 @@ def _different(reference: Run, seeds: Sequence[Run], drawn: Floats) -> None:
 def _compared(run: Run, to: Comparison) -> Compared:
     grid, reference = to.grid, to.reference_curve
     bins = binned(run, grid)
-    curve = smoothed(bins, grid.window)
+    curve = moving_average(bins, grid.window)
     gap = (curve - reference) / np.abs(reference)
     known = np.isfinite(gap)
     largest = int(np.argmax(np.where(known, np.abs(gap), -1.0)))

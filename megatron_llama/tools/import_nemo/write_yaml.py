@@ -53,7 +53,7 @@ def as_yaml(converted: Converted, source: str) -> str:
 
 
 def write(out: Path, text: str) -> None:
-    """Writes the file, whole or not at all. Raises ConfigError where there is another one that this tool did not make."""
+    """Writes the file, whole or not at all. Raises ConfigError where another file, not made by this tool, is there."""
     try:
         if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace"):
             rule = "is there already, and was not made by this script"
