@@ -33,8 +33,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This comparison") + "\n")
         return EXIT_USER
+    from megatron_llama.tools.compare.comparison_page import as_html
     from megatron_llama.tools.compare.comparison_plot import draw
-    from megatron_llama.tools.compare.comparison_report import as_html, as_text
+    from megatron_llama.tools.compare.comparison_report import as_text
 
     sys.stdout.write(as_text(comparison))
     picture, page = Path(f"{arguments.out}.png"), Path(f"{arguments.out}.html")

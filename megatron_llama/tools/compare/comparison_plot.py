@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_llama.system.units import short_count
 from megatron_llama.tools.compare.sample_grid import Grid
 from megatron_llama.tools.compare.verdict import Comparison
 from megatron_llama.train.smoothing import Floats
@@ -57,20 +58,12 @@ def draw(comparison: Comparison, look: Look = LIGHT) -> bytes:
         _gaps(below, comparison, look)
         for axes in (above, below):
             _plain(axes, look)
-        below.xaxis.set_major_formatter(lambda samples, _: short(samples))
+        below.xaxis.set_major_formatter(lambda samples, _: short_count(samples))
         below.set_xlabel("consumed samples")
         written = io.BytesIO()
         figure.savefig(written, format="png", facecolor=look.paper)
         pyplot.close(figure)
     return written.getvalue()
-
-
-def short(number: float) -> str:
-    """A count with a unit: 9,600, 250 k, 1.5 M, 2 B."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= max(size, 1e4):
-            return f"{number / size:.4g} {unit}"
-    return f"{number:,.0f}"
 
 
 def _losses(axes: Axes, comparison: Comparison, look: Look) -> None:
@@ -121,7 +114,7 @@ def _gaps(axes: Axes, comparison: Comparison, look: Look) -> None:
         if one.divergence is not None:
             axes.axvline(one.divergence.start, color=colour, linewidth=1, linestyle=":")
             axes.annotate(
-                f"diverges at {short(one.divergence.start)}",
+                f"diverges at {short_count(one.divergence.start)}",
                 (one.divergence.start, 0.97 - 0.1 * index),
                 xycoords=("data", "axes fraction"),
                 xytext=(4, 0),

@@ -1,13 +1,11 @@
-"""What came out, as text and as an HTML page that stands alone."""
+"""A comparison in words: the verdict, the table of figures, the notes."""
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Iterator
-from dataclasses import replace
 
-from megatron_llama.tools.compare.comparison_plot import DARK, LIGHT, NARROW, draw, short
+from megatron_llama.system.text_table import text_table
+from megatron_llama.system.units import short_count
 from megatron_llama.tools.compare.verdict import Compared, Comparison
 
 LABELS = (
@@ -74,10 +72,10 @@ def _speed(speed: float | None) -> str:
 def how(comparison: Comparison) -> str:
     """What was compared, in a sentence."""
     grid = comparison.grid
+    window = short_count(grid.window * grid.width)
     return (
         f"Compared over {grid.end - grid.start:,.0f} consumed samples ({grid.start:,.0f} to {grid.end:,.0f}), in "
-        f"{grid.bins:,} bins of {grid.width:,.6g}; smoothed over {grid.window} bins ({short(grid.window * grid.width)} "
-        "samples)."
+        f"{grid.bins:,} bins of {grid.width:,.6g}; smoothed over {grid.window} bins ({window} samples)."
     )
 
 
@@ -121,77 +119,5 @@ def _about(one: Compared, comparison: Comparison) -> Iterator[str]:
 def as_text(comparison: Comparison) -> str:
     """The table, what was done, and the verdict, for a terminal."""
     head = ("", comparison.reference.name, *(one.run.name for one in comparison.compared))
-    table = [head, *rows(comparison)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines += ["", how(comparison), *notes(comparison), "", verdict(comparison)]
+    lines = [*text_table([head, *rows(comparison)]), "", how(comparison), *notes(comparison), "", verdict(comparison)]
     return "\n".join(lines) + "\n"
-
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --paper: #fff; --line: #e4e7eb; --good: #15803d;
-        --bad: #b91c1c; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e5e7eb; --soft: #9aa5b1; --paper: #14181f; --line: #323a46; --good: #4ade80; --bad: #f87171; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; background: var(--paper); color: var(--ink);
-       font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.3rem; line-height: 1.3; margin: 0 0 .5rem; border-left: .35rem solid; padding-left: .75rem; }
-h1.agrees { border-color: var(--good); } h1.differs { border-color: var(--bad); }
-h2 { font-size: 1.05rem; margin: 1.75rem 0 .25rem; }
-p, li { color: var(--soft); margin: .25rem 0; } ul { padding-left: 1.2rem; }
-img { display: block; width: 100%; height: auto; margin: 1rem 0; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .5rem 1.5rem; margin: .5rem 0; }
-dl > div { border-top: 1px solid var(--line); padding-top: .35rem; }
-dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-variant-numeric: tabular-nums; }
-.agrees dd.word { color: var(--good); } .differs dd.word { color: var(--bad); } dd.word { font-weight: 600; }
-"""
-
-
-def as_html(comparison: Comparison) -> str:
-    """The report as one page: no script, nothing from elsewhere, for wide and narrow screens, light and dark."""
-    table = rows(comparison)
-    names = [comparison.reference.name, *(one.run.name for one in comparison.compared)]
-    kinds = [
-        "reference",
-        *("agrees" if one.agrees and comparison.covered else "differs" for one in comparison.compared),
-    ]
-    sources = [comparison.reference, *(one.run for one in comparison.compared)]
-    sections = []
-    for column, (name, kind, run) in enumerate(zip(names, kinds, sources, strict=True), start=1):
-        cells = [(row[0], row[column]) for row in table if row[column]]
-        figures = "".join(
-            f"<div><dt>{html.escape(label)}</dt><dd{' class=word' if label == 'verdict' else ''}>{html.escape(value)}"
-            "</dd></div>"
-            for label, value in cells
-        )
-        title = f"<h2>{html.escape(name)}</h2><p>{html.escape(f'{run.program}, {run.source}')}</p>"
-        sections.append(f'<section class="{kind}">{title}<dl>{figures}</dl></section>')
-    remarks = "".join(f"<li>{html.escape(note)}</li>" for note in notes(comparison))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Training curves: {html.escape(' and '.join(names))}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f'<h1 class="{"agrees" if comparison.agree else "differs"}">{html.escape(verdict(comparison))}</h1>\n'
-        f"<p>{html.escape(how(comparison))}</p>\n{_pictures(comparison)}\n" + "\n".join(sections) + "\n"
-        f"{f'<h2>Notes</h2><ul>{remarks}</ul>' if remarks else ''}\n</body>\n</html>\n"
-    )
-
-
-def _pictures(comparison: Comparison) -> str:
-    """The picture in four looks; a browser takes the one that fits."""
-    wide_dark, wide_light = draw(comparison, DARK), draw(comparison, LIGHT)
-    narrow_dark, narrow_light = (draw(comparison, replace(look, inches=NARROW)) for look in (DARK, LIGHT))
-    narrow, dark = "(max-width: 600px)", "(prefers-color-scheme: dark)"
-    text = "Above, the loss over consumed samples, smoothed; below, the relative gap and the band it may stay in."
-    return (
-        "<picture>"
-        f'<source media="{narrow} and {dark}" srcset="{_inline(narrow_dark)}">'
-        f'<source media="{narrow}" srcset="{_inline(narrow_light)}">'
-        f'<source media="{dark}" srcset="{_inline(wide_dark)}">'
-        f'<img src="{_inline(wide_light)}" alt="{text}"></picture>'
-    )
-
-
-def _inline(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
