@@ -68,8 +68,7 @@ def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, A
         model = build_model(plan, topology, device, torch_device)
         checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
         figures = measure(checkpointer, before)
-    assert plan.config.run.dir is not None
-    (Path(plan.config.run.dir) / f"figures_{rank}.json").write_text(json.dumps(figures))
+    (plan.run_dir / f"figures_{rank}.json").write_text(json.dumps(figures))
 
 
 def _disk(plan: Plan) -> None:

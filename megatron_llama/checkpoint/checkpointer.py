@@ -42,9 +42,8 @@ class Checkpointer:
     """Saves and restores a run. All ranks must call each method, at the same steps."""
 
     def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer) -> None:
-        assert plan.config.run.dir is not None, "a run has a folder"
         self.plan, self.topology, self.model, self.optimizer = plan, topology, model, optimizer
-        self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
+        self.checkpoints = plan.run_dir / "checkpoints"
         self.bytes_read = 0
         """Bytes that this rank asked of the files it was last loaded from."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)

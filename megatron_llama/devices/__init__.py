@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from megatron_llama.devices.base import Device
+from megatron_llama.devices.base import Device, Peak
 
 _KNOWN = {
     "cuda": "megatron_llama.devices.cuda",
@@ -48,4 +48,4 @@ def ahead_of_time_environment(name: str) -> dict[str, str]:
     return device.ahead_of_time_environment()
 
 
-__all__ = ["VARIABLES", "Device", "ahead_of_time_environment", "get_device"]
+__all__ = ["VARIABLES", "Device", "Peak", "ahead_of_time_environment", "get_device"]

@@ -5,14 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from megatron_llama.plan import Plan
+
+
+class Peak(NamedTuple):
+    """What one device could do at best."""
+
+    flops: float
+    """Dense FLOP/s in a given compute dtype; 0 if unknown."""
+    source: str
+    """Where the figure comes from: a data sheet, a measurement, a setting."""
 
 
 class Device(ABC):
@@ -64,8 +71,8 @@ class Device(ABC):
         return True
 
     @abstractmethod
-    def peak_flops(self, precision: str) -> tuple[float, str]:
-        """Dense FLOP/s of one device with products in ``precision``, fp32 or bf16, and where the figure comes from."""
+    def peak_flops(self, precision: str) -> Peak:
+        """Peak of one device for matrix products in ``precision``, fp32 or bf16."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

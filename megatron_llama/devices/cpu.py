@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device
+from megatron_llama.devices.base import Device, Peak
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class Cpu(Device):
         torch.set_num_threads(threads)
         return torch.device("cpu")
 
-    def peak_flops(self, precision: str) -> tuple[float, str]:
+    def peak_flops(self, precision: str) -> Peak:
         """The best of a few matrix products with this rank's threads, while the other ranks do the same.
 
         In bf16 both dtypes are tried: a CPU without bf16 units multiplies faster in fp32, and that is what it could
@@ -61,7 +61,7 @@ class Cpu(Device):
         dtypes = [torch.float32] if precision == "fp32" else [torch.float32, torch.bfloat16]
         rates = {dtype: _product_rate(dtype) for dtype in dtypes}
         best = max(rates, key=lambda dtype: rates[dtype])
-        return rates[best], f"measured, {_PRODUCT} x {_PRODUCT} {str(best).removeprefix('torch.')} product"
+        return Peak(rates[best], f"measured, {_PRODUCT} x {_PRODUCT} {str(best).removeprefix('torch.')} product")
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

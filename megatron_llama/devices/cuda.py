@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device, device_index
+from megatron_llama.devices.base import Device, Peak, device_index
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +82,14 @@ class Cuda(Device):
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
 
-    def peak_flops(self, precision: str) -> tuple[float, str]:
+    def peak_flops(self, precision: str) -> Peak:
         import torch
 
         model = torch.cuda.get_device_name()
         for part, bf16, fp32 in _PEAKS:
             if part in model:
-                return (fp32 if precision == "fp32" else bf16) * 1e12, f"data sheet, {part} dense {precision}"
-        return 0.0, f"unknown for {model}: set device.peak_tflops to see MFU"
+                return Peak((fp32 if precision == "fp32" else bf16) * 1e12, f"data sheet, {part} dense {precision}")
+        return Peak(0.0, f"unknown for {model}: set device.peak_tflops to see MFU")
 
     def peak_memory_bytes(self) -> int:
         import torch

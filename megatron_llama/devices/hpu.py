@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device, device_index, numbers_in, package_missing
+from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
@@ -95,12 +95,12 @@ class Hpu(Device):
         torch.manual_seed(seed)
         random.manual_seed_all(seed)
 
-    def peak_flops(self, precision: str) -> tuple[float, str]:
+    def peak_flops(self, precision: str) -> Peak:
         name = (_cards() or ["no card"])[0]
         for card, bf16, fp32, _ in _CARDS:
             if card in name and (flops := fp32 if precision == "fp32" else bf16):
-                return flops * 1e12, f"data sheet, {card} dense {precision}"
-        return 0.0, f"unknown for {name} in {precision}: set device.peak_tflops to see MFU"
+                return Peak(flops * 1e12, f"data sheet, {card} dense {precision}")
+        return Peak(0.0, f"unknown for {name} in {precision}: set device.peak_tflops to see MFU")
 
     def peak_memory_bytes(self) -> int:
         import habana_frameworks.torch.hpu as bridge  # type: ignore[import-not-found]

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.devices.base import Device, device_index, numbers_in, package_missing, point_to_point_works
+from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing, point_to_point_works
 
 if TYPE_CHECKING:
     import torch
@@ -138,13 +138,15 @@ class Neuron(Device):
         """Probed: there have been releases without send and recv."""
         return point_to_point_works(torch_device())
 
-    def peak_flops(self, precision: str) -> tuple[float, str]:
+    def peak_flops(self, precision: str) -> Peak:
         target = _target()
         if target is None:
-            return 0.0, "unknown chip: set device.peak_tflops to see MFU"
+            return Peak(0.0, "unknown chip: set device.peak_tflops to see MFU")
         chip, cores = _CHIPS[target], _cores_per_device()
         teraflops = chip.fp32 if precision == "fp32" else chip.bf16
-        return teraflops * 1e12 * cores / _CORES_PER_CHIP, f"data sheet, {cores} of {_CORES_PER_CHIP} cores of {target}"
+        return Peak(
+            teraflops * 1e12 * cores / _CORES_PER_CHIP, f"data sheet, {cores} of {_CORES_PER_CHIP} cores of {target}"
+        )
 
     def peak_memory_bytes(self) -> int:
         import torch_neuronx

@@ -1,19 +1,17 @@
-"""torch.compile, watched: which graphs a rank made, which of them came out of the cache, which are new, and why.
+"""torch.compile with a record of each graph: whether it came out of the cache, and if not, why it is new.
 
-One folder holds the compilers' own caches and, beside them, a note on each graph: the settings it was made for. Ranks
-that need the same graph wait for the first of them to compile it and take it from the cache.
+One folder holds the compilers' own caches and a note on each graph: the settings that it was compiled for. Of the ranks
+that need the same graph, one compiles it; the others wait and take it from the cache.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,13 +24,14 @@ import torch._inductor.config as inductor
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.plan import Plan
+from megatron_llama.system.files import wait_for_lock, write_atomically
 
 WARM_UP_BATCHES = 2
-"""Global batches of a kind (training, validation) after which no new graph of that kind is expected."""
+"""Global batches of a mode (training, validation) after which no new graph of that mode is expected."""
 
 
 class Recompiled(RuntimeError):
-    """A graph was compiled after warm-up, and trainer.compile_strict forbids it."""
+    """A graph was compiled after warm-up, which trainer.compile_strict forbids."""
 
 
 @dataclass
@@ -40,32 +39,32 @@ class Graph:
     """One compilation on one rank."""
 
     what: str
-    """What was compiled: a block."""
+    """What was compiled, such as "block"."""
     mode: str
     """training or validation."""
     key: str
     """Digest of code, shapes and dtypes: equal for equal graphs, whatever the rank."""
     shapes: str
-    """Shapes and dtypes of the inputs that are no weights."""
+    """Shapes and dtypes of the inputs, without the weights."""
     cached: bool
-    """It came out of the cache."""
+    """Whether it came out of the cache."""
     seconds: float
     late: bool = False
-    """It was compiled after warm-up."""
+    """Whether it was compiled after warm-up."""
     why: str | None = None
     """Why it was not in the cache."""
     failure: str | None = None
-    """What the compiler said, where it failed."""
+    """The compiler's error, if it failed."""
 
 
 @dataclass
 class Compiler:
-    """Compiles for one rank, and remembers each graph."""
+    """Compiles for one rank, and records each graph."""
 
     plan: Plan
     device: Device
     keep_going: bool = False
-    """Where a compilation fails, note it and go on uncompiled; else the error is the run's."""
+    """Record a failed compilation and run that graph uncompiled, instead of raising."""
     graphs: list[Graph] = field(default_factory=list)
     _batches: dict[str, int] = field(default_factory=dict)
 
@@ -77,27 +76,27 @@ class Compiler:
         self._notes = Path(self.plan.config.trainer.compile_cache) / "graphs"
         self._backends: dict[str, Callable[..., Any]] = {}
         self._compile = torch._dynamo.lookup_backend(self.device.compile_backend())
-        # The backward graph is compiled with the forward one, not at the first backward pass; and products with a
-        # backward of their own (parallel/traceable_linear.py) may be cached.
+        # Compile the backward graph with the forward one, not at the first backward pass, so that both are ready after
+        # one forward; and cache graphs with a custom backward (parallel/traceable_linear.py).
         functorch.force_non_lazy_backward_lowering = True
         functorch.autograd_cache_allow_custom_autograd_functions = True
-        # A CPU kernel asks for the number of threads when it runs. Inductor would write the compiling process's into it
-        # and into the cache's key, and a rank has as many as its machine and its neighbours leave it.
+        # CPU kernels read the number of threads when they run. Otherwise Inductor makes the compiling process's number
+        # part of the kernel and of the cache key, and it differs between ranks and machines.
         inductor.cpp.dynamic_threads = True
 
     def compile(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """``function``, compiled when it is first called, for static shapes, in one graph.
+        """``function``, compiled at its first call for static shapes.
 
-        A graph break is an error under trainer.compile_strict: it raises torch's Unsupported, which says where.
+        Under trainer.compile_strict a graph break raises torch's Unsupported, which names the line.
         """
-        # Dynamo shares graphs between blocks only where the backend is the same object.
-        backend = self._backends.setdefault(what, lambda graph, inputs: self._made(what, graph, inputs))
+        # Dynamo reuses the graph of one block for the next only if the backend is the same object.
+        backend = self._backends.setdefault(what, lambda graph, inputs: self._backend(what, graph, inputs))
         strict = self.plan.config.trainer.compile_strict
         compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, fullgraph=strict)
         return compiled
 
     def batch_done(self, *, train: bool) -> None:
-        """Tells that a global batch has been worked on. Raises Recompiled where strictness forbids what it took."""
+        """Counts a global batch as done. Raises Recompiled if it needed a graph that trainer.compile_strict forbids."""
         late = [graph for graph in self.graphs if graph.late]
         if late and self.plan.config.trainer.compile_strict:
             raise Recompiled(
@@ -107,12 +106,12 @@ class Compiler:
         mode = _mode(train)
         self._batches[mode] = self._batches.get(mode, 0) + 1
 
-    def _made(self, what: str, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """What Dynamo calls for each new graph: compiles it, or takes it from the cache."""
+    def _backend(self, what: str, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Called by Dynamo for each new graph: compiles it, or takes it from the cache."""
         mode = _mode(torch.is_grad_enabled())
         key, shapes = _key(graph, inputs, mode), _shapes(graph, inputs)
         late = self._batches.get(mode, 0) >= WARM_UP_BATCHES
-        with _alone(self._notes.parent / "locks" / key):
+        with _lock(self._notes.parent / "locks" / key):
             before, start = self._cache_state(), time.perf_counter()
             failure, compiled = None, graph.forward
             try:
@@ -132,32 +131,28 @@ class Compiler:
         return compiled
 
     def _cache_state(self) -> tuple[int, int]:
-        """(graphs on disk, graphs that the compiler says it could not find there) so far."""
+        """A number that grows with each new graph, and how it was counted: 0 cache misses, 1 files in the cache."""
         on_disk = self.device.compiled_artefacts(self._notes.parent)
         return (inductor_misses(), 0) if on_disk is None else (on_disk, 1)
 
     def _from_cache(self, before: tuple[int, int], key: str) -> bool:
         """Whether what was compiled since ``before`` came out of the cache."""
         now = self._cache_state()
-        # A compiler without counters: nothing was added on disk, and somebody has made this graph before.
+        # An unchanged number of files proves no hit, as a compiler may cache nothing: the graph's note must exist too.
         return now == before and (now[1] == 0 or self._note_of(key).exists())
 
     def _note_of(self, key: str) -> Path:
         return self._notes / f"{key}.json"
 
     def _note(self, graph: Graph) -> None:
-        """Writes down what a graph was made for, the first time that it is made."""
+        """Writes down what a graph was compiled for, unless that was done before."""
         path = self._note_of(graph.key)
-        if path.exists():
-            return
-        self._notes.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        note = {"what": graph.what, "mode": graph.mode, "settings": settings_of_graphs(self.plan)}
-        temporary.write_text(json.dumps(note, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
+        if not path.exists():
+            note = {"what": graph.what, "mode": graph.mode, "settings": settings_of_graphs(self.plan)}
+            write_atomically(path, json.dumps(note, indent=1))
 
     def _why_new(self, key: str, what: str, mode: str) -> str:
-        """Which settings differ from those of the graph in the cache that is most like this one."""
+        """The settings that differ from those of the most similar graph in the cache, as text."""
         if self._note_of(key).exists():
             return "it was compiled here before, but the compiler's cache has lost it"
         mine = settings_of_graphs(self.plan)
@@ -175,7 +170,7 @@ class Compiler:
 
 
 def settings_of_graphs(plan: Plan) -> dict[str, Any]:
-    """What a block's graph depends on, by the settings' names; with the versions of those who make it."""
+    """The settings that a block's graph depends on, by name, and the versions of what compiles it."""
     names = {
         "model": "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps",
         "trainer": "tp sp micro_batch_size precision recompute deterministic",
@@ -191,8 +186,21 @@ def settings_of_graphs(plan: Plan) -> dict[str, Any]:
     return {**found, "torch": torch.__version__, "megatron-core": version("megatron-core")}
 
 
+def may_compile(plan: Plan, step: int, first: int) -> bool:
+    """Whether ``step`` of a run that started with step ``first`` may compile new graphs, in training or validation.
+
+    The watchdog has no limit for such steps: a large model has compiled on Trainium for longer than a hang may last.
+    """
+    if step < first + WARM_UP_BATCHES:
+        return True
+    every = plan.config.trainer.val_every_steps
+    if not every or step % every:
+        return False
+    return step // every - (first - 1) // every <= WARM_UP_BATCHES
+
+
 def inductor_misses() -> int:
-    """Graphs that Inductor did not find in its cache so far, in this process."""
+    """Graphs that Inductor has not found in its cache so far, in this process."""
     counters = torch._dynamo.utils.counters["inductor"]
     return int(counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"])
 
@@ -202,7 +210,7 @@ def _mode(train: bool) -> str:
 
 
 def _key(graph: torch.fx.GraphModule, inputs: list[Any], mode: str) -> str:
-    """Digest of a graph. Dynamo numbers names from zero in each graph, so equal graphs have equal code."""
+    """Digest of a graph. Dynamo numbers variables from zero in each graph, so equal graphs have equal code."""
     code = [module.code for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     forms = [_form(value) for value in inputs]
     return hashlib.blake2b(repr((code, forms, mode)).encode(), digest_size=12).hexdigest()
@@ -215,13 +223,13 @@ def _form(value: Any) -> Any:
 
 
 def _shapes(graph: torch.fx.GraphModule, inputs: list[Any]) -> str:
-    """The inputs in words, weights left out."""
+    """Shapes and dtypes of the inputs as text, without the weights."""
     plain = (v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter))
     return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in plain)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A note on a graph; one that can't be read says nothing."""
+    """The note on a graph; empty if it can't be read."""
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -234,12 +242,10 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> int:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keeps other ranks that want the same graph out, where the file system knows locks."""
+def _lock(path: Path) -> Iterator[None]:
+    """Keeps out other ranks that want the same graph."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # then some graphs are compiled twice
-            pass
+        with suppress(OSError):  # a file system without locks: some graphs are then compiled twice
+            wait_for_lock(file)
         yield

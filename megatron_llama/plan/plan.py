@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
@@ -32,6 +33,12 @@ class Plan:
     def model(self) -> ModelConfig:
         """The model's shape."""
         return self.config.model
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        assert self.config.run.dir is not None, "the starter sets it before a rank starts"
+        return Path(self.config.run.dir)
 
     @property
     def precision(self) -> Precision:

@@ -1,9 +1,8 @@
-"""What became of torch.compile on all ranks: graphs, cache hits and misses, in words and as JSON."""
+"""What torch.compile did on all ranks: graphs, cache hits and misses, as text for the console and as compile.json."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_llama.parallel.compiling import Graph, settings_of_graphs
+from megatron_llama.parallel.compiling import Compiler, Graph, settings_of_graphs
 from megatron_llama.plan import Plan
+from megatron_llama.system.files import write_atomically
+from megatron_llama.train.metrics import MetricsLogger
 
 REPORT_FILE = "compile.json"
 
@@ -31,18 +32,18 @@ class Compilations:
 
     @property
     def distinct(self) -> dict[str, Graph]:
-        """The graphs by key; of equal ones that which failed, else that which was compiled and not looked up."""
+        """The graphs by key. Of equal ones, one that failed, else one that was compiled and not found in the cache."""
         ordered = sorted(self.all, key=lambda graph: (graph.failure is None, graph.cached))
         return {graph.key: graph for graph in reversed(ordered)}
 
     @property
     def hits(self) -> int:
-        """Compilations that the cache answered."""
+        """Compilations that came out of the cache."""
         return sum(graph.cached for graph in self.all)
 
     @property
     def misses(self) -> int:
-        """Compilations that it did not."""
+        """Compilations that did not."""
         return len(self.all) - self.hits
 
     @property
@@ -51,7 +52,7 @@ class Compilations:
         return sum(graph.failure is not None for graph in self.distinct.values())
 
     def lines(self, cache: str) -> list[str]:
-        """What a training run says of them."""
+        """Text for the console of a training run; ``cache`` is the cache's folder."""
         late = sum(graph.late for graph in self.all)
         first = (
             f"compiled {_count(len(self.distinct), 'graph')} on {_count(len(self.by_rank), 'rank')}: "
@@ -61,7 +62,7 @@ class Compilations:
         return [first, *new]
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
-        """All of it, for programs."""
+        """The content of compile.json."""
         ranks: dict[str, list[int]] = {}
         for rank, graphs in self.by_rank.items():
             for graph in graphs:
@@ -80,18 +81,27 @@ class Compilations:
 
 
 def gather(graphs: Sequence[Graph]) -> Compilations:
-    """Everybody's graphs. All ranks must call it."""
-    everyones: list[list[Graph]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, list(graphs))
-    return Compilations(dict(enumerate(everyones)))
+    """The graphs of all ranks. A collective: every rank must call it."""
+    by_rank: list[list[Graph]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, list(graphs))
+    return Compilations(dict(enumerate(by_rank)))
 
 
-def write_report(compilations: Compilations, plan: Plan, folder: Path) -> Path:
-    """Writes compile.json, whole or not at all."""
-    path, temporary = folder / REPORT_FILE, folder / f".{REPORT_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(compilations.to_json(plan), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def write_report(compilations: Compilations, plan: Plan) -> Path:
+    """Writes ``<run.dir>/compile.json`` and returns its path."""
+    path = plan.run_dir / REPORT_FILE
+    write_atomically(path, json.dumps(compilations.to_json(plan), indent=1) + "\n")
     return path
+
+
+def report_graphs(plan: Plan, compiler: Compiler | None, logger: MetricsLogger | None) -> None:
+    """Prints what was compiled and what the cache answered, and writes compile.json. A collective."""
+    if compiler is None:
+        return
+    compilations = gather(compiler.graphs)
+    if logger is not None:
+        logger.print_lines(compilations.lines(str(plan.config.trainer.compile_cache)))
+        write_report(compilations, plan)
 
 
 def _count(number: int, what: str) -> str:

@@ -1,26 +1,24 @@
-"""What a run shows while it trains: a live line on a terminal, plain lines everywhere else."""
+"""The console of a run: a live progress line on a terminal, plain lines everywhere else, and a summary at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
+from megatron_llama.devices import Peak
 from megatron_llama.plan import Plan
-
-if TYPE_CHECKING:
-    from megatron_llama.train.metrics import Peak
 
 Value = float | int | None
 
 
 class Progress:
-    """The console's side of a run. Writes nothing until ``start``."""
+    """Prints the steps of a run and its summary. Prints nothing until ``start``."""
 
     def __init__(self, steps: int, start_step: int, every_steps: int, console: Console | None = None) -> None:
         self._steps, self._every = steps, max(1, every_steps)
@@ -32,58 +30,57 @@ class Progress:
                 SpinnerColumn(finished_text="[green]✓"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[words]}"),
+                TextColumn("{task.fields[text]}"),
             )
             self._bar = Bar(*columns, console=self._console, refresh_per_second=8)
-            # Long runs start slowly (compiling, reading indices): the line is there from the start and says so.
-            self._task = self._bar.add_task("train", total=steps, completed=start_step, words="[dim]first step …")
+            # Large runs take minutes to their first step (compiling, reading indices), so the line shows at once.
+            self._task = self._bar.add_task("train", total=steps, completed=start_step, text="[dim]first step …")
 
     def start(self) -> None:
-        """Shows the live line, on a terminal."""
+        """Shows the live line if this is a terminal."""
         if self._bar is not None:
             self._bar.start()
 
     def stop(self) -> None:
-        """Leaves the live line as it is; what is written afterwards stands below it."""
+        """Stops redrawing the live line; later output goes below it."""
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, lines: Sequence[str]) -> None:
-        """Lines that stay, above the live one."""
+    def print_lines(self, lines: Sequence[str]) -> None:
+        """Prints lines that stay, above the live one."""
         self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def step(self, metrics: Mapping[str, Value], seconds_per_step: float) -> None:
-        """Shows a step. ``seconds_per_step`` is a recent mean, for the time left."""
+        """Shows a step. ``seconds_per_step``, a recent mean, gives the time left."""
         step = int(metrics["step"] or 0)
         left = (self._steps - step) * seconds_per_step
         shown = step % self._every == 0 or step == self._steps or "val_loss" in metrics
         if self._bar is None:
             if shown:
-                line = f"step {step}/{self._steps}  {_words(metrics, left)}"
+                line = f"step {step}/{self._steps}  {_plain_text(metrics, left)}"
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
         if metrics.get("val_loss") is not None:
             self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
         self._bar.update(self._task, completed=step)
         if shown:
-            self._bar.update(self._task, words=_live_words(metrics, left))
+            self._bar.update(self._task, text=_live_text(metrics, left))
 
     def summary(
         self,
         plan: Plan,
-        run_dir: Path,
         peak: Peak,
         records: Sequence[Mapping[str, Any]],
         samples: Sequence[str],
         picture: Path | None,
     ) -> None:
-        """What came out of the run, what the model writes now, and where everything is."""
-        lines = [*_result(plan, peak, records), *_samples(samples), *_places(run_dir, picture)]
+        """Prints loss and speed of the run, text that the model generated, and the paths of what was written."""
+        lines = [*_result(plan, peak, records), *_samples(samples), *_outputs(plan.run_dir, picture)]
         self._console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True)
 
 
-def _words(metrics: Mapping[str, Value], left: float) -> str:
-    """A step in plain words."""
+def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
+    """A step as a line of a log file."""
     parts = [f"loss {_number(metrics['reduced_train_loss'], '.4f')}"]
     if "val_loss" in metrics:
         parts.append(f"val loss {_number(metrics['val_loss'], '.4f')}")
@@ -97,8 +94,8 @@ def _words(metrics: Mapping[str, Value], left: float) -> str:
     return "  ".join(parts)
 
 
-def _live_words(metrics: Mapping[str, Value], left: float) -> str:
-    """A step beside the bar; short, so that it fits on a line of 100 characters."""
+def _live_text(metrics: Mapping[str, Value], left: float) -> str:
+    """A step beside the bar; short enough for a terminal of 100 columns."""
     return (
         f"loss [bold cyan]{_number(metrics['reduced_train_loss'], '.4f')}[/]  "
         f"{_number(metrics['tokens_per_second'], ',.0f')} tokens/s  "
@@ -107,12 +104,12 @@ def _live_words(metrics: Mapping[str, Value], left: float) -> str:
 
 
 def _number(value: Value, form: str) -> str:
-    """A number, or a question mark where there is none."""
+    """The value as text; a question mark for an unknown or non-finite one."""
     return "?" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 0:42, 12:05, 3:07:00, 2d 04:10."""
+    """Seconds as 0:42, 12:05, 3:07:00 or 2d 04:10."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours_left = divmod(hours, 24)
@@ -122,7 +119,7 @@ def duration(seconds: float) -> str:
 
 
 def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The loss's way down, the speed, and what MFU was measured against."""
+    """First and last loss, median speed, and MFU with the peak it refers to."""
     if not records:
         return []
     first, last = records[0], records[-1]
@@ -132,8 +129,7 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
     lines = [
         f"[bold]loss {first['reduced_train_loss']:.3f} → {last['reduced_train_loss']:.3f}[/]"
         f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
-        f"{median:,.0f} tokens/s (median step)"
-        + f", peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
+        f"{median:,.0f} tokens/s (median step), peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
     ]
     utilisations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
     if utilisations and peak.flops:
@@ -147,15 +143,15 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _samples(samples: Sequence[str]) -> list[str]:
-    """What the model writes, set apart."""
+    """The generated text, indented."""
     lines: list[str] = []
     for sample in samples:
         lines += ["", "[dim]the model writes:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
     return lines
 
 
-def _places(run_dir: Path, picture: Path | None) -> list[str]:
-    """Where everything is."""
+def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
+    """The paths of the run's files."""
     found = [
         ("loss curve", picture),
         ("metrics", run_dir / "metrics.jsonl"),

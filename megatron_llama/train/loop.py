@@ -1,14 +1,11 @@
-"""The training loop."""
+"""The training loop: ``train`` over all steps, ``training_step`` for one, ``validate`` for the held-out samples."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data import Batches, Data
@@ -16,12 +13,12 @@ from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.compiling import WARM_UP_BATCHES
+from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.topology import Topology
-from megatron_llama.train.compile_report import gather, write_report
-from megatron_llama.train.metrics import MetricsLogger, Peak
+from megatron_llama.train.compile_report import report_graphs
+from megatron_llama.train.metrics import MetricsLogger, measure_peak
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import StopSignals
@@ -31,26 +28,29 @@ from megatron_llama.train.watchdog import Watchdog
 def train(
     plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data
 ) -> None:
-    """Train from where the run stands to the plan's last step, logging each; then continue the sample prompts.
+    """Trains from the newest checkpoint, or the initial weights, to the last step; then continues the sample prompts.
 
-    Leaves by SystemExit(75) when a signal asked any rank to stop, once all ranks have saved.
+    Raises:
+        SystemExit: with status 75, once all ranks have saved, if a signal asked any of them to stop.
+        TrainingFault: a loss or gradient is not finite, or copies of a weight differ.
     """
-    trainer, logging = plan.config.trainer, plan.config.logging
+    trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer)
     first = checkpointer.resume() + 1
     check_copies(model.shards)
-    peak = measured_peak(plan, device, model.device)
+    peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
-    watchdog = _watchdog(plan, topology)
-    with StopSignals() as signals, watchdog, _logger(plan, topology, peak, first - 1) as logger:
+    watchdog = Watchdog(trainer.hang_timeout_seconds, topology.rank, topology.world_size, plan.run_dir / "hang")
+    metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
+    with StopSignals() as signals, watchdog, metrics_logger as logger:
         for step in range(first, trainer.steps + 1):
-            watchdog.beat(f"step {step}", patient=model.compiler is not None and meets_new_graphs(plan, step, first))
+            watchdog.beat(f"step {step}", patient=model.compiler is not None and may_compile(plan, step, first))
             start = time.perf_counter()
             metrics = training_step(step, plan, model, optimizer, data.train, finite)
             device.synchronize()
             metrics["step_time_s"] = time.perf_counter() - start
             metrics["peak_memory_bytes"] = device.peak_memory_bytes()
-            if logging.parameter_norm:
+            if plan.config.logging.parameter_norm:
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
             if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
                 metrics["val_loss"] = validate(plan, model, data.validation)
@@ -58,26 +58,17 @@ def train(
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
-                report_graphs(plan, model, logger)
-            if checkpointer.after_step(step, signals.asked):
+                report_graphs(plan, model.compiler, logger)
+            if checkpointer.after_step(step, signals.received):
                 raise SystemExit(EXIT_RESTART)
         watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))
         check_copies(model.shards)
         samples = continue_prompts(plan, model)
-        report_graphs(plan, model, logger)
+        report_graphs(plan, model.compiler, logger)
         if logger is not None:
             logger.finish(samples)
     checkpointer.export()
-
-
-def meets_new_graphs(plan: Plan, step: int, first: int) -> bool:
-    """Whether a run that began with step ``first`` may have to compile in ``step``: on Trainium a large model has taken
-    longer than any hang should."""
-    every = plan.config.trainer.val_every_steps
-    if step < first + WARM_UP_BATCHES or not every:
-        return step < first + WARM_UP_BATCHES
-    return step % every == 0 and step // every - (first - 1) // every <= WARM_UP_BATCHES
 
 
 def training_step(
@@ -85,10 +76,11 @@ def training_step(
 ) -> dict[str, float]:
     """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
 
-    Raises TrainingFault, before the weights are touched, when loss or gradient norm is not finite and ``finite`` allows
+    Raises TrainingFault, before the weights are touched, if loss or gradient norm is not finite and ``finite`` allows
     no skip.
     """
     size = plan.config.trainer.global_batch_size
+    # The position in the data is a number that follows from the step, so resuming needs no state of a data loader.
     loss = model.forward_backward(batches.at((step - 1) * size))
     if step == 1:
         check_every_gradient(model.shards)
@@ -109,10 +101,9 @@ def training_step(
 
 
 def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
-    """Mean loss over all tokens with loss in the validation samples, the same ones each time: ``val_steps`` batches,
-    or the whole set once.
+    """Mean loss per token with loss over the validation samples: the first ``val_steps`` batches, or the whole set.
 
-    A batch counts as much as it has such tokens: a mean of batches' means would weight short answers more.
+    Batches are weighted by their tokens with loss: a mean of batch means would overweight short answers.
     """
     trainer = plan.config.trainer
     losses, counts = [], []
@@ -122,42 +113,3 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
         losses.append(model.forward_backward(microbatches, train=False))
     weights = torch.stack(counts).cpu().double()
     return ((torch.stack(losses).cpu().double() * weights).sum() / weights.sum().clamp(min=1)).item()
-
-
-def report_graphs(plan: Plan, model: ParallelModel, logger: MetricsLogger | None) -> None:
-    """Says what was compiled and what came out of the cache, and writes compile.json. All ranks must call it."""
-    if model.compiler is None:
-        return
-    compilations = gather(model.compiler.graphs)
-    if logger is not None:
-        assert plan.config.run.dir is not None and plan.config.trainer.compile_cache is not None
-        logger.say(compilations.lines(plan.config.trainer.compile_cache))
-        write_report(compilations, plan, Path(plan.config.run.dir))
-
-
-def measured_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
-    """Peak FLOP/s of a device of this run. All ranks must call it: on the CPU they measure side by side."""
-    if plan.config.device.peak_tflops is not None:
-        return Peak(plan.config.device.peak_tflops * 1e12, "device.peak_tflops")
-    dist.barrier()
-    flops, source = device.peak_flops(plan.precision.compute_format)
-    mean = torch.tensor(flops, device=torch_device)
-    dist.all_reduce(mean)
-    return Peak(mean.item() / plan.world_size, source)
-
-
-def _watchdog(plan: Plan, topology: Topology) -> Watchdog:
-    assert plan.config.run.dir is not None
-    folder = Path(plan.config.run.dir) / "hang"
-    return Watchdog(plan.config.trainer.hang_timeout_seconds, topology.rank, topology.world_size, folder)
-
-
-@contextmanager
-def _logger(plan: Plan, topology: Topology, peak: Peak, start_step: int) -> Iterator[MetricsLogger | None]:
-    """The metrics writer on the one rank that writes, None on the others."""
-    if not topology.is_logger:
-        yield None
-        return
-    assert plan.config.run.dir is not None
-    with MetricsLogger(plan, Path(plan.config.run.dir), peak, start_step) as logger:
-        yield logger

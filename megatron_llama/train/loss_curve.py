@@ -19,12 +19,12 @@ INK, SOFT, TRAIN, VALIDATION, RATE = "#1f2933", "#9aa5b1", "#2563eb", "#ea580c",
 SMOOTHING = 0.05
 
 
-def draw_run(plan: Plan, run_dir: Path) -> Path | None:
-    """Draws ``loss.png`` of a run from its metrics.jsonl; returns where it is, None where there is nothing to draw."""
-    records = read_metrics(run_dir / METRICS_FILE)
+def draw_run(plan: Plan) -> Path | None:
+    """Draws the ``loss.png`` of a run from its metrics.jsonl. Returns its path, or None if no step was logged."""
+    records = read_metrics(plan.run_dir / METRICS_FILE)
     if not records:
         return None
-    return draw(records, run_dir / PICTURE_FILE, title=plan.model.name, subtitle=describe(plan))
+    return draw(records, plan.run_dir / PICTURE_FILE, title=plan.model.name, subtitle=describe(plan))
 
 
 def describe(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What a run measures, under the same names on the console, in metrics.jsonl and in TensorBoard."""
+"""A run's metrics, under the same names in metrics.jsonl, in TensorBoard and on the console."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megatron_llama.devices import Device, Peak
 from megatron_llama.plan import Plan
 from megatron_llama.plan.flops import flops_per_token, mfu
-from megatron_llama.train.console import Progress
+from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, cut_back, read_metrics
 
-# The order in which they stand in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
+# The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (
     "step",
     "consumed_samples",
@@ -37,100 +38,100 @@ SOME_STEPS = ("val_loss", "parameter_norm")
 THROUGHPUT_STEPS = 10
 TENSORBOARD_FLUSH_SECONDS = 10
 
-Value = float | int | None
 
+def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
+    """Peak FLOP/s of one device of this run, which MFU is a share of.
 
-@dataclass(frozen=True)
-class Peak:
-    """What one device could do at best."""
-
-    flops: float
-    """Dense FLOP/s at the run's precision; 0 where unknown."""
-    source: str
-    """Where the figure comes from."""
+    A collective: CPU ranks share cores and memory bandwidth, so they measure at the same time, and the mean counts.
+    """
+    if plan.config.device.peak_tflops is not None:
+        return Peak(plan.config.device.peak_tflops * 1e12, "device.peak_tflops")
+    dist.barrier()
+    flops, source = device.peak_flops(plan.precision.compute_format)
+    mean = torch.tensor(flops, device=torch_device)
+    dist.all_reduce(mean)
+    return Peak(mean.item() / plan.world_size, source)
 
 
 class MetricsLogger:
-    """Writes each step's metrics. For the one rank that logs; use it in a ``with`` block."""
+    """Writes each step's metrics; used on the one rank that logs, in a ``with`` block."""
 
-    def __init__(self, plan: Plan, run_dir: Path, peak: Peak, start_step: int = 0) -> None:
-        """``start_step`` is the step of the checkpoint that the run goes on from; what was logged later is cut off."""
-        self.plan, self.run_dir, self.peak = plan, run_dir, peak
-        self._per_token = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
+    def __init__(self, plan: Plan, peak: Peak, start_step: int = 0) -> None:
+        """Opens the files of a run that resumes after ``start_step``; what was logged later is removed."""
+        self.plan, self.peak = plan, peak
+        self._flops_per_token = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
-        self._said: Sequence[str] = ()
-        self._path = run_dir / METRICS_FILE
+        self._last_lines: Sequence[str] = ()
+        self._path = plan.run_dir / METRICS_FILE
         cut_back(self._path, start_step)
         self._file = open(self._path, "a", encoding="utf-8")
-        self._tensorboard = _tensorboard(run_dir, start_step) if plan.config.logging.tensorboard else None
+        self._tensorboard = _tensorboard(plan, start_step) if plan.config.logging.tensorboard else None
         self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
     def __enter__(self) -> MetricsLogger:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._progress.stop()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
     def log_step(self, measured: Mapping[str, Value]) -> dict[str, Value]:
-        """Adds what follows from a step's measurements, writes all of it, and returns it."""
-        metrics = self._completed(measured)
-        # One write of one line: whoever reads along, or finds the file after a kill, sees whole lines but for the last.
+        """Derives speed and utilisation from a step's measurements, writes all metrics, and returns them."""
+        metrics = self._with_derived(measured)
+        # One write per line: a reader, or a run that resumes after a kill, sees whole lines, except perhaps the last.
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            step = int(measured["step"] or 0)
             for name, value in metrics.items():
                 if value is not None:
-                    self._tensorboard.add_scalar(name, value, step)
+                    self._tensorboard.add_scalar(name, value, metrics["step"])
         self._progress.step(metrics, sum(self._step_times) / len(self._step_times))
         return metrics
 
-    def say(self, lines: Sequence[str]) -> None:
-        """Puts lines above the progress line, unless they are those that were put there last."""
-        if lines != self._said:
-            self._said = lines
-            self._progress.say(lines)
+    def print_lines(self, lines: Sequence[str]) -> None:
+        """Prints lines above the progress line, unless they are the ones printed last."""
+        if lines != self._last_lines:
+            self._last_lines = lines
+            self._progress.print_lines(lines)
 
     def finish(self, samples: Sequence[str] = ()) -> None:
-        """Draws the loss curve and says what came out and where it is."""
+        """Draws the loss curve and prints the summary of the run."""
         self._progress.stop()
-        picture = draw_run(self.plan, self.run_dir)
-        self._progress.summary(self.plan, self.run_dir, self.peak, read_metrics(self._path), samples, picture)
+        picture = draw_run(self.plan)
+        self._progress.summary(self.plan, self.peak, read_metrics(self._path), samples, picture)
 
-    def _completed(self, measured: Mapping[str, Value]) -> dict[str, Value]:
-        """All metrics of a step in their order."""
+    def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
+        """All metrics of a step, in their order."""
         seconds = float(measured["step_time_s"] or math.nan)
         self._step_times.append(seconds)
-        plan, world = self.plan, self.plan.world_size
-        speed = plan.tokens_per_step / seconds
+        plan, flops, world = self.plan, self._flops_per_token, self.plan.world_size
+        tokens_per_second = plan.tokens_per_step / seconds
         known = self.peak.flops > 0
-        batches_per_second = len(self._step_times) / sum(self._step_times)
+        # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).
         derived: dict[str, Value] = {
-            "throughput": plan.config.trainer.global_batch_size * batches_per_second,
-            "tokens_per_second": speed,
-            "tflops_per_device": self._per_token.causal * speed / world / 1e12,
-            "mfu": mfu(self._per_token.causal, speed, self.peak.flops, world) if known else None,
-            "mfu_full": mfu(self._per_token.full, speed, self.peak.flops, world) if known else None,
+            "throughput": plan.config.trainer.global_batch_size * (len(self._step_times) / sum(self._step_times)),
+            "tokens_per_second": tokens_per_second,
+            "tflops_per_device": flops.causal * tokens_per_second / world / 1e12,
+            "mfu": mfu(flops.causal, tokens_per_second, self.peak.flops, world) if known else None,
+            "mfu_full": mfu(flops.full, tokens_per_second, self.peak.flops, world) if known else None,
         }
-        together = {**measured, **derived}
-        names = [*EVERY_STEP, *(name for name in SOME_STEPS if name in together)]
-        return {name: _finite(together[name]) for name in names}
+        metrics = {**measured, **derived}
+        names = [*EVERY_STEP, *(name for name in SOME_STEPS if name in metrics)]
+        return {name: _finite(metrics[name]) for name in names}
 
 
 def _finite(value: Value) -> Value:
-    """JSON has no word for NaN and infinity; null says that there is no number."""
+    """JSON has no NaN or infinity; null stands for them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard(run_dir: Path, start_step: int) -> Any:
-    """TensorBoard's writer; steps that an earlier attempt logged after ``start_step`` are marked as void."""
+def _tensorboard(plan: Plan, start_step: int) -> Any:
+    """TensorBoard's writer; it hides the steps that an earlier attempt logged after ``start_step``."""
     from torch.utils.tensorboard import SummaryWriter
 
-    purge = start_step + 1 if (run_dir / "tensorboard").exists() else None
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge, flush_secs=TENSORBOARD_FLUSH_SECONDS)
+    folder = plan.run_dir / "tensorboard"
+    purge_step = start_step + 1 if folder.exists() else None
+    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=TENSORBOARD_FLUSH_SECONDS)

@@ -1,44 +1,36 @@
-"""A run's metrics.jsonl as a file: reading it, and cutting it back to the step that a run goes on from."""
+"""Reads metrics.jsonl, and cuts it back to the step that a run resumes from."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_llama.system.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
-    """The steps in a metrics.jsonl; a last line that is only half written is left out.
+    """The records of a metrics.jsonl, one per step, without a last line that is only half written.
 
-    ``steps`` are the names, one of which every line has: other programs call a step otherwise.
+    ``steps`` are names for the step, of which every record has one: other programs have other names for it.
+
+    Raises:
+        ValueError: a line before the last is not JSON, or has no step.
     """
     return [record for record, _ in _records(path, steps)]
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Leaves in a metrics.jsonl what was logged up to ``step``, so that each step will stand in it once.
-
-    All later lines go, and a line that a kill left half written. The file is replaced as a whole, or not at all.
-    """
-    if not path.exists():
-        return
-    kept = b"".join(line for record, line in _records(path) if record["step"] <= step)
-    if kept == path.read_bytes():
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Removes all records after ``step`` and a half-written last line, so that a resumed run logs each step once."""
+    if path.exists():
+        write_atomically(path, b"".join(line for record, line in _records(path) if record["step"] <= step))
 
 
 def _records(path: Path, steps: Sequence[str] = ("step",)) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Each whole line of a metrics.jsonl, read and as it stands; a bad one is an error, unless it is the last."""
+    """(record, line) of each whole line. Only the last line may be broken: that is what a kill leaves."""
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:

@@ -1,4 +1,4 @@
-"""What a rank does, from its place in the environment to the end of training: the whole program on one screen."""
+"""What one rank does, from its environment to the end of training: the whole program on one screen."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from megatron_llama.train.loop import train
 
 
 def run_rank(plan: Plan) -> None:
-    """Run this process's part of the plan. RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which
-    it is.
+    """Runs this process's part of the plan, as given by torchrun's variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT.
 
-    Raises ConfigError, on all ranks alike, for data that can't be used; TrainingFault when training can't go on.
+    Raises:
+        ConfigError: the data can't be used; on all ranks alike.
+        TrainingFault: training can't go on.
     """
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
+
     topology = build_topology(plan, int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
-        device.seed(plan.config.trainer.seed)
+        device.seed(plan.config.trainer.seed)  # after the process group: some runtimes must start with it
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)

@@ -1,4 +1,4 @@
-"""A hang becomes a failure that explains itself: every rank's Python stacks are printed, and the job ends."""
+"""Turns a hang into a failure that can be debugged: prints the Python stacks of all ranks and ends the job."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 from megatron_llama.system.exit_status import EXIT_FAILED
 
-# Between a rank's own stacks and the end of its process: the others get to theirs, and rank 0 prints them all.
+# From writing its own stacks to the end of a rank: time for the others to write theirs, and for rank 0 to print all.
 _GATHER_SECONDS = 1.5
-# Where not even this module's thread can run, because something holds the interpreter, the C library's timer ends it.
+# If something holds the GIL, the watchdog's thread can't run either; then faulthandler's C timer ends the process.
 _GRACE_SECONDS = 10.0
 
 
 class Watchdog:
-    """Runs in a thread for the time of a ``with`` block; ``beat`` says that this rank gets on. None watches nothing."""
+    """A thread that expects a ``beat`` every ``timeout_seconds`` inside the ``with`` block; None disables it."""
 
     def __init__(self, timeout_seconds: float | None, rank: int, world_size: int, folder: Path) -> None:
         self.timeout, self.rank, self.world_size, self.folder = timeout_seconds, rank, world_size, folder
@@ -28,7 +27,7 @@ class Watchdog:
         self._ended = threading.Event()
 
     def beat(self, phase: str, *, patient: bool = False) -> None:
-        """Progress: what begins now is ``phase``; a ``patient`` one may take any time."""
+        """Reports progress: ``phase`` begins now. A ``patient`` phase has no time limit."""
         self._phase, self._since = phase, float("inf") if patient else time.monotonic()
         if patient:
             faulthandler.cancel_dump_traceback_later()
@@ -36,15 +35,13 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.timeout + _GRACE_SECONDS, exit=True, file=2)
 
     def __enter__(self) -> Watchdog:
-        self._file.unlink(missing_ok=True)  # of an earlier start
+        self._file.unlink(missing_ok=True)  # from an earlier attempt
         self.beat("the first step")
         if self.timeout is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
@@ -55,7 +52,7 @@ class Watchdog:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Print the stacks of all ranks that can be reached, and end this process."""
+        """Prints the stacks of all ranks that can still write them, and ends this process."""
         self.folder.mkdir(exist_ok=True)
         with open(self._file, "w", encoding="utf-8") as file:
             file.write(f"rank {self.rank}: no progress for {self.timeout:g} s, in {self._phase}. Its stacks:\n")

@@ -11,44 +11,11 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_llama.config import load_config
-from megatron_llama.launch.cli import CONF_DIR
-from megatron_llama.plan import Plan, resolve
+from megatron_llama.devices import Peak
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.train.console import Progress, duration
-from megatron_llama.train.metrics import EVERY_STEP, MetricsLogger, Peak, cut_back, read_metrics
-
-PEAK = Peak(100e9, "made up")
-STEPS = 12
-
-
-def plan_of(*overrides: str) -> Plan:
-    """A small plan on two ranks."""
-    common = ["data=mock", "device=cpu", "trainer.tp=2", f"trainer.steps={STEPS}"]
-    return resolve(load_config([*common, *overrides], CONF_DIR), 2)
-
-
-def measured(step: int, **more: float | None) -> dict[str, float | int | None]:
-    """What the loop hands over after a step."""
-    return {
-        "step": step,
-        "consumed_samples": 8 * step,
-        "consumed_tokens": 2048 * step,
-        "reduced_train_loss": 8.0 / step,
-        "lr": 1e-4 * step,
-        "gradient_norm": 1.0 + 1 / 3 * step,
-        "step_time_s": 0.5 * step,
-        "peak_memory_bytes": 123_456_789,
-        **more,
-    }
-
-
-def write(folder: Path, plan: Plan, first: int = 1, last: int = STEPS, peak: Peak = PEAK) -> None:
-    """Logs some steps, with a validation on the fourth and the eighth."""
-    with MetricsLogger(plan, folder, peak, start_step=first - 1) as logger:
-        for step in range(first, last + 1):
-            more = {"val_loss": 9.0 / step} if step % 4 == 0 else {}
-            logger.log_step(measured(step, **more))
+from megatron_llama.train.metrics import EVERY_STEP, MetricsLogger, cut_back, read_metrics
+from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -58,8 +25,8 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
-def test_tensorboard_says_what_the_file_says(tmp_path):
-    write(tmp_path, plan_of())
+def test_tensorboard_says_what_the_file_says(tmp_path: Path) -> None:
+    log_steps(plan_of(tmp_path))
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert all(tuple(record)[: len(EVERY_STEP)] == EVERY_STEP for record in records)
@@ -73,9 +40,9 @@ def test_tensorboard_says_what_the_file_says(tmp_path):
         assert [value for _, value in points] == pytest.approx([value for _, value in written], rel=1e-6)
 
 
-def test_speeds_and_utilisation(tmp_path):
-    plan = plan_of()
-    write(tmp_path, plan)
+def test_speeds_and_utilisation(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    log_steps(plan)
     records = read_metrics(tmp_path / "metrics.jsonl")
     flops = flops_per_token(plan.model, plan.config.data.seq_length)
     third = records[2]
@@ -88,8 +55,8 @@ def test_speeds_and_utilisation(tmp_path):
     assert records[-1]["throughput"] == pytest.approx(10 * 8 / last_ten), "over the last ten steps"
 
 
-def test_no_number_is_null_and_no_point(tmp_path):
-    with MetricsLogger(plan_of(), tmp_path, Peak(0.0, "unknown")) as logger:
+def test_no_number_is_null_and_no_point(tmp_path: Path) -> None:
+    with MetricsLogger(plan_of(tmp_path), Peak(0.0, "unknown")) as logger:
         logger.log_step(measured(1, val_loss=math.nan))
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert "NaN" not in line, "which would be no JSON"
@@ -97,18 +64,18 @@ def test_no_number_is_null_and_no_point(tmp_path):
     assert "mfu" not in events(tmp_path) and "val_loss" not in events(tmp_path)
 
 
-def test_parameter_norm_and_no_tensorboard(tmp_path):
-    with MetricsLogger(plan_of("logging.tensorboard=false"), tmp_path, PEAK) as logger:
+def test_parameter_norm_and_no_tensorboard(tmp_path: Path) -> None:
+    with MetricsLogger(plan_of(tmp_path, "logging.tensorboard=false"), PEAK) as logger:
         logger.log_step(measured(1, parameter_norm=42.0))
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["parameter_norm"] == 42.0
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_going_on_from_a_checkpoint_leaves_each_step_once(tmp_path):
-    write(tmp_path, plan_of(), last=9)
+def test_going_on_from_a_checkpoint_leaves_each_step_once(tmp_path: Path) -> None:
+    log_steps(plan_of(tmp_path), last=9)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 10, "consumed_sam')  # the kill
-    write(tmp_path, plan_of(), first=6)
+    log_steps(plan_of(tmp_path), first=6)
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert [step for step, _ in events(tmp_path)["reduced_train_loss"]] == list(range(1, STEPS + 1))
 
@@ -128,7 +95,7 @@ LINES = [f'{{"step": {step}, "lr": 0.{step}}}\n' for step in (1, 2, 3)]
         ("", 5, 0),
     ],
 )
-def test_cut_back(tmp_path, text, step, left):
+def test_cut_back(tmp_path: Path, text: str, step: int, left: int) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     cut_back(path, step)
@@ -136,12 +103,12 @@ def test_cut_back(tmp_path, text, step, left):
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
-def test_cut_back_of_nothing(tmp_path):
+def test_cut_back_of_nothing(tmp_path: Path) -> None:
     cut_back(tmp_path / "metrics.jsonl", 5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(LINES[0] + "rubbish\n" + LINES[1])
     with pytest.raises(ValueError, match="line 2"):
@@ -151,17 +118,18 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
 
 def shown(terminal: bool, every: int) -> str:
     """What the console shows of a whole run."""
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=100)
     progress = Progress(STEPS, 0, every, console)
     progress.start()
     for step in range(1, STEPS + 1):
         more = {"val_loss": 0.25} if step == 7 else {}
         progress.step(measured(step, tokens_per_second=1234.5, mfu=0.345, **more), seconds_per_step=2.0)
     progress.stop()
-    return console.file.getvalue()
+    return file.getvalue()
 
 
-def test_a_log_file_gets_plain_lines():
+def test_a_log_file_gets_plain_lines() -> None:
     lines = shown(terminal=False, every=5).splitlines()
     assert [line.split()[1] for line in lines] == ["5/12", "7/12", "10/12", "12/12"]
     assert lines[0] == ("step 5/12  loss 1.6000  lr 5.00e-04  grad norm 2.667  1,234 tokens/s  MFU 34.5%  0:14 left")
@@ -169,7 +137,7 @@ def test_a_log_file_gets_plain_lines():
     assert not any("\x1b" in line or "\r" in line for line in lines)
 
 
-def test_a_terminal_gets_one_line_that_is_redrawn():
+def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     text = shown(terminal=True, every=1)
     assert "12/12" in text and "val loss" in text
     assert text.count("\n") <= 4, "the line stays where it is; only validation adds one"
@@ -180,5 +148,5 @@ def test_a_terminal_gets_one_line_that_is_redrawn():
     ("seconds", "text"),
     [(0, "0:00"), (59.6, "1:00"), (3 * 3600 + 7 * 60, "3:07:00"), (2 * 86400 + 15000, "2d 04:10"), (-3, "0:00")],
 )
-def test_duration(seconds, text):
+def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -11,8 +11,8 @@ from megatron_llama.train import stop
 
 
 @pytest.mark.parametrize(("job", "end"), [(None, -signal.SIGTERM), ("7", 0)], ids=["by hand", "under Slurm"])
-def test_a_second_signal(monkeypatch, job, end):
-    """A person means: at once. Slurm says the same thing again."""
+def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, end: int) -> None:
+    """By hand it means at once. Slurm only repeats the first."""
     monkeypatch.setattr(stop, "_ECHO_SECONDS", -1.0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:
@@ -21,7 +21,7 @@ def test_a_second_signal(monkeypatch, job, end):
     if child == 0:
         with stop.StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
-            asked = signals.asked
+            received = signals.received
             os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0 if asked else 1)
+            os._exit(0 if received else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == end

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import resolve
-from megatron_llama.train.loop import meets_new_graphs
 from megatron_llama.train.watchdog import Watchdog
 from tests.config.helpers import make
 
@@ -33,4 +33,4 @@ def test_a_patient_phase_takes_any_time_and_the_next_is_watched(
 
 def test_new_graphs_come_in_the_first_steps_and_the_first_validations() -> None:
     plan = resolve(make(**{"trainer.val_every_steps": 5}), 1)
-    assert [step for step in range(3, 40) if meets_new_graphs(plan, step, 3)] == [3, 4, 5, 10]
+    assert [step for step in range(3, 40) if may_compile(plan, step, 3)] == [3, 4, 5, 10]

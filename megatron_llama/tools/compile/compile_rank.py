@@ -105,8 +105,7 @@ def _meet(graphs: Sequence[Graph], plan: Plan) -> Compilations:
 def _finish(compilations: Compilations, plan: Plan, start: float) -> None:
     """Says what was compiled, on the first rank, and fails where something was not."""
     if int(os.environ["RANK"]) == 0:
-        assert plan.config.run.dir is not None
-        path = write_report(compilations, plan, Path(plan.config.run.dir))
+        path = write_report(compilations, plan)
         sys.stdout.write("\n".join(_lines(compilations, plan, time.perf_counter() - start, path)) + "\n")
         sys.stdout.flush()
     if compilations.failed:
