@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
-    """``rows`` as lines of aligned columns, two spaces apart.
+    """``rows``, at least one, as lines of aligned columns, two spaces apart.
 
     The first ``left`` columns (default: all) are flush left, the others flush right. The lines are the same for every
     terminal: no colour, no wrapping, no spaces at the end.
@@ -16,12 +16,12 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[s
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in range(len(rows[0]) if rows else 0):
+    for column in range(len(rows[0])):
         table.add_column(justify="left" if left is None or column < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # Wider than any table: rich cuts off what does not fit.
-    console = Console(file=io.StringIO(), width=100_000, force_terminal=False, color_system=None, markup=False)
-    with console.capture() as printed:
-        console.print(table, highlight=False, emoji=False)
-    return [line.rstrip() for line in printed.get().splitlines()]
+    file = io.StringIO()
+    # Wider than any table: rich cuts off what does not fit. Cells are plain text, not markup.
+    console = Console(file=file, width=100_000, force_terminal=False, color_system=None, markup=False, emoji=False)
+    console.print(table, highlight=False)
+    return [line.rstrip() for line in file.getvalue().splitlines()]

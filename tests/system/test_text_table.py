@@ -11,7 +11,6 @@ def test_columns_are_aligned() -> None:
     rows = [("axis", "calls", "bytes"), ("tp", "54", "110,592"), ("world", "4", "")]
     assert text_table(rows) == ["axis   calls  bytes", "tp     54     110,592", "world  4"]
     assert text_table(rows, left=1) == ["axis   calls    bytes", "tp        54  110,592", "world      4"]
-    assert text_table([]) == []
 
 
 def test_no_terminal_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:

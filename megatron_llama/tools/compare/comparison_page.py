@@ -31,7 +31,7 @@ div { overflow-x: auto; } td, th { text-align: left; padding: .2rem 1.2rem .2rem
 {%- for media, png in pictures.items() %}
 <source media="{{ media }}" srcset="data:image/png;base64,{{ png }}">
 {%- endfor %}
-<img src="data:image/png;base64,{{ picture }}" 
+<img src="data:image/png;base64,{{ picture }}"
 alt="Above, the loss over consumed samples, smoothed; below, the relative gap and the band that it may stay in.">
 </picture>
 <div><table>
