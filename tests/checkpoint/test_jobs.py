@@ -14,7 +14,8 @@ import torch
 
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
-from megatron_llama.train import loop, run_rank, stop, watchdog
+from megatron_llama.train import loop, stop, watchdog
+from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same
 from tests.launch.test_faults import announce, gone, pids, rank
