@@ -11,8 +11,7 @@ from megatron_llama.launch.cli import CONF_DIR, decide, main
 from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.plan.flops import mfu
 from megatron_llama.system.units import GIB
-from megatron_llama.tools.compile import cli as ahead
-from megatron_llama.tools.traffic import cli as traffic
+from megatron_llama.tools.mock_run import MOCK_RUN
 
 WORLDS = {
     "llama2_70b_fsdp_chat": 16,
@@ -69,11 +68,11 @@ def test_made_up_data_serves_for_compiling_and_measuring(name: str) -> None:
     assert plan.tokens_per_step == dry_run(name).tokens_per_step
 
 
-@pytest.mark.parametrize("forced", [ahead.FORCED, traffic.FORCED], ids=["compile.py", "traffic.py"])
+@pytest.mark.parametrize("own", ["trainer.compile=true", "checkpoint.every_steps=null"], ids=["compile", "traffic"])
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_scripts_that_make_data_up_take_it(name: str, forced: tuple[str, ...]) -> None:
+def test_the_tools_that_run_on_mock_data_take_it(name: str, own: str) -> None:
     """And keep what graphs and work depend on."""
-    plan, run = dry_run(name, *forced), dry_run(name)
+    plan, run = dry_run(name, *MOCK_RUN, own), dry_run(name)
     assert plan.config.data.mock and plan.config.data.pack == run.config.data.pack
     assert plan.config.trainer.steps == run.config.trainer.steps and plan.tokens_per_step == run.tokens_per_step
 

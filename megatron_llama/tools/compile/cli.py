@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.launch import cli
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
@@ -42,19 +43,6 @@ Exit status: 0 all graphs were compiled, 2 a mistake in what was asked, else a f
 """
 FOLDER = "compile"
 """In the run's folder, whose config.yaml, plan.txt and compile.json are the run's."""
-# What a run has and its compilation must not have. Said last, so that it wins.
-FORCED = (
-    "trainer.compile=true",
-    "data.mock=true",
-    "data.prefixes=[]",
-    "data.tokenizer=null",
-    "data.prepare=null",
-    "trainer.epochs=null",
-    "data.name=compile",
-    "logging.tensorboard=false",
-    "logging.sample_prompts=[]",
-    "trainer.max_restarts=0",
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, format_problems
 
     overrides = [argument for argument in argv if argument != ONE_PER_STAGE]
-    words = [*overrides, *FORCED]
+    words = [*overrides, *MOCK_RUN, "data.name=compile", "trainer.compile=true"]
     try:
         _need_no_device(words)
         if len(overrides) == len(argv):

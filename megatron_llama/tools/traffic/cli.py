@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.launch import cli
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.text_table import text_table
+from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.devices import Device
     from megatron_llama.plan import Plan
-    from megatron_llama.plan.traffic import Operation, Traffic
+    from megatron_llama.plan.traffic import Line, Traffic
 
 MEASURE = "--measure"
 USAGE = f"""\
@@ -38,22 +40,8 @@ Examples
   python scripts/traffic.py model=llama7b trainer.tp=8 trainer.dp=16 trainer.precision=bf16
   python scripts/traffic.py {MEASURE} trainer.tp=2 trainer.pp=2
 
-Exit status: 0; 1 what was counted is not what was predicted; 2 a mistake in what was asked; else a failure.
+Exit status: 0; 1 what was counted is not what was predicted; 2 a config that can't work; else a failure.
 """
-# What no byte of a step depends on. Said last, so that it wins.
-FORCED = (
-    "data.mock=true",
-    "data.prefixes=[]",
-    "data.tokenizer=null",
-    "data.prepare=null",
-    "trainer.epochs=null",
-    "data.name=traffic",
-    "logging.tensorboard=false",
-    "logging.sample_prompts=[]",
-    "checkpoint.every_steps=null",
-    "trainer.max_restarts=0",
-)
-WIDE, NARROW = 15, 8
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,13 +56,15 @@ def main(argv: Sequence[str]) -> int:
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
     try:
-        config = cli.composed([*overrides, *FORCED, f"dry_run={str(not measure).lower()}"])
+        config = cli.composed(
+            [*overrides, *MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
+        )
         decision = cli.decide(config, None)
         if decision.problem is not None:
             raise ConfigError([decision.problem])
         if config.finetune.method == "lora":
-            rule = "what LoRA sends is not predicted: its own products, and no gradients of frozen weights"
-            raise ConfigError([Problem("finetune.method", "lora", rule, "write finetune=full for that of all weights")])
+            rule = "is not predicted: LoRA has matrices of its own, and frozen weights have no gradients"
+            raise ConfigError([Problem("finetune.method", "lora", rule, "write finetune=full for a full fine-tune")])
         plan = resolve(decision.config, decision.world_size, decision.machine)
         if not measure:
             sys.stdout.write("\n".join(predicted_lines(plan)) + "\n")
@@ -87,23 +77,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def predicted_lines(plan: Plan) -> Iterator[str]:
-    """The predicted table of each kind of rank, each line followed by what it is the sum of."""
+    """The predicted table of each kind of rank, each line followed by the operations that it is the sum of."""
     from megatron_llama.plan.traffic import compact, groups_of_ranks, totals, wire
 
     yield from _head(plan)
     for ranks, operations in groups_of_ranks(plan):
-        yield ""
-        yield f"rank {compact(ranks)}"
-        yield _row("axis", "kind", "ranks", "calls", "payload", "wire")
-        for line, amount in totals(operations).items():
-            sent = f"{wire(line, amount.payload):,.0f}"
-            yield _row(*line, f"{amount.calls:,}", f"{amount.payload:,}", sent)
-            yield from _reasons([o for o in operations if o.line == line])
+        found = totals(operations)
+        amounts = [
+            (f"{amount.calls:,}", f"{amount.payload:,}", f"{wire(line, amount.payload):,.0f}")
+            for line, amount in found.items()
+        ]
+        head, *rows = _table(["calls", "payload", "wire"], list(found), amounts)
+        yield from ("", f"rank {compact(ranks)}", head)
+        for line, row in zip(found, rows, strict=True):
+            yield row
+            yield from (f"{'':8}{o.what}: {o.calls:,} x {o.payload:,}" for o in operations if o.line == line)
 
 
-def _reasons(operations: Sequence[Operation]) -> Iterator[str]:
-    for o in operations:
-        yield f"{'':8}{o.what}: {o.calls:,} x {o.payload:,}"
+def _table(head: Sequence[str], lines: Sequence[Line], amounts: Sequence[Sequence[str]]) -> list[str]:
+    rows = [(*map(str, line), *amount) for line, amount in zip(lines, amounts, strict=True)]
+    return [f"  {row}" for row in text_table([("axis", "kind", "ranks", *head), *rows], left=2)]
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -118,13 +111,9 @@ def _head(plan: Plan) -> Iterator[str]:
     yield "bytes per training step and rank"
 
 
-def _row(axis: object, kind: object, ranks: object, calls: object, *amounts: object) -> str:
-    return f"  {axis:<6}{kind:<{WIDE}}{ranks:>6}{calls:>{NARROW}}" + "".join(f"{a:>{WIDE + 3}}" for a in amounts)
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank was to send and what it sent, in each step counted."""
+    """What one rank is predicted to send, and what it sent in each counted step."""
 
     predicted: Traffic
     counted: list[Traffic]
@@ -136,33 +125,27 @@ class Comparison:
 
 
 def compared_lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Predicted beside counted, for all ranks; those that are alike stand together."""
+    """Predicted beside counted, for all ranks; equal ones share a table."""
     from megatron_llama.plan.traffic import compact
 
-    alike: list[tuple[Comparison, list[int]]] = []
-    for rank, comparison in enumerate(comparisons):
-        same = next((ranks for other, ranks in alike if other == comparison), None)
-        if same is None:
-            alike.append((comparison, [rank]))
-        else:
-            same.append(rank)
-    for comparison, ranks in alike:
-        yield ""
-        yield f"rank {compact(ranks)}"
-        yield _row("axis", "kind", "ranks", "calls", "predicted", *_steps("counted", comparison))
-        yield from _compared(comparison)
+    for number, comparison in enumerate(comparisons):
+        if comparison not in comparisons[:number]:
+            yield ""
+            yield f"rank {compact([rank for rank, other in enumerate(comparisons) if other == comparison])}"
+            yield from _compared(comparison)
 
 
-def _steps(word: str, comparison: Comparison) -> list[str]:
-    return [f"{word}, step {number}" for number in range(1, len(comparison.counted) + 1)]
-
-
-def _compared(comparison: Comparison) -> Iterator[str]:
+def _compared(comparison: Comparison) -> list[str]:
     everything = (comparison.predicted, *comparison.counted)
-    for line in dict.fromkeys(line for traffic in everything for line in traffic):
-        wanted, *got = (traffic.get(line, (0, 0)) for traffic in everything)
-        mark = "" if all(amount == wanted for amount in got) else f"   DIFFERS, calls {[calls for calls, _ in got]}"
-        yield _row(*line, f"{wanted[0]:,}", f"{wanted[1]:,}", *(f"{payload:,}" for _, payload in got)) + mark
+    lines = list(dict.fromkeys(line for traffic in everything for line in traffic))
+    amounts = []
+    for line in lines:
+        predicted, *counted = (traffic.get(line, (0, 0)) for traffic in everything)
+        differs = any(amount != predicted for amount in counted)
+        mark = f"DIFFERS, calls {[calls for calls, _ in counted]}" if differs else ""
+        amounts.append((f"{predicted[0]:,}", f"{predicted[1]:,}", *(f"{payload:,}" for _, payload in counted), mark))
+    steps = (f"counted, step {number}" for number in range(1, len(everything)))
+    return _table(["calls", "predicted", *steps, ""], lines, amounts)
 
 
 def _measure(plan: Plan, device: Device) -> int:
@@ -182,8 +165,10 @@ def _measure(plan: Plan, device: Device) -> int:
         )
         if status:
             return status
-        counted = [_read(Path(folder), rank) for rank in range(plan.world_size)]
-    comparisons = [Comparison(totals(operations(plan, rank)), steps) for rank, steps in enumerate(counted)]
+        comparisons = [
+            Comparison(totals(operations(plan, rank)), pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()))
+            for rank in range(plan.world_size)
+        ]
     agree = all(comparison.agrees for comparison in comparisons)
     verdict = "every byte and every call as predicted" if agree else "NOT as predicted"
     sys.stdout.write("\n".join([*_head(plan), *compared_lines(comparisons), "", verdict]) + "\n")
@@ -191,22 +176,10 @@ def _measure(plan: Plan, device: Device) -> int:
 
 
 def count_one_rank(plan: Plan, folder: Path) -> None:
-    """What each rank does: counts, and leaves it in ``folder``."""
+    """What each rank does: counts, and writes the result to ``folder``."""
     from megatron_llama.devices import get_device
     from megatron_llama.tools.traffic.count_steps import count_steps
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    steps = count_steps(plan, rank, device, torch_device)
-    _path(folder, rank).write_text(json.dumps([[[*line, *amount] for line, amount in s.items()] for s in steps]))
-
-
-def _read(folder: Path, rank: int) -> list[Traffic]:
-    from megatron_llama.plan.traffic import Amount, Line
-
-    steps = json.loads(_path(folder, rank).read_text())
-    return [{Line(*row[:3]): Amount(*row[3:]) for row in step} for step in steps]
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"traffic-{rank}.json"
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(count_steps(plan, rank, device, torch_device)))

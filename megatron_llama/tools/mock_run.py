@@ -1,0 +1,13 @@
+"""What tools override in a run whose ranks they start without training anything."""
+
+# The graphs and the collectives of a step depend on none of it. Placed last on the command line, so that it wins.
+MOCK_RUN = (
+    "data.mock=true",
+    "data.prefixes=[]",
+    "data.tokenizer=null",
+    "data.prepare=null",
+    "trainer.epochs=null",
+    "trainer.max_restarts=0",
+    "logging.tensorboard=false",
+    "logging.sample_prompts=[]",
+)
