@@ -6,20 +6,27 @@ encoded apart: what is asked ends there, so the model could never have said that
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from megatron_llama.system.errors import UserError
-from megatron_llama.text import sentencepiece_model
 from megatron_llama.text.chat_template import END, Piece
 from megatron_llama.text.conversation import Bad
 from megatron_llama.text.encoders import Encoder, load_encoder
+from megatron_llama.text.sentencepiece_model import read_model, special_pieces
+from megatron_llama.text.tokenizer import (
+    huggingface_bos,
+    need_package,
+    read_sentencepiece,
+    read_tokenizer_json,
+    sentencepiece_adds_bos,
+    tokenizer_file,
+)
 
 # Characters that keep a text from being the beginning of its line; the first that no token joins with it is taken.
 ANCHORS = ("\n", "0", "|", ".")
@@ -59,17 +66,13 @@ class SentencePiece:
     """A sentencepiece model."""
 
     def __init__(self, path: str) -> None:
-        import sentencepiece
-
         self.encoder = load_encoder("sentencepiece", path, "sentencepiece")
-        self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=path)
+        self._processor = read_sentencepiece(Path(path))
         self.bos = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
-        self.adds_bos = self.bos is not None and _llama_adds_bos(Path(path).parent)
+        self.adds_bos = self.bos is not None and sentencepiece_adds_bos(Path(path).parent, default=False)
         self.control_tokens: list[str] = []  # sentencepiece never makes one of text
         self.added_tokens: list[str] = []
-        pieces = sentencepiece_model.read_model(Path(path).read_bytes()).pieces
-        special = (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
-        self._named = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind in special}
+        self._named = special_pieces(read_model(Path(path)))
 
     def spans(self, text: str) -> Spans:
         if hasattr(self._processor, "encode_as_offset_mapping"):  # from 0.2.2 on
@@ -90,24 +93,15 @@ class HuggingFace:
         self.encoder = load_encoder("huggingface", path)
         if self.encoder.library != "huggingface":
             raise UserError(f"{path} has no tokenizer.json; name its tokenizer.model as --tokenizer-model")
-        import tokenizers
-
-        folder = Path(path)
-        self._tokenizer: Any = tokenizers.Tokenizer.from_file(
-            str(folder / "tokenizer.json" if folder.is_dir() else folder)
-        )
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = read_tokenizer_json(tokenizer_file(path))
         self._tokenizer.encode_special_tokens = not in_text
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.control_tokens = [token.content for token in added if token.special]
         self.added_tokens = [token.content for token in added if token.content.strip()]
-        begun = self._tokenizer.encode("x", add_special_tokens=True).ids
-        plain = self._tokenizer.encode("x", add_special_tokens=False).ids
-        self.bos = begun[0] if len(begun) > len(plain) and begun[1 : 1 + len(plain)] == plain else None
+        self.bos = huggingface_bos(self._tokenizer)
         self.adds_bos = self.bos is not None
         # What adds special tokens also trims spaces off the spans, which would hide that a token crosses a border.
-        self._tokenizer.post_processor = tokenizers.processors.Sequence([])
+        self._tokenizer.post_processor = need_package("tokenizers", Path(path)).processors.Sequence([])
 
     def spans(self, text: str) -> Spans:
         found = self._tokenizer.encode(text, add_special_tokens=False)
@@ -129,15 +123,6 @@ def load_chat_tokenizer(path: str, own: bool) -> ChatTokenizer:
     if own:
         raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
     return SentencePiece(path)
-
-
-def _llama_adds_bos(folder: Path) -> bool:
-    """What the settings beside a sentencepiece model say; a model without them is a plain one, as we train them."""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return bool(settings.get("add_bos_token", True))
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def encode_pieces(pieces: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:

@@ -5,9 +5,6 @@ Nothing in a document ever becomes a control id: the text "</s>" is encoded as t
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +14,19 @@ from typing import Any
 import numpy as np
 
 from megatron_llama.system.errors import MachineError, UserError
+from megatron_llama.system.files import sha256_file
 from megatron_llama.text import sentencepiece_model
+from megatron_llama.text.tokenizer import (
+    FAST_JSON,
+    PIECES,
+    TokenizerError,
+    huggingface_end,
+    huggingface_size,
+    need_package,
+    read_sentencepiece,
+    read_tokenizer_json,
+    tokenizer_file,
+)
 
 Encode = Callable[[str], Any]
 LIBRARIES = ("sentencepiece", "huggingface", "tiktoken")
@@ -75,7 +84,7 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
         UserError: the tokenizer is not there, is none, or the chosen encoder can't be used for it.
     """
     if library == "sentencepiece":
-        return _choose_fast(*_load_sentencepiece(path), choice, sample)
+        return _choose_fast(_load_sentencepiece(path), choice, sample)
     if choice in FAST:
         raise UserError(f"--encoder {choice} works for sentencepiece models only")
     if library == "huggingface":
@@ -85,32 +94,10 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
     raise UserError(f"--tokenizer-library {library}: known are {', '.join(LIBRARIES)}")
 
 
-def _read_tokenizer(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"can't read the tokenizer {path}: {error.strerror}") from None
-
-
-def _need(module: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"this tokenizer needs the Python package {module}: pip install {module}") from None
-
-
-def _load_sentencepiece(path: str) -> tuple[Encoder, sentencepiece_model.Model]:
-    data = _read_tokenizer(path)
-    sentencepiece = _need("sentencepiece")
-    try:
-        model = sentencepiece_model.read_model(data)  # sentencepiece itself takes some foreign files for empty models
-        processor = sentencepiece.SentencePieceProcessor(model_proto=data)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"{path} is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
+def _load_sentencepiece(path: str) -> Encoder:
+    processor = read_sentencepiece(Path(path))
     eod = processor.eos_id()
-    encoder = Encoder(
+    return Encoder(
         name="sentencepiece",
         encode=processor.encode,
         reference=processor.encode,
@@ -119,14 +106,14 @@ def _load_sentencepiece(path: str) -> tuple[Encoder, sentencepiece_model.Model]:
         eod=eod if eod >= 0 else None,
         library="sentencepiece",
         path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
+        sha256=sha256_file(Path(path)),
     )
-    return encoder, model
 
 
-def _choose_fast(encoder: Encoder, model: sentencepiece_model.Model, choice: str, sample: Sequence[str]) -> Encoder:
+def _choose_fast(encoder: Encoder, choice: str, sample: Sequence[str]) -> Encoder:
     if choice == "sentencepiece":
         return encoder
+    model = sentencepiece_model.read_model(Path(encoder.path))
     reasons = []
     unfit = sentencepiece_model.why_not_fast(model)
     for name in FAST if choice == "auto" else (choice,):
@@ -154,14 +141,10 @@ def _choose_fast(encoder: Encoder, model: sentencepiece_model.Model, choice: str
     return encoder
 
 
-def _piece_probes(model: sentencepiece_model.Model) -> list[str]:
+def _piece_probes(model: Any) -> list[str]:
     """Text that looks like the model's own special pieces, and some of its longest ordinary ones."""
-    special = [
-        piece
-        for piece, _, kind in model.pieces
-        if kind in (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
-    ]
-    longest = sorted((piece for piece, _, _ in model.pieces), key=len, reverse=True)[:32]
+    special = list(sentencepiece_model.special_pieces(model))
+    longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
     return [f"{before}{piece}{after}" for piece in special[:64] + longest for before, after in (("", ""), ("x", " y"))]
 
 
@@ -177,12 +160,12 @@ def first_difference(encode: Encode, reference: Encode, texts: Sequence[str]) ->
     return None
 
 
-def _load_gigatoken(model: sentencepiece_model.Model, reference: Encode) -> Encode:
+def _load_gigatoken(model: Any, reference: Encode) -> Encode:
     """gigatoken, which gives other ids around user-defined pieces: text that has one goes to the reference."""
     import gigatoken
 
     encode: Encode = gigatoken.Tokenizer.from_json(sentencepiece_model.to_tokenizer_json(model)).backend.encode
-    special = sentencepiece_model.user_defined(model)
+    special = list(sentencepiece_model.special_pieces(model, (sentencepiece_model.USER_DEFINED,)))
     if not special:
         return encode
     spaces = f"{sentencepiece_model.SPACE} \n\t"
@@ -196,14 +179,14 @@ def _load_gigatoken(model: sentencepiece_model.Model, reference: Encode) -> Enco
     return route
 
 
-def _load_kitoken(model: sentencepiece_model.Model, reference: Encode) -> Encode:
+def _load_kitoken(model: Any, reference: Encode) -> Encode:
     import kitoken
 
-    encode: Encode = kitoken.Kitoken.from_sentencepiece(model.data).encode
+    encode: Encode = kitoken.Kitoken.from_sentencepiece(model.SerializeToString()).encode
     return encode
 
 
-_FAST_LOADERS: dict[str, Callable[[sentencepiece_model.Model, Encode], Encode]] = {
+_FAST_LOADERS: dict[str, Callable[[Any, Encode], Encode]] = {
     "gigatoken": _load_gigatoken,
     "kitoken": _load_kitoken,
 }
@@ -211,21 +194,12 @@ _FAST_LOADERS: dict[str, Callable[[sentencepiece_model.Model, Encode], Encode]] 
 
 def _load_huggingface(path: str) -> Encoder:
     """A folder with tokenizer.json, as `save_pretrained` writes it, or that file; else its tokenizer.model."""
-    folder = Path(path)
-    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    file = tokenizer_file(path)
     if not file.is_file():
-        if (folder / "tokenizer.model").is_file():
-            return _choose_fast(*_load_sentencepiece(str(folder / "tokenizer.model")), "auto", ())
-        raise UserError(f"{path}: a Hugging Face tokenizer is a local folder with tokenizer.json (or tokenizer.model)")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads don't survive the fork of our workers
-    tokenizers = _need("tokenizers")
-    data = _read_tokenizer(str(file))
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-    except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"{file} is not a tokenizer.json: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        raise UserError(f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})")
+    if file.name == PIECES and Path(path).is_dir():
+        return _choose_fast(_load_sentencepiece(str(file)), "auto", ())
+    tokenizer = read_tokenizer_json(file)
     # without this the text "</s>" would become the control id
     tokenizer.encode_special_tokens = True
 
@@ -237,33 +211,12 @@ def _load_huggingface(path: str) -> Encoder:
         encode=encode,
         reference=encode,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
-        eod=_huggingface_eos(file.parent, tokenizer),
+        vocab_size=huggingface_size(tokenizer),
+        eod=huggingface_end(file.parent, tokenizer),
         library="huggingface",
         path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
+        sha256=sha256_file(file),
     )
-
-
-def _huggingface_eos(folder: Path, tokenizer: Any) -> int | None:
-    """The end-of-text id that the folder's own files name."""
-    try:
-        token = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str) and tokenizer.token_to_id(content) is not None:
-            return int(tokenizer.token_to_id(content))
-    except (OSError, ValueError):
-        pass
-    for name in ("generation_config.json", "config.json"):
-        try:
-            eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        if isinstance(eos, list):
-            eos = eos[0] if eos else None
-        if isinstance(eos, int):
-            return eos
-    return None
 
 
 # Llama 3's split pattern and its special tokens' place, from its published tokenizer.
@@ -280,11 +233,12 @@ def _load_tiktoken(path: str) -> Encoder:
     import base64
     import binascii
 
-    tiktoken = _need("tiktoken")
-    data = _read_tokenizer(path)
+    tiktoken = need_package("tiktoken", Path(path))
     try:
-        pairs = (line.split() for line in data.splitlines() if line)
+        pairs = (line.split() for line in Path(path).read_bytes().splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except OSError as error:
+        raise TokenizerError(Path(path), f"can't be read: {error.strerror}") from None
     except (ValueError, binascii.Error):
         raise UserError(f"{path} is not a tiktoken model (lines of base64 and rank)") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
@@ -300,7 +254,7 @@ def _load_tiktoken(path: str) -> Encoder:
         eod=len(ranks) + LLAMA3_END_OF_TEXT,
         library="tiktoken",
         path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
+        sha256=sha256_file(Path(path)),
     )
 
 

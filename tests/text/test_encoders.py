@@ -14,7 +14,7 @@ import sentencepiece
 from megatron_llama.system.errors import UserError
 from megatron_llama.text import encoders
 from megatron_llama.text.encoders import FAST, check_same, first_difference, load_encoder
-from megatron_llama.text.sentencepiece_model import read_model
+from megatron_llama.text.sentencepiece_model import read_model, why_not_fast
 from tests.data_prep.conftest import SHARED, Run, assert_refused, outputs, reference, run_script, write_jsonl
 
 V1, V3 = SHARED / "tokenizers/mistral_v1_32000.model", SHARED / "tokenizers/mistral_v3_32768.model"
@@ -121,7 +121,7 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path, preprocess: Run, tokenizer
     (tmp_path / "empty.model").write_bytes(b"")
     (tmp_path / "cut.model").write_bytes(tokenizer.read_bytes()[:3000])
     for model, words in [
-        (tmp_path / "none.model", ["can't read the tokenizer"]),
+        (tmp_path / "none.model", ["can't be read"]),
         (tmp_path / "noise.model", ["not a sentencepiece model"]),
         (tmp_path / "empty.model", ["not a sentencepiece model"]),
         (tmp_path / "cut.model", ["not a sentencepiece model"]),
@@ -169,10 +169,10 @@ def test_tiktoken_model_of_llama_3(tmp_path: Path) -> None:
 
 def test_model_file_is_read_as_sentencepiece_reads_it(tokenizer: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    model = read_model(tokenizer.read_bytes())
-    assert [piece for piece, _, _ in model.pieces] == [processor.id_to_piece(i) for i in range(processor.vocab_size())]
-    assert [score for _, score, _ in model.pieces] == [processor.get_score(i) for i in range(processor.vocab_size())]
-    assert (model.is_bpe, model.byte_fallback, model.add_dummy_prefix) == (True, True, True)
+    model = read_model(tokenizer)
+    assert [one.piece for one in model.pieces] == [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    assert [one.score for one in model.pieces] == [processor.get_score(i) for i in range(processor.vocab_size())]
+    assert why_not_fast(model) is None and model.normalizer_spec.add_dummy_prefix
 
 
 @pytest.mark.timeout(200)
