@@ -33,6 +33,7 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
 from megatron_llama.model.names import Shape, hf_shapes
 from megatron_llama.system.files import sync_folder, write_synced
+from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 from megatron_llama.text.trained_template import add_end, write_trained_template
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -250,11 +251,9 @@ def _write_sentencepiece(path: Path, folder: Path) -> dict[str, int]:
     transformers 5 reads it with its own encoder, which differs from sentencepiece in two places: text that begins
     with spaces gets one "▁" less, and the text "</s>" becomes the control id.
     """
-    import sentencepiece
-
     try:
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError, TypeError):
+        pieces = read_sentencepiece(path)
+    except TokenizerError:
         return {}
     shutil.copyfile(path, folder / "tokenizer.model")
     ids = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}

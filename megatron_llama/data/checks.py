@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from megatron_llama.config.limits import weights_and_paths
 from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset, read_index
 from megatron_llama.plan.epochs import SPLITS, parts_of
 from megatron_llama.system.errors import UserError
+from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
 
@@ -88,38 +88,9 @@ def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
 
 
 def _vocabulary_advice(config: Config, largest: int) -> str:
-    size = max(largest + 1, tokenizer_size(config) or 0)
+    tokenizer = config.data.tokenizer
+    size = max(largest + 1, 0 if tokenizer is None else vocabulary_size(tokenizer) or 0)
     return f"write model.vocab_size={size}, or prepare the data with another tokenizer"
-
-
-def tokenizer_file(tokenizer: str) -> Path:
-    """The file that ``data.tokenizer`` means; of a folder tokenizer.json, or else tokenizer.model."""
-    folder = Path(tokenizer)
-    if not folder.is_dir():
-        return folder
-    return folder / ("tokenizer.json" if (folder / "tokenizer.json").is_file() else "tokenizer.model")
-
-
-def tokenizer_size(config: Config) -> int | None:
-    """Pieces of ``data.tokenizer``; None where there is none or it can't be read."""
-    if config.data.tokenizer is None:
-        return None
-    file = tokenizer_file(config.data.tokenizer)
-    try:
-        if file.suffix == ".json":
-            return _highest_id(json.loads(file.read_text(encoding="utf-8"))) + 1
-        import sentencepiece
-
-        return sentencepiece.SentencePieceProcessor(model_file=str(file)).vocab_size()
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _highest_id(content: dict[str, Any]) -> int:
-    """The highest id in a tokenizer.json."""
-    vocabulary = content["model"]["vocab"]
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*ids, *(token["id"] for token in content.get("added_tokens") or [])])
 
 
 def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
@@ -127,7 +98,7 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         return []
-    pieces = tokenizer_size(config)
+    pieces = vocabulary_size(tokenizer)
     if pieces is None:
         advice = "name the .model file of the dataset, or the Hugging Face folder"
         return [

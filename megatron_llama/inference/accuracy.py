@@ -16,7 +16,7 @@ from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.perplexity import Progress
 from megatron_llama.inference.prompts import NONE, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
-from megatron_llama.inference.tokenizer import Text
+from megatron_llama.text.tokenizer import Tokenizer
 
 _Z = 1.959963984540054  # 95 % of a normal distribution
 _NUMBER = re.compile(r"^#### *(-?\$?\d[\d,]*(?:\.\d+)?)\s*$", re.MULTILINE)
@@ -123,7 +123,7 @@ def written(
     made: Generator,
     asked: Sequence[Asked],
     template: Template,
-    text: Text,
+    text: Tokenizer,
     rows: int,
     max_new_tokens: int,
     progress: Progress | None = None,

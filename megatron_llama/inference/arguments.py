@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron_llama.config import Problem
     from megatron_llama.inference.load import Source
     from megatron_llama.inference.prompts import PromptBuilder
-    from megatron_llama.inference.tokenizer import Text
     from megatron_llama.plan import Plan
+    from megatron_llama.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Loaded:
 
     source: Source
     plan: Plan
-    text: Text | None
+    text: Tokenizer | None
     """None where none is needed and none is known."""
     stop: frozenset[int]
     prompts: PromptBuilder | None = None
@@ -91,8 +91,7 @@ class Problems:
 def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text: bool = True) -> Loaded | None:
     """The model that the arguments name; None where something is wrong, which is then among ``problems``."""
     from megatron_llama.devices import get_device
-    from megatron_llama.inference.load import inference_plan, open_source
-    from megatron_llama.inference.tokenizer import open_text, stop_ids
+    from megatron_llama.inference.load import inference_plan, open_source, stop_ids, tokenizer_of
 
     device = None
     try:
@@ -106,7 +105,7 @@ def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text:
         return None
     text = None
     if needs_text or arguments.tokenizer is not None or source.tokenizer is not None:
-        text = problems.of(lambda: open_text(source, arguments.tokenizer))
+        text = problems.of(lambda: tokenizer_of(source, arguments.tokenizer))
     if device is None or arguments.tp < 1:
         return None
     plan = problems.of(lambda: inference_plan(source, arguments.tp, device.name, arguments.dtype))

@@ -34,6 +34,7 @@ from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.plan.rules.layout import check_rules
+from megatron_llama.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 
 ARGUMENT = "CHECKPOINT"
@@ -182,6 +183,33 @@ def _token_ids(folder: Path) -> dict[str, Any]:
         if isinstance(content, dict):
             found |= {key: value for key, value in content.items() if key.endswith("_token_id") and value is not None}
     return found
+
+
+def tokenizer_of(source: Source, given: Path | None = None) -> Tokenizer:
+    """The tokenizer that is given, or else the one that belongs to the model. Raises ConfigError where none fits."""
+    path = given or source.tokenizer
+    if path is None:
+        rule = "the model's tokenizer is not known, or no longer where it was when it was trained"
+        instead = "write --tokenizer tokenizer.model, or the folder of a Hugging Face tokenizer"
+        raise ConfigError([Problem("--tokenizer", None, rule, instead)])
+    try:
+        tokenizer = open_tokenizer(path)
+    except TokenizerError as error:
+        instead = "write --tokenizer tokenizer.model, or a Hugging Face tokenizer's folder"
+        raise ConfigError([Problem("--tokenizer", str(path), error.rule, instead)]) from None
+    if tokenizer.size > source.model.vocab_size:
+        rule = f"has {tokenizer.size} ids, and the model's vocabulary only {source.model.vocab_size}"
+        raise ConfigError(
+            [Problem("--tokenizer", str(path), rule, "name the tokenizer that the model was trained with")]
+        )
+    return tokenizer
+
+
+def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end an answer."""
+    named = source.token_ids.get("eos_token_id")
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(number for number in (*ids, tokenizer.end) if isinstance(number, int))
 
 
 def inference_plan(source: Source, tp: int, device: str, dtype: str = "auto") -> Plan:

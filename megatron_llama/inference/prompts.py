@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.inference.tokenizer import Text
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, Jinja, Named, Piece, own_template
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces, load_chat_tokenizer
 from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate
 
 Message = Mapping[str, str]
@@ -27,7 +27,7 @@ class PromptBuilder:
     stop: frozenset[int] = frozenset()
     """The ids that end an answer in this template."""
 
-    def __init__(self, text: Text, template: str, add_bos: bool | None = None) -> None:
+    def __init__(self, text: Tokenizer, template: str, add_bos: bool | None = None) -> None:
         """``add_bos`` is for named templates; None does what the tokenizer does before any text.
 
         Raises ConfigError where the tokenizer has no template of its own, or can't be used with any.
@@ -112,7 +112,7 @@ class PromptBuilder:
 
 
 def open_prompt_builder(
-    text: Text, template: str | None, trained: TrainedTemplate | None, otherwise: str
+    text: Tokenizer, template: str | None, trained: TrainedTemplate | None, otherwise: str
 ) -> PromptBuilder:
     """A builder for ``template``, else for the one that the model was ``trained`` with, else for ``otherwise``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TextIO
 
-from megatron_llama.inference.tokenizer import Text
+from megatron_llama.text.tokenizer import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _KNOWN_TAIL = 8  # ids of the prompt that an answer's first piece is decoded after, so that its space is kept
@@ -14,7 +14,7 @@ _KNOWN_TAIL = 8  # ids of the prompt that an answer's first piece is decoded aft
 class Decoder:
     """Ids to text, piece by piece; a piece that ends inside a character is held back until the rest is there."""
 
-    def __init__(self, text: Text, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, text: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._text = text
         self._ids = list(prompt[-_KNOWN_TAIL:])
         self._shown = len(self._ids)
@@ -42,7 +42,7 @@ class Decoder:
 class Printer:
     """Answers of a batch, one after the other although they grow together: the first streams, then the next one."""
 
-    def __init__(self, out: TextIO, text: Text, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
+    def __init__(self, out: TextIO, text: Tokenizer, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         self._out = out
         self._decoders = [Decoder(text, prompt) for prompt in ids]
         self._ended = [False for _ in prompts]

@@ -1,5 +1,5 @@
-"""How the conversations were put that a run learned from: its sets' manifests say, else its config. An export says it
-to other programs."""
+"""The chat template that a run was fine-tuned with, read from the manifests of its data sets or from its config, and
+written into exported tokenizers for other programs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from megatron_llama.system.files import write_synced
 from megatron_llama.text.chat_template import END, NAMED, Named
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from megatron_llama.text.conversation import Turn
+from megatron_llama.text.tokenizer import FAST_JSON, SETTINGS, tokenizer_file
 
 
 @dataclass(frozen=True)
 class TrainedTemplate:
-    """What a model must be asked in."""
+    """How the conversations were rendered that a model was fine-tuned on, so that prompts can be rendered alike."""
 
     template: str
-    """own (the tokenizer's), or one of data_prep's names"""
+    """``own`` (the tokenizer's), or a name in ``chat_template.NAMED``."""
     add_bos: bool | None = None
-    """Whether the begin-of-text token stood before each example; None where only the tokenizer can say."""
+    """Whether each example began with BOS; None: as the tokenizer does it."""
 
 
 def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
-    """What the run with these settings was taught in; None for pretraining, and for sets that say different things."""
+    """The template of the run with these settings; None for pretraining, and where its data sets differ."""
     data = settings.get("data", {})
     if data.get("kind") != "sft" or data.get("mock"):
         return None
-    said = [_manifest(prefix) for prefix in weights_and_paths(data.get("prefixes", []))[1]]
-    found = {one for one in said if one is not None}
+    manifests = [_read_manifest(prefix) for prefix in weights_and_paths(data.get("prefixes", []))[1]]
+    found = {one for one in manifests if one is not None}
     if not found:  # the sets are gone, or elsewhere
         found = {TrainedTemplate(data.get("chat_template", "own"))}
     return found.pop() if len(found) == 1 else None
 
 
-def _manifest(prefix: str) -> TrainedTemplate | None:
+def _read_manifest(prefix: str) -> TrainedTemplate | None:
     try:
         options = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["options"]
         template, add_bos = options["chat_template"], options["add_bos"]
@@ -50,20 +51,23 @@ def _manifest(prefix: str) -> TrainedTemplate | None:
 
 
 def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
-    """Puts the named template that the run was taught in beside the tokenizer in ``folder``, instead of the tokenizer's
-    own, in which the model would not know what to say. Returns the id that ends its answers."""
-    said, settings_file = trained_template(settings), folder / "tokenizer_config.json"
-    if said is None or said.template not in NAMED or not settings_file.exists():
+    """Writes the named template that the run was trained with beside the tokenizer in ``folder``, where it replaces
+    the tokenizer's own: the model never saw that one. Returns the id that ends its answers.
+
+    Does nothing and returns None for other runs, and where the folder has no tokenizer that can be read.
+    """
+    trained, settings_file = trained_template(settings), folder / SETTINGS
+    if trained is None or trained.template not in NAMED or not settings_file.exists():
         return None
-    named, tokenizer_file = NAMED[said.template], folder / "tokenizer.model"
+    named = NAMED[trained.template]
     try:
         content = json.loads(settings_file.read_text(encoding="utf-8"))
-        place = folder if (folder / "tokenizer.json").exists() else tokenizer_file
-        tokenizer = load_chat_tokenizer(str(place), own=False)
-    except (UserError, OSError, ValueError):  # a tokenizer that nobody can read
+        file = tokenizer_file(folder)
+        tokenizer = load_chat_tokenizer(str(folder if file.name == FAST_JSON else file), own=False)
+    except (UserError, OSError, ValueError):
         return None
-    add_bos = content.get("add_bos_token", False) if said.add_bos is None else said.add_bos
-    _rewrite(folder / "chat_template.jinja", jinja_of(named, tokenizer, bool(add_bos)))
+    add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
+    _rewrite(folder / "chat_template.jinja", jinja_of(named, tokenizer, add_bos))
     (folder / "chat_template.json").unlink(missing_ok=True)
     if content.pop("chat_template", None) is not None:
         _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
@@ -73,7 +77,7 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
 
 
 def jinja_of(named: Named, tokenizer: ChatTokenizer, add_bos: bool) -> str:
-    """A named template as other programs render it that read this tokenizer."""
+    """A named template in Jinja, for other programs that use this tokenizer."""
     return named.jinja(END if tokenizer.control(END) is not None else None, add_bos)
 
 
@@ -87,6 +91,6 @@ def add_end(file: Path, end: int) -> None:
 
 
 def _rewrite(file: Path, content: str) -> None:
-    """In a folder that nobody sees yet."""
+    """Replaces a file; not atomic, since the folder is not published yet."""
     file.unlink(missing_ok=True)
     write_synced(file, content.encode())

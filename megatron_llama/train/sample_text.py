@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.data.checks import tokenizer_file
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
+from megatron_llama.text.tokenizer import read_sentencepiece, tokenizer_file
 
 _TEMPERATURE = 0.7
 
@@ -23,12 +23,10 @@ _TEMPERATURE = 0.7
 def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
     """The prompts of ``logging.sample_prompts``, each continued by ``logging.sample_tokens``. All ranks must call
     it."""
-    import sentencepiece
-
     tokenizer = plan.config.data.tokenizer
     if tokenizer is None or not Path(tokenizer).exists() or not plan.config.logging.sample_prompts:
         return []
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file(tokenizer)))
+    pieces = read_sentencepiece(tokenizer_file(tokenizer))
     length = plan.config.data.seq_length
     prompts = [pieces.encode(prompt)[: length // 2] for prompt in plan.config.logging.sample_prompts]
     ids = _extend(prompts, plan, model, min(plan.config.logging.sample_tokens, length // 2))

@@ -21,7 +21,7 @@ from megatron_llama.inference.accuracy import Asked, ask, final_number, share
 from megatron_llama.inference.eval_data import TEMPLATES, Template, find_template, read_records
 from megatron_llama.inference.perplexity import windows
 from megatron_llama.inference.prompts import PromptBuilder
-from megatron_llama.inference.tokenizer import HuggingFace
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.conftest import run_script
 from tests.inference.models import make_folder
 from tests.inference.test_generate_cli import CPU, command
@@ -125,7 +125,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
-    text = HuggingFace(folder)
+    text = HuggingFaceTokenizer(folder)
     asked = ask(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
     assert len(asked) == 24
     assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
@@ -146,7 +146,9 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
     from tests.inference.test_generator import with_generator
 
-    asked = ask(read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFace(folder), "none"), room=256)[:10]
+    asked = ask(
+        read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), room=256
+    )[:10]
     assert len({len(label) for one in asked for label in one.labels}) > 1
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
     ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
@@ -156,7 +158,7 @@ def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> No
 def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
-    text, records = HuggingFace(folder), read_records(path, LABELS)
+    text, records = HuggingFaceTokenizer(folder), read_records(path, LABELS)
     prompts = PromptBuilder(text, "own")
     (one,) = ask(records, LABELS, prompts, room=256)
     assert one.prompt == prompts.ids([{"role": "user", "content": "cat and dog"}])
@@ -187,7 +189,7 @@ def test_written_answers(folder: Path, tmp_path: Path) -> None:
 
 def test_right_wrong_and_malformed_answers(folder: Path) -> None:
     said = ["It is 4.\n#### 4", "#### 5", "It is 6."]
-    text = HuggingFace(folder)
+    text = HuggingFaceTokenizer(folder)
 
     class Says:
         """A model that has learned these answers."""
@@ -252,7 +254,10 @@ def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, templat
     ids, mask = (IndexedDataset(str(tmp_path / f"set_sft{end}")).document(0) for end in ("", "_mask"))
     learned = mask.tolist().index(1)
     (one,) = ask(
-        read_records(source, TEMPLATES[name]), TEMPLATES[name], PromptBuilder(HuggingFace(folder), template), room=256
+        read_records(source, TEMPLATES[name]),
+        TEMPLATES[name],
+        PromptBuilder(HuggingFaceTokenizer(folder), template),
+        room=256,
     )
     assert one.prompt == ids[:learned].tolist()
     if name == "qnli":

@@ -14,9 +14,9 @@ from data_prep.sft import main as prepare
 from megatron_llama.config import ConfigError
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference.prompts import PromptBuilder, open_prompt_builder
-from megatron_llama.inference.tokenizer import HuggingFace, Pieces, Text
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_llama.text.trained_template import (
     TrainedTemplate,
     add_end,
@@ -62,8 +62,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def text_of(path: Path) -> Text:
-    return HuggingFace(path) if path.is_dir() else Pieces(path)
+def text_of(path: Path) -> Tokenizer:
+    return HuggingFaceTokenizer(path) if path.is_dir() else SentencePieceTokenizer(path)
 
 
 def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], list[int], TrainedTemplate | None]:
@@ -143,16 +143,16 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     """In chat_template.json too, and its end is learned from it."""
     write_tokenizer(tmp_path, template=False)
     with pytest.raises(ConfigError, match=r"has\s+no\s+chat\s+template"):
-        PromptBuilder(HuggingFace(tmp_path), "own")
+        PromptBuilder(HuggingFaceTokenizer(tmp_path), "own")
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|user|>{% endfor %}"
     source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}))
-    prompts = PromptBuilder(HuggingFace(tmp_path), "own")
+    prompts = PromptBuilder(HuggingFaceTokenizer(tmp_path), "own")
     assert prompts.render(HELLO) == "<|user|>Hello<|user|><|assistant|>"
     assert prompts.stop == {2} and prompts.ids(HELLO)[0] == 2  # <|user|> is one id
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
     with pytest.raises(ConfigError, match=r"refuses\s+this\s+conversation"):
-        PromptBuilder(HuggingFace(tmp_path), "own").ids(HELLO)
+        PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
@@ -185,9 +185,10 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     if end is not None:
         add_end(hf / "generation_config.json", end)
     theirs = transformers.AutoTokenizer.from_pretrained(str(hf))
-    prompts = PromptBuilder(text_of(folders / "bos"), name, add_bos=False)
-    rendered = theirs.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
-    assert rendered == prompts.render(HELLO)
+    prompts = PromptBuilder(text_of(folders / "bos"), name)
+    rendered = theirs.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    assert rendered == prompts.ids(HELLO), "no manifest says whether BOS comes first: the tokenizer adds it"
+    assert rendered[0] == theirs.convert_tokens_to_ids("<|begin|>")
     ends = json.loads((hf / "generation_config.json").read_text())["eos_token_id"]
     assert set([ends] if isinstance(ends, int) else ends) == {0, *prompts.stop}
 

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_llama.checkpoint.stored_tensors import Stored
 from megatron_llama.config import ConfigError, ModelConfig
-from megatron_llama.inference.load import Source
+from megatron_llama.inference.load import Source, stop_ids, tokenizer_of
 from megatron_llama.inference.stream import Decoder, Printer
-from megatron_llama.inference.tokenizer import HuggingFace, Pieces, Text, open_text, stop_ids
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.inference.models import write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
@@ -44,7 +44,7 @@ def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 def test_pieces_add_up_to_the_text(kind: str, folder: Path, pieces: Path) -> None:
-    text: Text = HuggingFace(folder) if kind == "huggingface" else Pieces(pieces)
+    text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(pieces)
     ids = text.encode(HARD)
     whole = text.decode(ids)
     for prompt in (0, 1, 5, len(ids) - 1):
@@ -57,7 +57,7 @@ def test_pieces_add_up_to_the_text(kind: str, folder: Path, pieces: Path) -> Non
 
 
 def test_the_space_after_a_prompt_is_kept(pieces: Path) -> None:
-    text = Pieces(pieces)
+    text = SentencePieceTokenizer(pieces)
     prompt, whole = text.encode("the cat"), text.encode("the cat sat")
     assert whole[: len(prompt)] == prompt
     decoder = Decoder(text, prompt)
@@ -65,7 +65,7 @@ def test_the_space_after_a_prompt_is_kept(pieces: Path) -> None:
 
 
 def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
-    text, out = HuggingFace(folder), io.StringIO()
+    text, out = HuggingFaceTokenizer(folder), io.StringIO()
     rows = [text.encode(" sat on the mat"), text.encode(" dog")]
     printer = Printer(out, text, ["cat", "a"], [text.encode("cat"), text.encode("a")])
     for place in range(max(map(len, rows))):
@@ -79,23 +79,23 @@ def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
 
 
 def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
-    assert isinstance(open_text(source(folder)), HuggingFace)
-    assert isinstance(open_text(source(folder), pieces), Pieces)
+    assert isinstance(tokenizer_of(source(folder)), HuggingFaceTokenizer)
+    assert isinstance(tokenizer_of(source(folder), pieces), SentencePieceTokenizer)
     (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-    plain, bos = Pieces(pieces).encode("cat"), Pieces(pieces)._pieces.bos_id()
-    assert open_text(source(tmp_path)).encode("cat") == [bos, *plain]  # Llama 2's own
+    plain, bos = SentencePieceTokenizer(pieces).encode("cat"), SentencePieceTokenizer(pieces)._processor.bos_id()
+    assert tokenizer_of(source(tmp_path)).encode("cat") == [bos, *plain]  # Llama 2's own
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert open_text(source(tmp_path)).encode("cat") == plain  # ours
+    assert tokenizer_of(source(tmp_path)).encode("cat") == plain  # ours
     with pytest.raises(ConfigError, match=r"not\s+known.*|--tokenizer"):
-        open_text(source(None))
+        tokenizer_of(source(None))
     with pytest.raises(ConfigError, match=r"290\s+ids"):
-        open_text(source(folder, vocab_size=100))
+        tokenizer_of(source(folder, vocab_size=100))
     with pytest.raises(ConfigError, match=r"no\s+such\s+file"):
-        open_text(source(None), tmp_path / "nothing.model")
+        tokenizer_of(source(None), tmp_path / "nothing.model")
 
 
 def test_what_ends_an_answer(folder: Path) -> None:
-    text = HuggingFace(folder)
+    text = HuggingFaceTokenizer(folder)
     assert stop_ids(source(folder), text) == {0}
     assert stop_ids(source(folder, eos_token_id=5), text) == {0, 5}
     assert stop_ids(source(folder, eos_token_id=[5, 6]), text) == {0, 5, 6}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_llama.text.tokenizer import vocabulary_size
+
 
 def pieces(path: str) -> int | None:
     """The number of pieces of a sentencepiece model or of a Hugging Face tokenizer's folder; None where it is not
@@ -12,15 +14,13 @@ def pieces(path: str) -> int | None:
     where = Path(path)
     try:
         if where.is_file() and where.suffix == ".model":
-            from sentencepiece import SentencePieceProcessor
-
-            return int(SentencePieceProcessor(model_file=str(where)).vocab_size())
+            return vocabulary_size(where)
         if (where / "config.json").is_file():
             # The embedding's rows, which is what a model has; tokenizers may have fewer.
             count = json.loads((where / "config.json").read_text(encoding="utf-8")).get("vocab_size")
             return count if isinstance(count, int) else None
         if (where / "tokenizer.model").is_file():
-            return pieces(str(where / "tokenizer.model"))
-    except (OSError, ValueError, RuntimeError, AttributeError):
+            return vocabulary_size(where / "tokenizer.model")
+    except (OSError, ValueError, AttributeError):
         return None
     return None
