@@ -20,8 +20,8 @@ def main() -> int:
     """Print the table; status 1 if a difference is above the tolerance."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(ROOT))
-    from tests.layouts.runner import oracle, run_layout
-    from tests.layouts.test_layouts import LAYOUTS, TOLERANCE, worst
+    from tests.layouts.table import LAYOUTS
+    from tests.oracle import TOLERANCE, oracle, run_layout, worst
 
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True

@@ -236,3 +236,15 @@ def test_a_device_name_would_be_seen(line: str) -> None:
 
 def test_prose_may_speak_of_makers() -> None:
     assert not list(device_names('"""Runs on CUDA, Trainium and Gaudi, over NCCL."""\nthroughput = 1  # of CUDA\n'))
+
+
+def test_tests_share_helpers_and_not_each_other() -> None:
+    """A helper is imported from a file that is named for it: whoever changes a test must not break another one."""
+    shared = re.compile(r"tests\.(?:\w+\.)*(?:test_\w+|conftest)")
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            taken = [f"{package}{alias.name}" for alias in node.names if shared.match(f"{package}{alias.name}")]
+            assert not taken, f"{name_of(path)}, line {node.lineno}: move what it needs of {taken} to a helper file"

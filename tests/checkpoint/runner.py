@@ -16,7 +16,8 @@ from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import CONF, SHAPE
+from tests.oracle import SHAPE
+from tests.paths import CONF
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

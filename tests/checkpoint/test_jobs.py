@@ -18,7 +18,7 @@ from megatron_llama.train import loop, stop, watchdog
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same
-from tests.launch.test_faults import announce, gone, pids, rank
+from tests.processes import announce, gone, pids, rank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

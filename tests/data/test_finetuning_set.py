@@ -23,8 +23,9 @@ from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run
 from tests.data.files import data_plan, write_indexed
-from tests.layouts.runner import CONF, SMALL
 from tests.model.llamas import CPU
+from tests.oracle import SMALL
+from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 
 LENGTH = 16

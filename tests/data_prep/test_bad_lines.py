@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.records import REASONS
-from tests.data_prep.conftest import Run, assert_refused, listing, manifest, outputs, reference
+from tests.data_prep.helpers import Run, assert_refused, listing, manifest, outputs, reference
 
 BAD: dict[str, tuple[bytes, str]] = {
     "lone surrogate": (rb'{"text": "a \ud83d b"}', "lone_surrogate"),

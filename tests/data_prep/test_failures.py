@@ -10,17 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.conftest import (
-    ROOT,
-    Run,
-    assert_refused,
-    command,
-    listing,
-    outputs,
-    reference,
-    some_texts,
-    write_jsonl,
-)
+from tests.data_prep.helpers import Run, assert_refused, command, listing, outputs, reference, some_texts, write_jsonl
+from tests.paths import ROOT
 
 
 @pytest.mark.parametrize("limit", [2_000, 60_000, 300_000])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_llama.data.indexed_format import token_dtype, write_index
-from tests.data_prep.conftest import Run, manifest, outputs, reference, some_texts, write_jsonl
+from tests.data_prep.helpers import Run, manifest, outputs, reference, some_texts, write_jsonl
 
 
 def test_output_is_the_reference_byte_by_byte(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
@@ -87,7 +87,7 @@ def test_chunks_of_the_index_join_without_a_seam(tmp_path: Path, monkeypatch: py
 
 
 def test_no_eod_unless_asked(tmp_path: Path, tokenizer: Path) -> None:
-    from tests.data_prep.conftest import run_script
+    from tests.data_prep.helpers import run_script
 
     texts = some_texts(50)
     source = write_jsonl(tmp_path / "a.jsonl", texts)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import children_cpu_seconds
-from tests.data_prep.conftest import Run, assert_refused, listing, manifest, outputs, reference, some_texts, write_jsonl
+from tests.data_prep.helpers import Run, assert_refused, listing, manifest, outputs, reference, some_texts, write_jsonl
 
 zstandard = pytest.importorskip("zstandard")
 SMALL = ("--block-mib", 0.01)
@@ -186,7 +186,7 @@ def test_wrong_inputs_are_refused(tmp_path: Path, preprocess: Run) -> None:
 
 
 def test_help_answers_at_once() -> None:
-    from tests.data_prep.conftest import run_script
+    from tests.data_prep.helpers import run_script
 
     for script in ("preprocess.py", "python_stdlib.py", "train_tokenizer.py", "inspect.py", "redpajama.py"):
         with children_cpu_seconds(2.0):

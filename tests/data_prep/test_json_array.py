@@ -14,7 +14,7 @@ from data_prep import sft
 from data_prep.lib.json_array import element_lines
 from data_prep.lib.sources import find_sources, with_array
 from megatron_llama.system.errors import UserError
-from tests.data_prep.test_sft import BAD_LINES, GOOD, read
+from tests.data_prep.helpers import BAD_LINES, GOOD, read
 
 TRICKY: list[Any] = [{"a": 'b"]},[{\\'}, {"c": ["\\\\", {"d": [1, -2.5e3, None]}]}, [[], {}], "x,\ny", "é🤯\u2028", 3]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.redpajama_layout import LLAMA_SHARES, shares
-from tests.data_prep.conftest import assert_refused, listing, manifest, outputs, reference, run_script, some_texts
+from tests.data_prep.helpers import assert_refused, listing, manifest, outputs, reference, run_script, some_texts
 from tests.paths import CONF
 
 zstandard = pytest.importorskip("zstandard")

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.conftest import (
+from tests.data_prep.helpers import (
     KILLER,
-    ROOT,
     Run,
     assert_refused,
     command,
@@ -26,6 +25,7 @@ from tests.data_prep.conftest import (
     some_texts,
     write_jsonl,
 )
+from tests.paths import ROOT
 
 # (where, function, which call): every phase of a run
 PHASES = {

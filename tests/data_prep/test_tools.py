@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from tests.data_prep.conftest import Run, assert_refused, run_script, some_texts, write_jsonl
+from tests.data_prep.helpers import Run, assert_refused, run_script, some_texts, write_jsonl
 
 
 @pytest.fixture

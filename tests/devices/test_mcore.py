@@ -13,7 +13,7 @@ import torch
 
 from megatron_llama.devices.mcore import ROUTED, route
 from megatron_llama.parallel import groups
-from tests.layouts.runner import run_layout
+from tests.oracle import run_layout
 from tests.ranks import RankFailed, run_ranks
 
 # Beside those that route() patches, the modules whose functions our runs enter.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.devices import get_device
-from tests.layouts.runner import SMALL
+from tests.oracle import SMALL
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow

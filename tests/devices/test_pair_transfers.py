@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.oracle
 from megatron_llama.devices import cpu, cuda, hpu
 from megatron_llama.devices.base import point_to_point_works
 from megatron_llama.devices.pair_transfers import PairTransfers
 from megatron_llama.topology import Topology
 from tests.devices.helpers import FAKES
-from tests.layouts import runner
-from tests.layouts.runner import oracle, run_layout
-from tests.layouts.test_layouts import TOLERANCE, worst
+from tests.oracle import TOLERANCE, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ LAYOUTS = [
     ("pp2·vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"], []),
     ("pp4·vpp2", 4, ["trainer.pp=4", "trainer.vpp=2"], [EIGHT]),
 ]
-_train = runner._train
+train_rank = tests.oracle.train_rank
 
 
 @pytest.fixture
@@ -66,12 +65,12 @@ def test_the_same_bits(
 
         def train_without(rank: int, *arguments: object) -> tuple:
             join_without_point_to_point(rank, folder)
-            return _train(rank, *arguments)  # type: ignore[arg-type]
+            return train_rank(rank, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(cpu.Cpu, "has_point_to_point", lambda self: point_to_point_works(CPU))
-        monkeypatch.setattr(runner, "_train", train_without)
+        monkeypatch.setattr(tests.oracle, "train_rank", train_without)
         reduced = run_layout(ranks, *layout, *model)
-        monkeypatch.setattr(runner, "_train", _train)
+        monkeypatch.setattr(tests.oracle, "train_rank", train_rank)
     events = Counter(log.read_text().splitlines())
     assert any("by all-reduce" in event for event in events), "nothing went through the pairs"
     assert sum(n for event, n in events.items() if "send refused" in event) == ranks // 2, "only the probe may try"
@@ -87,9 +86,9 @@ def test_without_the_pairs_it_fails(log: Path, monkeypatch: pytest.MonkeyPatch) 
 
         def train_without(rank: int, *arguments: object) -> tuple:
             join_without_point_to_point(rank, folder)
-            return _train(rank, *arguments)  # type: ignore[arg-type]
+            return train_rank(rank, *arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(runner, "_train", train_without)
+        monkeypatch.setattr(tests.oracle, "train_rank", train_without)
         with pytest.raises(RankFailed, match="does not support (send|recv)"):
             run_layout(2, "trainer.pp=2", steps=1)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.devices.helpers import FAKES, gaudi, trainium
-from tests.layouts.runner import SMALL
+from tests.oracle import SMALL
 from tests.paths import ROOT
 
 PIPELINE = ("trainer.pp=2", "trainer.compile=true")

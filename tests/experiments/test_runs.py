@@ -16,8 +16,8 @@ import yaml
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from megatron_llama.config import load_config
 from megatron_llama.launch.cli import CONF_DIR
-from tests.layouts.test_train_py import run_train_py
 from tests.paths import ROOT
+from tests.processes import run_train_py
 
 pytestmark = pytest.mark.slow
 SMALL = ("model=llama_2m", "device=cpu", "data.seq_length=256", "logging.tensorboard=false")

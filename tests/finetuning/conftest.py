@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
-from megatron_llama.plan import Plan
 from tests.finetuning import runner
-from tests.finetuning.runner import LORA, Tuned, make_plan
+from tests.finetuning.runner import LORA, Tuned, World, make_plan
 from tests.ranks import run_ranks
-
-
-@dataclass
-class World:
-    """Folders, and the oracle's answers."""
-
-    base: Path
-    """A Hugging Face folder."""
-    adapter: Path
-    """A PEFT adapter to it, B not zero."""
-    plan: Plan
-    """LoRA in one process."""
-
-    @property
-    def full(self) -> list[str]:
-        """Full fine-tuning of the base."""
-        return ["finetune=full", f"init_from={self.base}"]
-
-    @property
-    def lora(self) -> list[str]:
-        """LoRA from the adapter on."""
-        return ["finetune=lora", f"finetune.adapter={self.adapter}", f"init_from={self.base}"]
-
-    @property
-    def fresh(self) -> list[str]:
-        """LoRA from its own start."""
-        return [*LORA, f"init_from={self.base}"]
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,9 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assembled
-from tests.layouts.runner import CONF, SHAPE, RaggedSamples, Tensors
-from tests.model.llamas import CPU, hf_config, load, whole_batch
+from tests.model.llamas import CPU, hf_config, whole_batch
+from tests.oracle import SHAPE, RaggedSamples, Tensors, distance
+from tests.paths import CONF
 from tests.ranks import run_ranks
 
 STEPS = 20
@@ -201,4 +202,42 @@ def run_lora(rank: int, plan: Plan, base: Path, adapter: Path, steps: int) -> Tu
     return train_theirs(model, plan, steps)
 
 
-__all__ = ["CPU", "LORA", "STEPS", "Tuned", "load", "make_plan", "tune"]
+@dataclass
+class World:
+    """Folders, and the oracle's answers."""
+
+    base: Path
+    """A Hugging Face folder."""
+    adapter: Path
+    """A PEFT adapter to it, B not zero."""
+    plan: Plan
+    """LoRA in one process."""
+
+    @property
+    def full(self) -> list[str]:
+        """Full fine-tuning of the base."""
+        return ["finetune=full", f"init_from={self.base}"]
+
+    @property
+    def lora(self) -> list[str]:
+        """LoRA from the adapter on."""
+        return ["finetune=lora", f"finetune.adapter={self.adapter}", f"init_from={self.base}"]
+
+    @property
+    def fresh(self) -> list[str]:
+        """LoRA from its own start."""
+        return [*LORA, f"init_from={self.base}"]
+
+
+TOLERANCE = 1e-5  # fp32; sums in another order
+
+
+def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
+    """The largest relative differences."""
+    steps = len(ours.losses)
+    assert steps and ours.trained.keys() == theirs.trained.keys()
+    found = {
+        kind: max(abs(a / b - 1) for a, b in zip(getattr(ours, kind), getattr(theirs, kind)[:steps], strict=True))
+        for kind in ("losses", "norms")
+    }
+    return found | {name: distance(tensor, theirs.trained[name]) for name, tensor in ours.trained.items()}

@@ -21,10 +21,9 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.finetuning import runner
-from tests.finetuning.conftest import World
-from tests.finetuning.runner import CPU, make_plan, tune
-from tests.layouts.test_layouts import distance
+from tests.finetuning.runner import CPU, World, make_plan, tune
 from tests.model.llamas import whole_batch
+from tests.oracle import distance
 from tests.paths import ROOT
 from tests.ranks import RankFailed, run_ranks
 

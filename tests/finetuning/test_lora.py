@@ -17,8 +17,7 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory, trained_parameters
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.topology import build_topology
-from tests.finetuning.conftest import World
-from tests.finetuning.runner import CPU, LORA, RANK, make_plan, their_base, their_lora, tune
+from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.ranks import RankFailed, run_ranks
 
 SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]

@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 
 from megatron_llama.parallel import ParallelModel
 from tests.finetuning import runner
-from tests.finetuning.conftest import World
-from tests.finetuning.runner import Tuned, make_plan, tune
-from tests.layouts.test_layouts import distance
+from tests.finetuning.runner import TOLERANCE, Tuned, World, make_plan, tune, worst
+from tests.oracle import distance
 from tests.ranks import run_ranks
 
-TOLERANCE = 1e-5  # fp32; sums in another order
 LAYOUTS = {
     "one process": (1, []),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),
@@ -26,17 +24,6 @@ LAYOUTS = {
     "zero 2": (2, ["trainer.zero=2"]),
     "zero 3": (2, ["trainer.zero=3"]),
 }
-
-
-def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
-    """The largest relative differences."""
-    steps = len(ours.losses)
-    assert steps and ours.trained.keys() == theirs.trained.keys()
-    found = {
-        kind: max(abs(a / b - 1) for a, b in zip(getattr(ours, kind), getattr(theirs, kind)[:steps], strict=True))
-        for kind in ("losses", "norms")
-    }
-    return found | {name: distance(tensor, theirs.trained[name]) for name, tensor in ours.trained.items()}
 
 
 def assert_equal(ours: Tuned, theirs: Tuned) -> None:

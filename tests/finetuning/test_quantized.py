@@ -20,8 +20,7 @@ from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.topology import build_topology
 from megatron_llama.train.sanity import check_copies
 from tests.finetuning import runner
-from tests.finetuning.runner import CPU, LORA, Tuned, make_plan, tune
-from tests.finetuning.test_parity import TOLERANCE, worst
+from tests.finetuning.runner import CPU, LORA, TOLERANCE, Tuned, make_plan, tune, worst
 from tests.ranks import run_ranks
 
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128")  # tp2 leaves rows of one block

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_llama.inference.generator import Generator, generator
+from megatron_llama.inference.load import Source, inference_plan, open_source
+from megatron_llama.plan import Plan
 from tests.ranks import run_ranks
 
 TEXTS = ["the cat sat on the mat", "a dog and a cat", "é ü 😀", "system user assistant answer question Hello"]
@@ -71,3 +76,19 @@ def _save(rank: int, folder: Path, shape: dict[str, Any]) -> None:
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     llama.save_pretrained(folder)
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 250, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42], [90, 91, 92]]
+NOTHING: frozenset[int] = frozenset()
+
+
+def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
+    """What ``work`` gives on each rank."""
+    source = open_source(folder)
+    return run_ranks(in_generator, tp, work, source, inference_plan(source, tp, "cpu"), stop)
+
+
+def in_generator(rank: int, work: Callable[[Generator], Any], source: Source, plan: Plan, stop: frozenset[int]) -> Any:
+    os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread, however few ranks: beside other tests more are slower
+    with generator(source, plan, stop) as made:
+        return work(made)

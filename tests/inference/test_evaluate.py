@@ -22,9 +22,9 @@ from megatron_llama.inference.eval_data import TEMPLATES, Template, find_templat
 from megatron_llama.inference.perplexity import windows
 from megatron_llama.inference.prompts import PromptBuilder
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
-from tests.data_prep.conftest import run_script
+from tests.data_prep.helpers import run_script
+from tests.inference.commands import CPU, command
 from tests.inference.models import make_folder
-from tests.inference.test_generate_cli import CPU, command
 from tests.ranks import run_ranks
 
 HEAD = "index\tquestion\tsentence\tlabel\n"
@@ -144,7 +144,7 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 
 
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
-    from tests.inference.test_generator import with_generator
+    from tests.inference.models import with_generator
 
     asked = ask(
         read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), room=256

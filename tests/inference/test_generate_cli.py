@@ -2,76 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
 import megatron_llama.inference.chat  # noqa: F401  the same
 from megatron_llama.inference import generate_cli as generate
 from tests.checkpoint.jobs import Job
 from tests.cpu import children_cpu_seconds
+from tests.inference.commands import CPU, command
 from tests.inference.models import make_folder
 from tests.paths import SCRIPTS
-
-Main = Callable[[Sequence[str]], int]
-
-
-@dataclass
-class Ended:
-    """A command that has ended."""
-
-    status: int
-    out: str
-    err: str
-
-
-def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 150) -> Ended:
-    """``main`` with these arguments and this on its stdin."""
-    with (
-        tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
-        given.write(stdin)
-        given.flush()
-        given.seek(0)
-        pid = os.fork()
-        if pid == 0:
-            status = -1
-            try:
-                for number, file in enumerate((given, out, err)):
-                    os.dup2(file.fileno(), number)
-                sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-                sys.stderr = open(2, "w", buffering=1, closefd=False)
-                torch.set_num_threads(1)
-                status = main([str(argument) for argument in arguments])
-            except SystemExit as error:
-                status = error.code if isinstance(error.code, int) else 1
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        deadline = time.monotonic() + timeout
-        while not (found := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-                raise AssertionError("no end")
-            time.sleep(0.02)
-        out.seek(0)
-        err.seek(0)
-        return Ended(os.waitstatus_to_exitcode(found[1]), out.read(), err.read())
-
-
-CPU = ("--device", "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_llama.inference.generator import Answer, Generator, generator
-from megatron_llama.inference.load import inference_plan, open_source
+from megatron_llama.inference.generator import Answer, Generator
 from megatron_llama.inference.sampling import Sampling
 from megatron_llama.model.kv_cache import LayerCache
-from tests.inference.models import make_folder
+from tests.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 from tests.ranks import run_ranks
 
 GREEDY, DRAWN = Sampling(greedy=True), Sampling(temperature=1.3, top_p=0.9)
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 250, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42], [90, 91, 92]]
 COUNT = 40  # past rope scaling's original context
-NOTHING: frozenset[int] = frozenset()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model") / "hf")
-
-
-def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
-    """What ``work`` gives on each rank."""
-    source = open_source(folder)
-    return run_ranks(in_generator, tp, work, source, inference_plan(source, tp, "cpu"), stop)
-
-
-def in_generator(rank: int, work: Callable[[Generator], Any], source, plan, stop) -> Any:
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread, however few ranks: beside other tests more are slower
-    with generator(source, plan, stop) as made:
-        return work(made)
 
 
 def write(

@@ -20,10 +20,9 @@ from megatron_llama.inference import generate_cli as generate
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.load import inference_plan, open_source
 from tests.checkpoint.jobs import Job
-from tests.inference.models import make_folder
-from tests.inference.test_generate_cli import CPU, command
-from tests.inference.test_generator import NOTHING, PROMPTS, in_generator, with_generator
-from tests.layouts.test_layouts import distance
+from tests.inference.commands import CPU, command
+from tests.inference.models import NOTHING, PROMPTS, in_generator, make_folder, with_generator
+from tests.oracle import distance
 from tests.ranks import run_ranks
 
 TARGETS = "finetune.lora_target_modules=[q_proj,v_proj,o_proj,up_proj,down_proj]"  # parts of stacked matrices too

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launch.test_cli import ROOT, environment
+from tests.paths import ROOT
+from tests.processes import environment
 
 # Leaves what the first rank would have left, prints its arguments, and ends as it is told to.
 SRUN = """#!/bin/bash

@@ -20,10 +20,10 @@ from megatron_llama.launch import cli, run_dir
 from megatron_llama.launch.process_context import Place
 from megatron_llama.plan import Plan
 from tests.data.files import numbered, write_indexed
+from tests.launch.fake_train import TINY, note_place, script
 from tests.paths import ROOT
+from tests.processes import STARTERS, environment
 
-TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
-STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_", "MASTER_")
 # Runs train.py and says afterwards which of the heavy packages came along.
 PROBE = """
 import json, runpy, sys
@@ -34,11 +34,6 @@ except SystemExit as end:
     status = end.code
 print("heavy:", sorted({"torch", "megatron", "matplotlib", "tensorboard"} & set(sys.modules)), "status:", status)
 """
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This process's variables without those of whatever started the tests."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)} | more
 
 
 def probe(arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -161,13 +156,6 @@ def test_the_world_of_a_starter_wins():
     assert cli.decide(load_config(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), place).world_size == 8
 
 
-def note_place(plan: Plan) -> None:
-    """A rank that only says where it is."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    place = {name: os.environ[name] for name in names} | {"dir": plan.config.run.dir}
-    (Path(str(plan.config.run.dir)) / f"place{os.environ['RANK']}.json").write_text(json.dumps(place))
-
-
 def test_a_run_writes_its_config_and_plan(starter, tmp_path, monkeypatch):
     clear_starters(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -237,55 +225,6 @@ def test_a_job_that_is_started_again_finds_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run_dir.default_dir_of_job(config, "4711") == first
     assert run_dir.default_dir_of_job(config, "4712") == "runs/llama_2m-mock-4712-20330101-000000"
-
-
-FAKE_TRAIN = """
-import os, sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from megatron_llama.launch import rank
-from megatron_llama.launch.cli import main
-import {module} as this
-rank.CONSEQUENCE_DELAY_SECONDS *= {patience}
-sys.exit(main(sys.argv[1:], getattr(this, {work!r})))
-"""
-
-
-def script(folder: Path, work: str, patience: int = 1) -> Path:
-    """A train.py whose ranks run a function of this file. One that only lost another waits ``patience`` times as long
-    before it says so: on a busy machine the starter may take its time to hear of the cause and end the others."""
-    path = folder / "fake_train.py"
-    here = Path(__file__)
-    path.write_text(
-        FAKE_TRAIN.format(root=str(ROOT), tests=str(here.parent), module=here.stem, work=work, patience=patience)
-    )
-    return path
-
-
-def meet(plan: Plan) -> None:
-    """A rank that meets the others where the starter said."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    ranks = torch.tensor([float(os.environ["RANK"])])
-    dist.all_reduce(ranks)
-    dist.destroy_process_group()
-    note_place(plan)
-    (Path(str(plan.config.run.dir)) / f"sum{os.environ['RANK']}").write_text(str(ranks.item()))
-
-
-def fail_on_one(plan: Plan) -> None:
-    """Rank 1 fails, rank 0 notices."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if os.environ["RANK"] == "1":
-        dist.destroy_process_group()
-        time.sleep(1.0)  # rank 0 is the first to know
-        raise ZeroDivisionError("the weights of rank one")
-    dist.all_reduce(torch.zeros(1))
 
 
 def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -19,45 +19,9 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch import start
 from megatron_llama.launch.rank_process import says_peer_lost
 from megatron_llama.launch.start import start_ranks
+from tests.processes import PATIENCE_SECONDS, announce, gone, pids, rank, save_and_leave
 
 TAKES_ALL_DOWN_SECONDS = 10.0
-# Longer than any machine here is slow, shorter than what the ranks of these tests wait for.
-PATIENCE_SECONDS = 100.0
-
-
-def rank() -> int:
-    """The number of the rank this runs on."""
-    return int(os.environ["RANK"])
-
-
-def announce(folder: Path) -> None:
-    """Leaves this rank's process id where the test finds it."""
-    part = folder / f"part{rank()}"
-    part.write_text(str(os.getpid()))
-    part.rename(folder / f"pid{rank()}")
-
-
-def pids(folder: Path, count: int, limit: float = PATIENCE_SECONDS) -> list[int]:
-    """The process ids of ``count`` ranks, once all have announced themselves."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        if all((folder / f"pid{number}").exists() for number in range(count)):
-            return [int((folder / f"pid{number}").read_text()) for number in range(count)]
-        time.sleep(0.02)
-    raise AssertionError(f"not all ranks have started: {sorted(path.name for path in folder.iterdir())}")
-
-
-def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
-    """Whether the process ends within the limit (a zombie that its new parent has not looked at counts as ended)."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool = True) -> Callable[[], int]:
@@ -220,18 +184,6 @@ def test_a_users_mistake_found_by_all_ranks_is_said_once(starter, tmp_path):
     assert job.wait() == 2
     assert job.errors.count("the dataset was made by another tokenizer") == 1
     assert "Traceback" not in job.errors
-
-
-def save_and_leave(folder: Path) -> None:
-    """What a rank that has saved after a signal does."""
-    told: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: told.append(number))
-    announce(folder)
-    while not told:
-        time.sleep(0.01)
-    (folder / f"told{rank()}").write_text(signal.Signals(told[0]).name)
-    sys.exit(75)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -19,8 +19,8 @@ from megatron_llama.launch.prepare_data import with_finished, with_prepared
 from megatron_llama.plan import resolve
 from tests.checkpoint.jobs import Job
 from tests.config.helpers import problems_of
+from tests.inference.commands import command
 from tests.inference.models import make_folder
-from tests.inference.test_generate_cli import command
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
 TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answer é 😀"), ("question", "a cat")]

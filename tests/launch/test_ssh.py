@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, hostfile_hosts
 from megatron_llama.launch import cli
 from megatron_llama.launch.ssh import hosts_of
-from tests.launch.test_cli import TINY, environment, script
-from tests.launch.test_faults import PATIENCE_SECONDS, gone, pids
+from tests.launch.fake_train import TINY, script
+from tests.processes import PATIENCE_SECONDS, environment, gone, pids
 
 # What sshd does: a shell for the command line, in the user's home, in a session that outlives the command that asked
 # for it. "down" is a host that can't be reached.
@@ -42,17 +41,9 @@ def ssh(tmp_path: Path) -> str:
 
 
 def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
-    """The command on the first machine, in the background; its ranks run a function of test_cli.py or of this file."""
-    path = script(folder, work)
-    text = path.read_text().replace(
-        "import test_cli as this", f"import test_{'cli' if work == 'meet' else 'hosts'} as this"
-    )
-    path.write_text(
-        text.replace(
-            "sys.exit(",
-            f"import megatron_llama.launch.rendezvous, megatron_llama.launch.start\n{ADDRESS}\n{PATIENCE}\nsys.exit(",
-        )
-    )
+    """The command on the first machine, in the background; its ranks run a function of fake_train.py."""
+    modules = "import megatron_llama.launch.rendezvous, megatron_llama.launch.start"
+    path = script(folder, work, before=f"{modules}\n{ADDRESS}\n{PATIENCE}")
     return subprocess.Popen(
         [sys.executable, str(path), *TINY, "trainer.global_batch_size=4", *overrides],
         cwd=folder,
@@ -61,28 +52,6 @@ def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def announce_and_wait(plan: object) -> None:
-    """A rank that saves and leaves when it is told to."""
-    from tests.launch.test_faults import save_and_leave
-
-    save_and_leave(Path(os.environ["PIDS"]))
-
-
-def announce_and_fail_on_three(plan: object) -> None:
-    """Rank 3, on the second host, fails; the others notice."""
-    import torch
-    import torch.distributed as dist
-
-    from tests.launch.test_faults import announce
-
-    dist.init_process_group("gloo")
-    announce(Path(os.environ["PIDS"]))
-    dist.barrier()  # all have announced themselves
-    if os.environ["RANK"] == "3":
-        raise ZeroDivisionError("the weights of rank three")
-    dist.all_reduce(torch.zeros(1))
 
 
 def test_ranks_on_two_hosts_meet(tmp_path, ssh):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.train.metrics import read_metrics
-from tests.launch.test_cli import ROOT, environment
-from tests.launch.test_faults import PATIENCE_SECONDS, gone
+from tests.paths import ROOT
+from tests.processes import PATIENCE_SECONDS, children, environment, gone, losses, steps
 
 TRAIN = str(ROOT / "train.py")
 SMALL = [
@@ -43,18 +42,6 @@ def start(command: list[str], *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def children(pid: int) -> list[int]:
-    """The processes that ``pid`` has started."""
-    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(word) for word in done.stdout.split()]
-
-
-def steps(folder: Path) -> list[int]:
-    """The steps in metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    return [record["step"] for record in read_metrics(path)] if path.exists() else []
-
-
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:
     """Returns when the run has logged ``step``."""
     deadline = time.monotonic() + limit
@@ -65,11 +52,6 @@ def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: fl
             return
         time.sleep(0.05)
     raise AssertionError(f"no step {step} within {limit} s, only {steps(folder)}")
-
-
-def losses(folder: Path) -> list[float]:
-    """The training losses of a run."""
-    return [record["reduced_train_loss"] for record in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.slow

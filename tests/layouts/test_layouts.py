@@ -9,85 +9,15 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import Result, Tensors, make_plan, oracle, run_layout
+from tests.layouts.table import LAYOUTS
+from tests.oracle import TOLERANCE, Tensors, make_plan, oracle, run_layout, worst
 from tests.ranks import run_ranks
 
-TOLERANCE = 1e-5  # fp32; sums in another order
-TIED = "model.tie_word_embeddings=true"
-SIX_LAYERS = "model.num_hidden_layers=6"
-
-# name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
-LAYOUTS = [
-    ("tp2", 2, ["trainer.tp=2", "trainer.sp=false"], []),
-    ("tp2+sp", 2, ["trainer.tp=2"], []),
-    ("tp4+sp, kv heads < tp", 4, ["trainer.tp=4"], []),
-    ("tp4, one kv head", 4, ["trainer.tp=4", "trainer.sp=false"], ["model.num_key_value_heads=1"]),
-    ("tp2+sp, odd vocabulary", 2, ["trainer.tp=2"], ["model.vocab_size=61"]),
-    ("tp4, odd vocabulary, a rank of padding", 4, ["trainer.tp=4"], ["model.vocab_size=5"]),
-    ("tp2+sp, tied", 2, ["trainer.tp=2"], [TIED]),
-    ("pp2", 2, ["trainer.pp=2"], []),
-    ("pp4", 4, ["trainer.pp=4"], []),
-    ("pp2, uneven", 2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"], []),
-    ("pp2, tied", 2, ["trainer.pp=2"], [TIED]),
-    ("pp2·vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"], []),
-    ("pp2·vpp2, uneven", 2, ["trainer.pp=2", "trainer.vpp=2", "trainer.pipeline_layers=[4,2]"], [SIX_LAYERS]),
-    ("tp2·pp2·vpp2+sp", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2"], []),
-    ("pp2·vpp2·dp2, zero 1", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=1"], []),
-    ("pp2·vpp2·dp2, zero 2", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"], []),
-    ("pp2·vpp2·dp2, zero 3", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], []),
-    ("dp2, zero 0", 2, ["trainer.zero=0"], []),
-    ("dp2, zero 1", 2, ["trainer.zero=1"], []),
-    ("dp2, zero 2", 2, ["trainer.zero=2"], []),
-    ("dp2, zero 3", 2, ["trainer.zero=3"], []),
-    ("dp4, hybrid, zero 3", 4, ["trainer.zero=3", "trainer.shard_group=2"], []),
-    ("dp4, hybrid, zero 1", 4, ["trainer.zero=1", "trainer.shard_group=2"], []),
-    ("tp2·pp2+sp", 4, ["trainer.tp=2", "trainer.pp=2"], []),
-    ("tp2·dp2+sp, zero 2", 4, ["trainer.tp=2", "trainer.zero=2"], []),
-    ("pp2·dp2, zero 3, tied", 4, ["trainer.pp=2", "trainer.zero=3"], [TIED]),
-    ("tp2·pp2·dp2+sp, zero 1", 8, ["trainer.tp=2", "trainer.pp=2"], []),
-    (
-        "tp2·pp2·dp2+sp, zero 3, tied, odd",
-        8,
-        ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3"],
-        [TIED, "model.vocab_size=61"],
-    ),
-    (
-        "tp2·dp3+sp, one kv head, shards without its rows",
-        6,
-        ["trainer.tp=2"],
-        ["model.num_key_value_heads=1", "trainer.global_batch_size=6"],
-    ),
-    ("selective recompute", 1, ["trainer.recompute=selective"], []),
-    ("full recompute", 1, ["trainer.recompute=full"], []),
-    ("tp2·pp2+sp, selective recompute", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=selective"], []),
-    ("tp2·dp2+sp, zero 3, full recompute", 4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"], []),
-    ("micro batches of 2", 1, ["trainer.micro_batch_size=2"], []),
-    ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
-    ("pp2·dp2, micro batches of 2", 4, ["trainer.pp=2", "trainer.micro_batch_size=2"], []),
-]
 # Layouts whose sums have the same order as the oracle's: equal to the last bit.
 BITWISE = [
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
 ]
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖a-b‖ / ‖b‖."""
-    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
-
-
-def worst(result: Result, expected: Result) -> dict[str, float]:
-    """The largest relative difference of each kind."""
-    found = {
-        kind: max(abs(a - b) / abs(b) for a, b in zip(getattr(result, kind), getattr(expected, kind), strict=True))
-        for kind in ("losses", "norms")
-    }
-    for kind in ("first_grads", "last_grads", "weights"):
-        ours, theirs = getattr(result, kind), getattr(expected, kind)
-        assert ours.keys() == theirs.keys()
-        found[kind] = max(distance(ours[name], theirs[name]) for name in theirs)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import RaggedSamples, make_plan
+from tests.oracle import RaggedSamples, make_plan
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

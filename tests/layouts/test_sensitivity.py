@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import megatron_llama.model.llama as llama
 from megatron_llama.parallel import ParallelModel, Shard
-from tests.layouts.runner import oracle, run_layout
-from tests.layouts.test_layouts import TIED, TOLERANCE, worst
+from tests.layouts.table import TIED
+from tests.oracle import TOLERANCE, oracle, run_layout, worst
 from tests.ranks import RankFailed
 
 # All of this runs inside forked ranks: patching modules there leaves the test process alone.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import runpy
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
-from tests.layouts.runner import SMALL
-from tests.paths import TRAIN_PY
+from tests.oracle import SMALL
+from tests.processes import run_train_py
 
 TOLERANCE = 1e-4  # relative, over 20 steps
 LAYOUTS = {
@@ -38,31 +34,6 @@ LAYOUTS = {
     "micro batches of 4": ["trainer.micro_batch_size=4"],
     "tp2+sp, odd vocabulary": ["trainer.tp=2", "trainer.micro_batch_size=2", "model.vocab_size=61"],
 }
-
-
-def run_train_py(folder: Path, *overrides: str, timeout: float = 200) -> tuple[int, str]:
-    """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
-    output = folder.with_suffix(".txt")
-    worker = multiprocessing.get_context("fork").Process(
-        target=_train_py, args=(output, [*overrides, f"run.dir={folder}"])
-    )
-    worker.start()
-    worker.join(timeout)
-    if worker.is_alive():
-        worker.kill()
-        worker.join()
-        raise AssertionError(f"no end within {timeout} s:\n{output.read_text()}")
-    assert worker.exitcode is not None
-    return worker.exitcode, output.read_text()
-
-
-def _train_py(output: Path, arguments: list[str]) -> None:
-    with output.open("wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    sys.argv = [str(TRAIN_PY), *arguments]
-    runpy.run_path(str(TRAIN_PY), run_name="__main__")
 
 
 def losses(folder: Path, *overrides: str) -> list[float]:

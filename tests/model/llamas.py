@@ -17,7 +17,7 @@ from megatron_llama.model.names import Piece
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import RaggedSamples, Tensors, _assemble, _rectangles
+from tests.oracle import RaggedSamples, Tensors, assemble, rectangles
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
         answers = [rank[index] for rank in ranks]
         last = answers[-1]
         assert len({loss for _, loss, _, _ in answers}) == 1, "ranks disagree about the loss"
-        grads, weights = (_assemble([answer[i] for answer in answers])[0] for i in (2, 3))
+        grads, weights = (assemble([answer[i] for answer in answers])[0] for i in (2, 3))
         logits = last[0][:, :, : plan.model.vocab_size]
         found.append(Answer(logits, last[1], grads, weights))
     return found
@@ -128,4 +128,4 @@ def _answer(plan: Plan, model: ParallelModel, rank: int) -> tuple:
     if logits is not None:
         logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
     loss = model.forward_backward(batches).item()
-    return logits, loss, _rectangles(model, lambda shard: shard.grad), _rectangles(model, lambda shard: shard.local)
+    return logits, loss, rectangles(model, lambda shard: shard.grad), rectangles(model, lambda shard: shard.local)

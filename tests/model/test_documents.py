@@ -15,8 +15,8 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import make_plan
 from tests.model.llamas import CPU
+from tests.oracle import make_plan
 from tests.ranks import run_ranks
 
 LENGTH = 16

@@ -16,9 +16,9 @@ from megatron_llama.model.names import Shape, TensorParallel, hf_shapes, pieces
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import CONF
 from tests.model.llamas import CPU, hf_config
-from tests.plan.test_parameters import OURS, PUBLISHED
+from tests.paths import CONF
+from tests.plan.published import OURS, PUBLISHED
 from tests.ranks import run_ranks
 
 

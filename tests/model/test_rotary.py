@@ -10,8 +10,8 @@ import torch
 
 from megatron_llama.config import ModelConfig, RopeScaling, load_config
 from megatron_llama.model.rotary import inverse_frequencies, rotary_table, rotate
-from tests.layouts.runner import CONF
 from tests.model.llamas import CPU, hf_config
+from tests.paths import CONF
 
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_llama.plan import Plan
-from tests.layouts.runner import Tensors, make_plan
-from tests.layouts.test_layouts import distance
 from tests.model.llamas import Answer, ours, theirs
+from tests.oracle import Tensors, distance, make_plan
 from tests.ranks import run_ranks
 
 # Imported before any rank is forked: it takes seconds.

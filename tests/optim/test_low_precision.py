@@ -16,7 +16,7 @@ from megatron_llama.optim.rounding import noise, round_stochastically, stream
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import Tensors, _assemble, make_plan
+from tests.oracle import Tensors, assemble, make_plan
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ def updated(ranks: int, layout: list[str], by_rank: bool = False) -> list[tuple[
     plans = [make_plan(ranks, *layout, f"trainer.precision={name}", ODD) for name in PRECISIONS]
     answers = run_ranks(_update, ranks, plans, by_rank)
     return [
-        (_assemble([rank[i][0] for rank in answers])[0], _assemble([rank[i][1] for rank in answers])[0])
+        (assemble([rank[i][0] for rank in answers])[0], assemble([rank[i][1] for rank in answers])[0])
         for i in range(len(plans))
     ]
 

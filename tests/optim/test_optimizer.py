@@ -16,9 +16,8 @@ from megatron_llama.optim.optimizer import build_schedule, decays
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.runner import RaggedSamples, Tensors, _assemble, _rectangles, make_plan
-from tests.layouts.test_layouts import distance
 from tests.model.llamas import CPU, hf_config, load, whole_batch
+from tests.oracle import RaggedSamples, Tensors, assemble, distance, make_plan, rectangles
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="its Llama is the plain model here, a development dependency")
@@ -54,7 +53,7 @@ def ours(world_size: int, plans: list[Plan]) -> list[Training]:
     for index in range(len(plans)):
         runs: list[Training] = [rank[index] for rank in ranks]
         assert all((run.norms, run.parameter_norm) == (runs[0].norms, runs[0].parameter_norm) for run in runs)
-        weights = [_assemble([run.weights[step] for run in runs])[0] for step in range(STEPS + 1)]
+        weights = [assemble([run.weights[step] for run in runs])[0] for step in range(STEPS + 1)]
         found.append(Training(runs[0].norms, weights, runs[0].parameter_norm))
     return found
 
@@ -122,13 +121,13 @@ def _train(rank: int, plans: list[Plan]) -> list[Training]:
             optimizer = build_optimizer(plan, model)
             samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
             batches = Batches(samples, plan, topology, CPU)
-            training = Training(weights=[_rectangles(model, lambda shard: shard.local)])
+            training = Training(weights=[rectangles(model, lambda shard: shard.local)])
             for step in range(STEPS):
                 model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size))
                 norm = optimizer.gradient_norm()
                 optimizer.step(norm)
                 training.norms.append(norm.item())
-                training.weights.append(_rectangles(model, lambda shard: shard.local))
+                training.weights.append(rectangles(model, lambda shard: shard.local))
             training.parameter_norm = parameter_norm(model.shards, CPU).item()
             found.append(training)
     return found

@@ -11,7 +11,7 @@ import torch
 from megatron_llama.config import ConfigError
 from megatron_llama.optim.optimizer import build_schedule
 from megatron_llama.optim.schedules import CosineAnnealing, WarmupSchedule
-from tests.layouts.runner import make_plan
+from tests.oracle import make_plan
 
 STEPS, WARMUP, CONSTANT, LOW = 100, 10, 20, 0.1
 SHAPE = ("trainer.steps=100", "optim.lr=1", "optim.min_lr=0.1", "optim.warmup_steps=10")

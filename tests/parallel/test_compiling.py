@@ -16,8 +16,7 @@ from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.finetuning.runner import LORA, tune
-from tests.layouts.runner import RaggedSamples, make_plan, run_layout
-from tests.layouts.test_layouts import distance, worst
+from tests.oracle import RaggedSamples, distance, make_plan, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
 
 REASON = get_device("cpu").compiler_missing()

@@ -8,19 +8,7 @@ from megatron_llama.config import load_config
 from megatron_llama.plan import parameters, parameters_per_stage, resolve
 from megatron_llama.plan.parameters import layer_tensors, parameters_per_layer
 from tests.paths import CONF
-
-PUBLISHED = {
-    "llama7b": 6_738_415_616,
-    "llama13b": 13_015_864_320,
-    "llama70b": 68_976_648_192,
-    "llama3_8b": 8_030_261_248,
-    "llama3_70b": 70_553_706_496,
-    "llama3_405b": 405_853_388_800,
-    "smollm2_135m": 134_515_008,
-    "llama_15m": 15_191_712,  # stories15M
-    "llama_110m": 109_529_856,  # stories110M
-}
-OURS = {"llama_2m": 1_771_200, "llama_56m": 55_976_448}
+from tests.plan.published import OURS, PUBLISHED
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *OURS])

@@ -7,7 +7,8 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.traffic import Amount, Line, compact, groups_of_ranks, operations, totals, wire
-from tests.layouts.runner import CONF, make_plan
+from tests.oracle import make_plan
+from tests.paths import CONF
 
 # 7 billion parameters, tp8, sequence 4096, micro batch 1, bf16: s b h in bytes.
 ACTIVATIONS = 4096 * 4096 * 2

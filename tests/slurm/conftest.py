@@ -1,154 +1,16 @@
-"""A real SLURM with four virtual nodes, each with its own network, for the time of these tests.
-
-$SLURM_LAB_SETUP names the script that sets it up; else it is looked for beside the repository. Skipped, with the
-reason, where that can't be done. $SLURM_REPORT names a file that takes what was seen.
-"""
+"""The SLURM cluster of cluster.py for the time of these tests; they are skipped, with the reason, where it can't be set
+up. $SLURM_REPORT names a file that takes what was seen."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.test_cli import environment
-from tests.paths import ROOT
-
-SETUP = Path(os.environ.get("SLURM_LAB_SETUP", ROOT.parent / "shared" / "slurm" / "setup_slurm.sh"))
-# Each node has one core: the same number of threads everywhere, and nodes that don't fight for both.
-PYTHON = f'#!/bin/sh\nexec taskset -c $((${{SLURM_NODEID:-0}} % $(nproc))) {sys.executable} "$@"\n'
-
-
-class Lab:
-    """The cluster, and a folder that looks like a checkout to submit from."""
-
-    def __init__(self, folder: Path) -> None:
-        self.home = Path(f"/tmp/sl{os.getpid()}")  # short: unix sockets lie in it
-        self.variables = environment(
-            SLURM_LAB=str(self.home), SLURM_LAB_NET="netns", SLURM_LAB_NS=f"s{os.getpid()}", SLURM_LAB_GPUS="0"
-        )
-        self.checkout = folder
-        self.link(folder)
-        self.python = folder / "python"
-        self.python.write_text(PYTHON)
-        self.python.chmod(0o755)
-
-    def link(self, folder: Path, train: Path = ROOT / "train.py") -> None:
-        """Makes ``folder`` look like a checkout whose train.py is another one."""
-        (folder / "train.py").symlink_to(train)
-        for name in ("scripts", "conf", "run.slurm", "compile.slurm"):
-            (folder / name).symlink_to(ROOT / name)
-
-    def set_up(self) -> None:
-        """Starts what does not run; skips the test where that fails."""
-        done = subprocess.run(["bash", str(SETUP)], env=self.variables, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            pytest.skip(f"{SETUP} failed here: {done.stdout[-400:]}{done.stderr[-400:]}")
-
-    def stop(self) -> None:
-        """Ends it and leaves nothing."""
-        stop = SETUP.with_name("stop_slurm.sh")
-        subprocess.run(["bash", str(stop), "--purge"], env=self.variables, capture_output=True, timeout=120)
-        subprocess.run(["rm", "-rf", str(self.home)], timeout=60)
-
-    def command(self, *words: str, **more: str) -> str:
-        """What a command of Slurm's prints."""
-        variables = self.variables | {
-            "SLURM_CONF": f"{self.home}/etc/slurm.conf",
-            "PATH": f"{self.home}/bin:{self.variables['PATH']}",
-            "PYTHON": str(self.python),
-            "PYTHONPATH": str(ROOT),
-            **more,
-        }
-        done = subprocess.run(
-            words, env=variables, cwd=self.checkout, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-        return done.stdout
-
-    def submit(self, options: list[str], arguments: list[str], script: str = "run.slurm", **more: str) -> Job:
-        """Submits ``script`` with ``arguments``."""
-        printed = self.command("sbatch", f"--output={self.checkout}/slurm-%j.out", *options, script, *arguments, **more)
-        return Job(self, int(printed.split()[-1]))
-
-    def kill_node(self, name: str) -> None:
-        """A power loss."""
-        os.kill(int((self.home / "run" / f"{name}.pid").read_text()), 9)
-
-
-class Job:
-    """A submitted job."""
-
-    def __init__(self, lab: Lab, number: int) -> None:
-        self.lab, self.number = lab, number
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What Slurm says of it."""
-        line = self.lab.command("scontrol", "-o", "show", "job", str(self.number))
-        return dict(re.findall(r"(\S+?)=(\S*)", line))
-
-    @property
-    def state(self) -> str:
-        return self.facts["JobState"]
-
-    @property
-    def log(self) -> str:
-        path = self.lab.checkout / f"slurm-{self.number}.out"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def update(self, setting: str) -> None:
-        self.lab.command("scontrol", "update", f"JobId={self.number}", setting)
-
-    def signal_batch(self, name: str) -> None:
-        """Sends a signal to the batch script only, as --signal=B: does."""
-        self.lab.command("scancel", "--batch", f"--signal={name}", str(self.number))
-
-    def wait(self, done: Callable[[], bool], limit: float, what: str) -> float:
-        """Waits for ``done``; returns the seconds."""
-        begin = time.monotonic()
-        while not done():
-            if time.monotonic() - begin > limit:
-                raise AssertionError(f"no {what} within {limit} s: {self.facts}\n{self.log}")
-            time.sleep(0.2)
-        return time.monotonic() - begin
-
-    def wait_for_end(self, limit: float = 150.0) -> str:
-        """The state it ends in; on the way it may be queued again, and then need not wait for two minutes."""
-
-        def ended() -> bool:
-            facts = self.facts
-            if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-                self.update("StartTime=now+2")
-                time.sleep(2)
-            return facts["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
-
-        self.wait(ended, limit, "end")
-        return self.state
-
-    def wait_for_requeue(self, restarts: int, limit: float) -> float:
-        """Waits until it has been queued again so often, and shortens the two minutes that Slurm then waits."""
-        seconds = self.wait(
-            lambda: (f := self.facts)["JobState"] == "PENDING" and int(f["Restarts"]) >= restarts, limit, "requeue"
-        )
-        self.update("StartTime=now+2")
-        return seconds
-
-
-class Report:
-    """What was seen, for docs/results."""
-
-    def __init__(self) -> None:
-        self.rows: list[str] = []
-
-    def add(self, what: str, seen: str) -> None:
-        self.rows.append(f"| {what} | {seen} |")
+from tests.slurm.cluster import SETUP, Lab, Report
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_llama.devices import get_device
 from megatron_llama.train.metrics_file import read_metrics
-from tests.launch.test_cli import environment
-from tests.launch.test_train_py import losses, steps
-from tests.slurm.conftest import ROOT, Job, Lab, Report
+from tests.paths import ROOT
+from tests.processes import environment, losses, steps
+from tests.slurm.cluster import Job, Lab, Report
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 TINY = (

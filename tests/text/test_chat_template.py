@@ -11,7 +11,7 @@ from data_prep import sft
 from megatron_llama.text.chat_template import NAMED, Jinja, Piece, own_template
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, HuggingFace, SentencePiece, encode_pieces
 from megatron_llama.text.conversation import Bad, Turn
-from tests.data_prep.conftest import CHATML, SPECIAL
+from tests.data_prep.helpers import CHATML, SPECIAL
 
 INST = (
     "{{ bos_token }}{% for message in messages %}"

@@ -18,8 +18,8 @@ from megatron_llama.train.loop import training_step, validate
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, TrainingFault, check_copies, check_every_gradient
 from tests.data.files import train_tokenizer
-from tests.layouts.runner import RaggedSamples, make_plan
 from tests.model.llamas import CPU
+from tests.oracle import RaggedSamples, make_plan
 from tests.ranks import run_ranks
 
 

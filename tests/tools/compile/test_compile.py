@@ -15,9 +15,9 @@ import megatron_llama.train.run_rank  # noqa: F401  imported once, before the fo
 from megatron_llama.devices import get_device
 from megatron_llama.launch import cli
 from megatron_llama.tools.compile import cli as ahead
-from tests.launch.conftest import Starter
-from tests.layouts.runner import SMALL
+from tests.oracle import SMALL
 from tests.paths import SCRIPTS
+from tests.processes import Starter
 
 REASON = get_device("cpu").compiler_missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -14,7 +14,8 @@ from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, TAKEN
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS
 from megatron_llama.tools.import_nemo.write_yaml import as_yaml, command_line, listing
-from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, changed, converted, experiment, kinds
+from tests.paths import CONF
+from tests.tools.import_nemo.nemo_files import NEMO, NXDT, changed, converted, experiment, kinds
 
 
 def test_seven_billion_of_nemo(tmp_path: Path) -> None:

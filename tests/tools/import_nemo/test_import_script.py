@@ -13,8 +13,8 @@ import pytest
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.import_nemo.write_yaml import as_yaml, check
-from tests.paths import ROOT
-from tests.tools.import_nemo.nemo_files import CONF, NEMO, NXDT, changed, converted, experiment, written
+from tests.paths import CONF, ROOT
+from tests.tools.import_nemo.nemo_files import NEMO, NXDT, changed, converted, experiment, written
 
 
 def test_what_is_left_open_is_said(tmp_path: Path) -> None:

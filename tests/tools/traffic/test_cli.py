@@ -16,7 +16,7 @@ import megatron_llama.tools.traffic.count_steps  # noqa: F401  imported once, be
 from megatron_llama.plan.traffic import Amount, Line
 from megatron_llama.tools.traffic import cli as traffic
 from tests.cpu import children_cpu_seconds
-from tests.layouts.runner import SHAPE
+from tests.oracle import SHAPE
 from tests.paths import ROOT
 
 

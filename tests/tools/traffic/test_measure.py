@@ -23,7 +23,7 @@ from megatron_llama.plan.traffic import Amount, Line, Traffic, operations, total
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
 from megatron_llama.tools.traffic.count_steps import count_steps
 from megatron_llama.train.sanity import FiniteCheck
-from tests.layouts.runner import make_plan
+from tests.oracle import make_plan
 from tests.ranks import RankFailed, run_ranks
 
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"

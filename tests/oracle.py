@@ -84,12 +84,12 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
     """Train ``steps`` steps on ``world_size`` forked ranks. ``tamper`` may break the model on each rank after it is
     built."""
     plan = make_plan(world_size, *overrides)
-    answers = run_ranks(_train, world_size, plan, steps, tamper)
+    answers = run_ranks(train_rank, world_size, plan, steps, tamper)
     result = Result(losses=answers[0][0], norms=answers[0][1])
     for answer in answers:
         assert answer[:2] == answers[0][:2], "ranks disagree about loss or gradient norm"
     for index, name in enumerate(("initial", "first_grads", "last_grads", "weights"), start=2):
-        tensors, copies = _assemble([answer[index] for answer in answers])
+        tensors, copies = assemble([answer[index] for answer in answers])
         setattr(result, name, tensors)
         result.copies += copies
     return result
@@ -101,7 +101,7 @@ def oracle(*overrides: str) -> Result:
     return run_layout(1, *overrides)
 
 
-def _train(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
+def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
     device = get_device("cpu")
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, device, torch.device("cpu")):
@@ -111,18 +111,18 @@ def _train(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
             tamper(model)
         samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
         batches = Batches(samples, plan, topology, torch.device("cpu"))
-        initial = _rectangles(model, lambda shard: shard.local)
+        initial = rectangles(model, lambda shard: shard.local)
         losses, norms, grads = [], [], []
         for step in range(steps):
             losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())
             norm = optimizer.gradient_norm()
             norms.append(norm.item())
-            grads.append(_rectangles(model, lambda shard: shard.grad))
+            grads.append(rectangles(model, lambda shard: shard.grad))
             optimizer.step(norm)
-        return losses, norms, initial, grads[0], grads[-1], _rectangles(model, lambda shard: shard.local)
+        return losses, norms, initial, grads[0], grads[-1], rectangles(model, lambda shard: shard.local)
 
 
-def _rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
+def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
     """(name, global shape, offset, values) of all that this rank holds."""
     found = []
     for shard in model.shards:
@@ -133,7 +133,7 @@ def _rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]
     return found
 
 
-def _assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
+def assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
     """Whole tensors from the ranks' rectangles. Each value must be there, and copies must be equal to the last bit."""
     tensors: Tensors = {}
     held: dict[str, torch.Tensor] = {}
@@ -150,3 +150,24 @@ def _assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
     for name, seen in held.items():
         assert seen.all(), f"no rank holds all of {name}"
     return tensors, copies
+
+
+TOLERANCE = 1e-5  # fp32; sums in another order
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a-b‖ / ‖b‖."""
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+
+
+def worst(result: Result, expected: Result) -> dict[str, float]:
+    """The largest relative difference of each kind."""
+    found = {
+        kind: max(abs(a - b) / abs(b) for a, b in zip(getattr(result, kind), getattr(expected, kind), strict=True))
+        for kind in ("losses", "norms")
+    }
+    for kind in ("first_grads", "last_grads", "weights"):
+        ours, theirs = getattr(result, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys()
+        found[kind] = max(distance(ours[name], theirs[name]) for name in theirs)
+    return found

@@ -1,0 +1,86 @@
+"""A train.py whose ranks do something else, for tests of how they are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from megatron_llama.plan import Plan
+from tests.paths import ROOT
+from tests.processes import announce, save_and_leave
+
+TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
+
+
+def note_place(plan: Plan) -> None:
+    """A rank that only says where it is."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    place = {name: os.environ[name] for name in names} | {"dir": plan.config.run.dir}
+    (Path(str(plan.config.run.dir)) / f"place{os.environ['RANK']}.json").write_text(json.dumps(place))
+
+
+FAKE_TRAIN = """
+import os, sys
+sys.path.insert(0, {root!r})
+from megatron_llama.launch import rank_process
+from megatron_llama.launch.cli import main
+from tests.launch import fake_train
+{before}
+rank_process.CONSEQUENCE_DELAY_SECONDS *= {patience}
+sys.exit(main(sys.argv[1:], fake_train.{work}))
+"""
+
+
+def script(folder: Path, work: str, patience: int = 1, before: str = "") -> Path:
+    """A train.py whose ranks run a function of this file, after the lines ``before``. A rank that only lost another one
+    waits ``patience`` times as long before it says so: on a busy machine the starter may hear of the cause late."""
+    path = folder / "fake_train.py"
+    path.write_text(FAKE_TRAIN.format(root=str(ROOT), before=before, work=work, patience=patience))
+    return path
+
+
+def meet(plan: Plan) -> None:
+    """A rank that meets the others where the starter said."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ranks = torch.tensor([float(os.environ["RANK"])])
+    dist.all_reduce(ranks)
+    dist.destroy_process_group()
+    note_place(plan)
+    (Path(str(plan.config.run.dir)) / f"sum{os.environ['RANK']}").write_text(str(ranks.item()))
+
+
+def fail_on_one(plan: Plan) -> None:
+    """Rank 1 fails, rank 0 notices."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        dist.destroy_process_group()
+        time.sleep(1.0)  # rank 0 is the first to know
+        raise ZeroDivisionError("the weights of rank one")
+    dist.all_reduce(torch.zeros(1))
+
+
+def announce_and_wait(plan: object) -> None:
+    """A rank that saves and leaves when it is told to."""
+    save_and_leave(Path(os.environ["PIDS"]))
+
+
+def announce_and_fail_on_three(plan: object) -> None:
+    """Rank 3, on the second host, fails; the others notice."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    announce(Path(os.environ["PIDS"]))
+    dist.barrier()  # all have announced themselves
+    if os.environ["RANK"] == "3":
+        raise ZeroDivisionError("the weights of rank three")
+    dist.all_reduce(torch.zeros(1))

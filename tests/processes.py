@@ -1,0 +1,169 @@
+"""Processes that tests start, watch and end: command lines, starters of ranks, ranks that announce themselves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_llama.train.metrics_file import read_metrics
+from tests.paths import TRAIN_PY
+
+STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_", "MASTER_")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's variables without those of whatever started the tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)} | more
+
+
+# Longer than any machine here is slow, shorter than what the ranks of these tests wait for.
+PATIENCE_SECONDS = 100.0
+
+
+def rank() -> int:
+    """The number of the rank this runs on."""
+    return int(os.environ["RANK"])
+
+
+def announce(folder: Path) -> None:
+    """Leaves this rank's process id where the test finds it."""
+    part = folder / f"part{rank()}"
+    part.write_text(str(os.getpid()))
+    part.rename(folder / f"pid{rank()}")
+
+
+def pids(folder: Path, count: int, limit: float = PATIENCE_SECONDS) -> list[int]:
+    """The process ids of ``count`` ranks, once all have announced themselves."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if all((folder / f"pid{number}").exists() for number in range(count)):
+            return [int((folder / f"pid{number}").read_text()) for number in range(count)]
+        time.sleep(0.02)
+    raise AssertionError(f"not all ranks have started: {sorted(path.name for path in folder.iterdir())}")
+
+
+def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
+    """Whether the process ends within the limit (a zombie that its new parent has not looked at counts as ended)."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def save_and_leave(folder: Path) -> None:
+    """What a rank that has saved after a signal does."""
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: told.append(number))
+    announce(folder)
+    while not told:
+        time.sleep(0.01)
+    (folder / f"told{rank()}").write_text(signal.Signals(told[0]).name)
+    sys.exit(75)
+
+
+# Generous: a busy machine may need a minute to import torch in three spawned ranks.
+LIMIT_SECONDS = 250.0
+
+
+class Starter:
+    """A forked process that runs ``function``; its exit status is what the function returns."""
+
+    def __init__(self, function: Callable[[], int], folder: Path) -> None:
+        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        self.pid = os.fork()
+        if self.pid == 0:
+            for path, number in ((self.out, 1), (self.err, 2)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            status = 99
+            try:
+                status = function()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+
+    def wait(self, limit: float = LIMIT_SECONDS) -> int:
+        """The exit status, or minus the signal's number; fails the test where the starter takes too long."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        raise AssertionError(f"the starter still runs after {limit} s; it said:\n{self.errors}")
+
+    def kill(self) -> None:
+        """For tests that failed."""
+        if self.pid:
+            os.kill(self.pid, 9)
+            os.waitpid(self.pid, 0)
+
+    @property
+    def errors(self) -> str:
+        """What stood on stderr."""
+        return self.err.read_text()
+
+    @property
+    def last_line(self) -> str:
+        """The last thing printed."""
+        return self.errors.rstrip().splitlines()[-1]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` has started."""
+    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps in metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    return [record["step"] for record in read_metrics(path)] if path.exists() else []
+
+
+def losses(folder: Path) -> list[float]:
+    """The training losses of a run."""
+    return [record["reduced_train_loss"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def run_train_py(folder: Path, *overrides: str, timeout: float = 200) -> tuple[int, str]:
+    """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
+    output = folder.with_suffix(".txt")
+    worker = multiprocessing.get_context("fork").Process(
+        target=_train_py, args=(output, [*overrides, f"run.dir={folder}"])
+    )
+    worker.start()
+    worker.join(timeout)
+    if worker.is_alive():
+        worker.kill()
+        worker.join()
+        raise AssertionError(f"no end within {timeout} s:\n{output.read_text()}")
+    assert worker.exitcode is not None
+    return worker.exitcode, output.read_text()
+
+
+def _train_py(output: Path, arguments: list[str]) -> None:
+    with output.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.argv = [str(TRAIN_PY), *arguments]
+    runpy.run_path(str(TRAIN_PY), run_name="__main__")
