@@ -61,13 +61,6 @@ def get(config: Config, name: str) -> Any:
     return value
 
 
-def weights_and_paths(prefixes: list[Any]) -> tuple[list[float], list[str]]:
-    """The two halves of data.prefixes; no weights where only paths are given."""
-    if not any(is_number(item) for item in prefixes):
-        return [], [str(item) for item in prefixes]
-    return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
-
-
 def is_number(item: object) -> bool:
     """Whether an entry of data.prefixes is a weight."""
     try:

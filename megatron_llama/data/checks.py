@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset, read_index
 from megatron_llama.plan.epochs import SPLITS, parts_of
 from megatron_llama.system.errors import UserError

@@ -12,7 +12,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
-from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.data.checks import check_dataset
 from megatron_llama.data.indexed_format import read_index
 from megatron_llama.parallel.agree import raise_together

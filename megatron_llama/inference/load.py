@@ -33,7 +33,8 @@ from megatron_llama.config.limits import check_limits
 from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.parameters import head_dim, kv_heads
-from megatron_llama.plan.rules.layout import check_rules
+from megatron_llama.plan.rules import RULES
+from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 
@@ -133,7 +134,9 @@ def _adapter(folder: Path, base: Path | None) -> Source:
         raise ConfigError([replace(problem, field="--base") for problem in error.problems]) from None
     config = Config(model=whole.model, finetune=finetune)
     problems = [p for p in check_limits(config) if p.field.startswith("finetune.")]
-    problems += [p for p in check_rules(config, 1, {p.field for p in problems}) if p.field.startswith("finetune.")]
+    problems += [
+        p for p in check_rules(RULES, config, 1, {p.field for p in problems}) if p.field.startswith("finetune.")
+    ]
     if problems:
         raise ConfigError([_of_adapter(problem, folder) for problem in problems])
     try:

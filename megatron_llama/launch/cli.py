@@ -233,8 +233,8 @@ def _plan(decision: Decision) -> Plan:
 def _look_into_data(config: Config) -> None:
     """Raises ConfigError for data that is here and can't be used: the ranks find out only once they have a model."""
     from megatron_llama.config import ConfigError
+    from megatron_llama.config.data_prefixes import record_files
     from megatron_llama.plan.rules.paths import check_data as what_is_missing
-    from megatron_llama.plan.rules.raw_data import record_files
 
     if record_files(config.data) or what_is_missing(config, os.path.exists):
         return  # a dry run, which has said so

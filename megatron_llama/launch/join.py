@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_llama.config import ConfigError
+from megatron_llama.config.data_prefixes import record_files
 from megatron_llama.devices import Device
 from megatron_llama.launch import rank_process as rank
 from megatron_llama.launch import rendezvous as meeting
@@ -23,7 +24,6 @@ from megatron_llama.launch.ssh import obey_starter
 from megatron_llama.launch.start import Share, host_store, start_ranks
 from megatron_llama.launch.variables import variables
 from megatron_llama.plan import Plan
-from megatron_llama.plan.rules.raw_data import record_files
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 # Small files take a few minutes at most; were the first process to end, the others would know.

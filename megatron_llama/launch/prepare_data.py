@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
+from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records
 from megatron_llama.launch.rendezvous import LaunchFailed
-from megatron_llama.plan.rules.raw_data import is_table, record_files, tokenizer_of_records
 
 MOST_BYTES = 256 << 20
 """Of a file on disk. Beyond it preparation takes many minutes, which belong in a job of their own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.data.indexed_format import read_index
 from megatron_llama.data.packing import histogram, recipes

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import megatron_llama.plan.rules.training  # noqa: F401  enters its rules into the list
-from megatron_llama.config.limits import check_limits, weights_and_paths, with_defaults_for
+from megatron_llama.config.data_prefixes import record_files, weights_and_paths
+from megatron_llama.config.limits import check_limits, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import epochs_of, samples_per_epoch
@@ -18,10 +18,10 @@ from megatron_llama.plan.memory import Machine
 from megatron_llama.plan.memory_check import check_memory
 from megatron_llama.plan.parameters import padded_vocab_size
 from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.finetune import derive_finetuning
-from megatron_llama.plan.rules.layout import check_rules
 from megatron_llama.plan.rules.paths import check_data, check_files, check_quantizer, check_weights
-from megatron_llama.plan.rules.raw_data import note_records
+from megatron_llama.plan.rules.rule import check_rules
 
 COSINE = {
     "_target_": "megatron_llama.optim.schedules.CosineAnnealing",
@@ -53,11 +53,11 @@ def resolve(
     # Rules about how values go together are asked of a copy in which impossible values are replaced by their defaults:
     # each mistake is reported once, and the others are still found.
     sound = with_defaults_for(config, bad)
-    problems += check_rules(sound, world_size, {problem.field for problem in problems})
+    problems += check_rules(RULES, sound, world_size, {problem.field for problem in problems})
     notes: list[str] = []
     plan = None if problems else _plan(derived(sound, world_size, notes), world_size)
     if plan is not None and sound.trainer.epochs is not None:
-        problems += check_rules(plan.config, world_size)  # of the steps, which are known only now
+        problems += check_rules(RULES, plan.config, world_size)  # of the steps, which are known only now
         if plan.config.trainer.steps == 0:
             size = sound.trainer.global_batch_size
             rule = f"gives no step: all samples together are less than trainer.global_batch_size={size}"
@@ -70,7 +70,10 @@ def resolve(
     _note_or_stop(check_quantizer(sound), sound.dry_run, notes, problems)
     _note_or_stop(check_weights(sound, exists), sound.dry_run, notes, problems)
     problems += check_files(sound, exists)
-    note_records(sound, notes)
+    notes += [
+        f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
+        for _, path in record_files(sound.data)
+    ]
     if plan is not None:
         _note_what_surprises(sound, plan.config, notes)
     too_big = check_memory(plan, machine) if plan else []

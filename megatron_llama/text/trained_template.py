@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.limits import weights_and_paths
+from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_synced

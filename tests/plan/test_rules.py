@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from megatron_llama.config import PRECISIONS
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.limits import LIMITS, check_limits
-from megatron_llama.plan.rules.layout import RULES, check_rules
+from megatron_llama.plan.rules import RULES, datasets, finetune, layout, schedule
+from megatron_llama.plan.rules.rule import Rule, check_rules
 from tests.config.helpers import make, problems_of, put
 from tests.plan.rule_cases import CASES, Case
 
@@ -35,7 +36,7 @@ def everything_exists(path: str) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{'-'.join(map(str, case.bad.values()))}")
 def test_a_rule_fires_and_its_neighbour_passes(case: Case) -> None:
     fired = [
-        problem for rule, _ in RULES if rule.__name__ == case.rule for problem in rule(make(**case.bad), case.world)
+        problem for rule in RULES if rule.name == case.rule for problem in rule.check(make(**case.bad), case.world)
     ]
     assert len(fired) == 1
     assert case.advice in fired[0].instead
@@ -47,7 +48,7 @@ def test_a_rule_fires_and_its_neighbour_passes(case: Case) -> None:
 def test_following_the_advice_ends_the_problem(case: Case) -> None:
     """The first ``section.name=value`` in the advice is written into the config; the rule must then be silent."""
     (problem,) = [
-        found for rule, _ in RULES if rule.__name__ == case.rule for found in rule(make(**case.bad), case.world)
+        found for rule in RULES if rule.name == case.rule for found in rule.check(make(**case.bad), case.world)
     ]
     advised = ADVISED.search(problem.instead)
     if advised is None or advised[1].endswith("_target_"):
@@ -55,12 +56,18 @@ def test_following_the_advice_ends_the_problem(case: Case) -> None:
         return
     config = make(**case.bad)
     put(config, *as_typed(advised[0]))
-    still = [problem for rule, _ in RULES if rule.__name__ == case.rule for problem in rule(config, case.world)]
+    still = [problem for rule in RULES if rule.name == case.rule for problem in rule.check(config, case.world)]
     assert still == [], f"advised {advised[0]}"
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == {rule.__name__ for rule, _ in RULES}
+    assert {case.rule for case in CASES} == {rule.name for rule in RULES}
+
+
+def test_no_rule_is_left_out_of_the_tuple() -> None:
+    defined = [value for module in (layout, schedule, datasets, finetune) for value in vars(module).values()]
+    assert {rule.name for rule in defined if isinstance(rule, Rule)} == {rule.name for rule in RULES}
+    assert len(set(RULES)) == len(RULES)
 
 
 def _neighbours() -> dict[str, tuple[list[Any], list[Any]]]:
@@ -155,14 +162,14 @@ def test_all_problems_come_at_once_and_each_only_once() -> None:
 
 
 def test_a_hopeless_value_does_not_set_off_the_rules_that_read_it() -> None:
-    broken = check_rules(make(**{"trainer.tp": 3}), 8)
+    broken = check_rules(RULES, make(**{"trainer.tp": 3}), 8)
     assert {problem.field for problem in broken} == {"trainer.tp"} and len(broken) > 1
-    assert check_rules(make(**{"trainer.tp": 3}), 8, skip_fields={"trainer.tp"}) == []
+    assert check_rules(RULES, make(**{"trainer.tp": 3}), 8, skip_fields={"trainer.tp"}) == []
 
 
 def test_advice_counts_the_devices_only_where_they_are_fixed() -> None:
     """On a CPU ``trainer.tp=3`` means three ranks, and 2 or 4 are as good; on 6 accelerators only 2 is."""
-    on_cpu = check_rules(make(**{"trainer.tp": 3}), 3)
+    on_cpu = check_rules(RULES, make(**{"trainer.tp": 3}), 3)
     assert {problem.instead for problem in on_cpu} == {"write trainer.tp=2 or 4"}
-    on_six = check_rules(make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
+    on_six = check_rules(RULES, make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
     assert {problem.instead for problem in on_six} == {"write trainer.tp=2"}

@@ -10,7 +10,8 @@ from megatron_llama.config.precision import PRECISIONS, QUANTIZATION_BLOCK, QUAN
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config, FinetuneConfig
 from megatron_llama.plan.parameters import matrix_shape
-from megatron_llama.plan.rules.layout import layout_tp, nearest_legal, reads
+from megatron_llama.plan.rules.layout import layout_tp
+from megatron_llama.plan.rules.rule import nearest_legal, reads
 
 FROM_NOTHING = (
     "finetune.method={method} starts from random weights here, which is of use for measuring only: init_from is not set"

@@ -1,44 +1,15 @@
-"""How settings must go together. One function per rule; each says the rule, and the nearest values that keep it."""
+"""Rules on how the model and the batch are laid out over devices. One function per rule; its advice names the nearest
+values that satisfy it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
+from megatron_llama.config.hostfile import FORMS, bad_hosts
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.parameters import head_dim, kv_heads
-
-Rule = Callable[[Config, int], Iterator[Problem]]
-RULES: list[tuple[Rule, frozenset[str]]] = []
-
-
-def reads(*names: str) -> Callable[[Rule], Rule]:
-    """Enters a rule into the list, with the settings it is about."""
-
-    def register(rule: Rule) -> Rule:
-        RULES.append((rule, frozenset(names)))
-        return rule
-
-    return register
-
-
-def check_rules(config: Config, world_size: int, skip_fields: Iterable[str] = ()) -> list[Problem]:
-    """Every rule that ``config`` breaks, leaving out rules about ``skip_fields``."""
-    known_bad = set(skip_fields)
-    return [problem for rule, names in RULES if not _touches(names, known_bad) for problem in rule(config, world_size)]
-
-
-def _touches(names: Iterable[str], bad: set[str]) -> bool:
-    """Whether a setting among ``names``, or its whole section, is among the ``bad``."""
-    return any(name in bad or name.partition(".")[0] in bad for name in names)
-
-
-def nearest_legal(name: str, wanted: int, legal: Iterable[int]) -> str:
-    """``write name=4 or 8``: the nearest legal values on both sides of ``wanted``."""
-    values = sorted(set(legal) - {wanted})
-    below = [value for value in values if value < wanted][-1:]
-    above = [value for value in values if value > wanted][:1]
-    return f"write {name}=" + " or ".join(str(value) for value in below + above) if below + above else ""
+from megatron_llama.plan.rules.rule import nearest_legal, reads
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
@@ -265,3 +236,15 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
         yield Problem(
             "trainer.shard_group", group, rule, "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
         )
+
+
+@reads("launch.hosts", "launch.hostfile")
+def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hosts have names that ssh takes, each once, from one place."""
+    hosts, file = config.launch.hosts, config.launch.hostfile
+    wrong = bad_hosts(hosts)
+    if wrong:
+        yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {FORMS}")
+    if hosts and file is not None:
+        rule = f"launch.hostfile={file} names the hosts too"
+        yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron_llama.config.data_prefixes import named_paths, record_files
 from megatron_llama.config.hf_config import other_than_llama
-from megatron_llama.config.limits import weights_and_paths
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
-from megatron_llama.config.settings import Config, ModelConfig, RopeScaling
+from megatron_llama.config.settings import Config, DataConfig, ModelConfig, RopeScaling
 from megatron_llama.data.indexed_format import MASK_SUFFIX
 from megatron_llama.plan.parameters import head_dim, kv_heads
-from megatron_llama.plan.rules.raw_data import is_record_file, record_files
 
 Exists = Callable[[str], bool]
 TORCHAO = "0.18."
@@ -61,40 +60,35 @@ def check_files(config: Config, exists: Exists) -> list[Problem]:
 
 
 def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
-    for name, path in record_files(config.data):
+    data = config.data
+    records = record_files(data)
+    for name, path in records:
         if not exists(path):
             rule = f"there is no such file (seen from {os.getcwd()})"
             yield Problem(name, path, rule, "write the path of a file of records, or of a dataset")
-    for name, path in _dataset_paths(config, exists):
-        missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
-        if not missing:
-            continue
-        rule = f"there is no {path}{' and no '.join(missing)} (seen from {os.getcwd()})"
-        stem, suffix = os.path.splitext(path)
-        if suffix in (".bin", ".idx"):
-            instead = f"write {name}=[{stem}], without {suffix}"
-        elif config.data.prepare:
-            instead = f"make it with: {config.data.prepare}"
-        elif config.data.kind == "sft":
-            instead = (
-                "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
-            )
-        else:
-            instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
-        yield Problem(name, path, rule, instead)
+    for name, path in named_paths(data):
+        if (name, path) not in records:
+            yield from _dataset(data, name, path, exists)
+            if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
+                yield from _dataset(data, name, path + MASK_SUFFIX, exists)
 
 
-def _dataset_paths(config: Config, exists: Exists) -> Iterator[tuple[str, str]]:
-    """(setting, path) of each dataset; a fine-tuning set has its loss masks beside it."""
-    data = config.data
-    named = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
-    named += [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
-    for name, path in named:
-        if is_record_file(data, path):
-            continue
-        yield name, path
-        if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
-            yield name, path + MASK_SUFFIX
+def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
+    """The problem of an indexed dataset that lacks one of its two files."""
+    missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
+    if not missing:
+        return
+    rule = f"there is no {path}{' and no '.join(missing)} (seen from {os.getcwd()})"
+    stem, suffix = os.path.splitext(path)
+    if suffix in (".bin", ".idx"):
+        instead = f"write {name}=[{stem}], without {suffix}"
+    elif data.prepare:
+        instead = f"make it with: {data.prepare}"
+    elif data.kind == "sft":
+        instead = "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
+    else:
+        instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
+    yield Problem(name, path, rule, instead)
 
 
 def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:

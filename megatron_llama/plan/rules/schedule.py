@@ -1,24 +1,14 @@
-"""How the settings of data, schedule, checkpoints and hosts must go together; as in rules.py, one function per rule."""
+"""Rules on when things happen: the run's length, learning rate, validation and checkpoints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from megatron_llama.config.hostfile import FORMS, bad_hosts
-from megatron_llama.config.limits import GOOD_SPLIT, weights_and_paths
-from megatron_llama.config.problems import Problem, shown, two_lengths
+from megatron_llama.config.data_prefixes import weights_and_paths
+from megatron_llama.config.problems import Problem, two_lengths
 from megatron_llama.config.settings import Config, TrainerConfig
-from megatron_llama.plan.rules.layout import reads
-
-
-@reads("data.seq_length", "model.max_position_embeddings")
-def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
-    """Positions beyond what the model is meant for are allowed only when asked for by name."""
-    length, longest = config.data.seq_length, config.model.max_position_embeddings
-    if length > longest:
-        advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
-        yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
+from megatron_llama.plan.rules.rule import reads
 
 
 @reads("optim.warmup_steps", "optim.constant_steps", "trainer.steps")
@@ -70,28 +60,6 @@ def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("optim.warmup_ratio", ratio, rule, advice)
 
 
-@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes")
-def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
-    """Packing and a set of its own for validation are about examples, which pretraining data does not have."""
-    data = config.data
-    weights, paths = weights_and_paths(data.prefixes)
-    if data.kind == "sft":
-        if weights:
-            advice = f"write data.prefixes={shown(paths)}; a set that is named twice counts twice"
-            yield Problem(
-                "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
-            )
-        return
-    advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
-    if data.pack:
-        rule = "packs examples, and data.kind=pretrain has none"
-        yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
-    if data.validation_prefixes:
-        rule = "are for data.kind=sft; pretraining validates on data.split's second share"
-        advice = f"write data.validation_prefixes=[], {advice}"
-        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
-
-
 @reads("optim.lr", "optim.min_lr")
 def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
     """The schedule ends at or below where it peaks."""
@@ -112,44 +80,6 @@ def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
     if schedule and not str(schedule.get("_target_") or ""):
         advice = "write optim=cosine, linear, constant or wsd, or optim.schedule._target_=package.module.Class"
         yield Problem("optim.schedule", schedule, "needs _target_, the class of the schedule", advice)
-
-
-@reads("data.prefixes", "data.mock")
-def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
-    """Training needs tokens from somewhere."""
-    if not config.data.mock and not config.data.prefixes:
-        advice = "write data.prefixes=[path/to/dataset_text_document], data=python_stdlib, or data=mock"
-        yield Problem("data.prefixes", config.data.prefixes, "names no dataset", advice)
-
-
-@reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
-def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
-    """Validation is on documents that training never sees."""
-    every, split = config.trainer.val_every_steps, config.data.split
-    own = config.data.mock or config.data.validation_prefixes
-    if every is not None and not own and float(split.split(",")[1]) == 0:
-        rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
-        yield Problem("data.split", split, rule, f"write data.split={GOOD_SPLIT}, or trainer.val_every_steps=null")
-
-
-@reads("logging.sample_prompts", "data.tokenizer")
-def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
-    """Prompts are text; the model knows tokens."""
-    if config.logging.sample_prompts and config.data.tokenizer is None:
-        advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
-        yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
-
-
-@reads("launch.hosts", "launch.hostfile")
-def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hosts have names that ssh takes, each once, from one place."""
-    hosts, file = config.launch.hosts, config.launch.hostfile
-    wrong = bad_hosts(hosts)
-    if wrong:
-        yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {FORMS}")
-    if hosts and file is not None:
-        rule = f"launch.hostfile={file} names the hosts too"
-        yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
 
 
 @reads(

@@ -1,0 +1,52 @@
+"""The entries of ``data.prefixes`` and ``data.validation_prefixes``: weights, datasets, and files of records that are
+still to be prepared. Decides by names alone and opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_llama.config.limits import is_number
+from megatron_llama.config.settings import Config, DataConfig
+
+_RECORDS, _TABLES = (".jsonl", ".json", ".ndjson"), (".tsv",)
+_COMPRESSED = (".gz", ".zst", ".zstd")
+
+
+def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
+    """The two halves of ``weight, path, weight, path, ...``; no weights where only paths are given."""
+    if not any(is_number(item) for item in prefixes):
+        return [], [str(item) for item in prefixes]
+    return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
+
+
+def named_paths(data: DataConfig) -> list[tuple[str, str]]:
+    """(setting, path) of every entry, training before validation."""
+    paths = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
+    return paths + [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
+
+
+def record_files(data: DataConfig) -> list[tuple[str, str]]:
+    """(setting, path) of each entry that is a file of records (conversations, tables) for data_prep/sft.py rather than
+    an indexed dataset, each once."""
+    if data.kind != "sft" or data.mock:
+        return []
+    return list(dict.fromkeys(item for item in named_paths(data) if _bare(item[1]).endswith(_RECORDS + _TABLES)))
+
+
+def is_table(path: str) -> bool:
+    """Whether a file of records has a header and columns."""
+    return _bare(path).endswith(_TABLES)
+
+
+def tokenizer_of_records(config: Config) -> str | None:
+    """What encodes the files of records: a sentencepiece model or a Hugging Face folder."""
+    return config.data.tokenizer or config.init_from
+
+
+def _bare(path: str) -> str:
+    """The name in lower case without the endings of compressed files."""
+    lower = path.lower()
+    for suffix in _COMPRESSED:
+        lower = lower.removesuffix(suffix)
+    return lower

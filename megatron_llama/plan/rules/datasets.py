@@ -1,0 +1,88 @@
+"""Rules on what is trained on: datasets, files of records, tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records, weights_and_paths
+from megatron_llama.config.limits import GOOD_SPLIT
+from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
+from megatron_llama.plan.rules.rule import reads
+
+
+@reads("data.seq_length", "model.max_position_embeddings")
+def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
+    """Positions beyond what the model is meant for are allowed only when asked for by name."""
+    length, longest = config.data.seq_length, config.model.max_position_embeddings
+    if length > longest:
+        advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
+        yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
+
+
+@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes")
+def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
+    """Packing and a set of its own for validation are about examples, which pretraining data does not have."""
+    data = config.data
+    weights, paths = weights_and_paths(data.prefixes)
+    if data.kind == "sft":
+        if weights:
+            advice = f"write data.prefixes={shown(paths)}; a set that is named twice counts twice"
+            yield Problem(
+                "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
+            )
+        return
+    advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
+    if data.pack:
+        rule = "packs examples, and data.kind=pretrain has none"
+        yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
+    if data.validation_prefixes:
+        rule = "are for data.kind=sft; pretraining validates on data.split's second share"
+        advice = f"write data.validation_prefixes=[], {advice}"
+        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
+
+
+@reads("data.prefixes", "data.mock")
+def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
+    """Training needs tokens from somewhere."""
+    if not config.data.mock and not config.data.prefixes:
+        advice = "write data.prefixes=[path/to/dataset_text_document], data=python_stdlib, or data=mock"
+        yield Problem("data.prefixes", config.data.prefixes, "names no dataset", advice)
+
+
+@reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
+def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
+    """Validation is on documents that training never sees."""
+    every, split = config.trainer.val_every_steps, config.data.split
+    own = config.data.mock or config.data.validation_prefixes
+    if every is not None and not own and float(split.split(",")[1]) == 0:
+        rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
+        yield Problem("data.split", split, rule, f"write data.split={GOOD_SPLIT}, or trainer.val_every_steps=null")
+
+
+@reads("logging.sample_prompts", "data.tokenizer")
+def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
+    """Prompts are text; the model knows tokens."""
+    if config.logging.sample_prompts and config.data.tokenizer is None:
+        advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
+        yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
+
+
+@reads("data.prefixes", "data.validation_prefixes", "data.kind", "data.tokenizer", "data.template", "init_from")
+def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem]:
+    """Records are text: they need a tokenizer, and tables a question too."""
+    data, files = config.data, record_files(config.data)
+    if files and tokenizer_of_records(config) is None:
+        rule = f"{files[0][1]} is text, which needs a tokenizer"
+        instead = "write data.tokenizer=FOLDER (Hugging Face) or tokenizer.model, or init_from=FOLDER"
+        yield Problem("data.tokenizer", None, rule, instead)
+    tables = [path for _, path in files if is_table(path)]
+    if tables and data.template is None:
+        rule = f"{tables[0]} is a table, and how its lines are asked is not said"
+        yield Problem("data.template", None, rule, f"write data.template={' or '.join(LABEL_TEMPLATES)}")
+    if data.template is not None and not tables:
+        rule = "is for .tsv files, and data.prefixes names none"
+        yield Problem("data.template", data.template, rule, "leave data.template out")
+    if data.chat_template != DataConfig.chat_template and not files:
+        rule = "is for files of records; a dataset has its template in it already"
+        yield Problem("data.chat_template", data.chat_template, rule, "leave data.chat_template out")
