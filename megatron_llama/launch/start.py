@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_llama.launch.rank_process import (
     CONSEQUENCE_DELAY_SECONDS,
@@ -25,6 +26,9 @@ from megatron_llama.launch.rank_process import (
     run_assignment,
 )
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+
+if TYPE_CHECKING:
+    from megatron_llama.plan import Plan
 
 POLL_SECONDS = 0.05
 # After the first bad end: time for the other ranks to report theirs, since the cause may be among them.
@@ -148,6 +152,33 @@ def start_ranks(
             _kill(ranks)
             del store
         return _verdict(ranks, signals, share)
+
+
+def run_on_this_machine(
+    work: Callable[[], None],
+    plan: Plan,
+    *,
+    ranks: int | None = None,
+    imports: Sequence[str] = (),
+    output_dir: Path | None = None,
+) -> int:
+    """Runs ``work`` in all ranks of ``plan`` on this machine, with its device's environment; returns the exit status.
+
+    ``ranks`` is for tools that start another number of processes than the plan has ranks. ``imports`` are modules that
+    a forked rank then finds imported: here, once, after the environment is complete. Raises ConfigError as
+    ``variables`` does.
+    """
+    from megatron_llama.devices import get_device
+    from megatron_llama.launch.variables import variables
+
+    device = get_device(plan.config.device.name)
+    environment = variables(device, plan)
+    if device.forkable:
+        os.environ.update(environment)
+        for module in imports:
+            importlib.import_module(module)
+    count = plan.world_size if ranks is None else ranks
+    return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
 
 
 def _environment(share: Share) -> dict[str, str]:

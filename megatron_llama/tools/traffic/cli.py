@@ -18,7 +18,6 @@ from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
-    from megatron_llama.devices import Device
     from megatron_llama.plan import Plan
     from megatron_llama.plan.traffic import Line, Traffic
 
@@ -69,8 +68,7 @@ def main(argv: Sequence[str]) -> int:
         if not measure:
             sys.stdout.write("\n".join(predicted_lines(plan)) + "\n")
             return 0
-        assert decision.device is not None, "a run knows its device"
-        return _measure(plan, decision.device)
+        return _measure(plan)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
@@ -148,21 +146,15 @@ def _compared(comparison: Comparison) -> list[str]:
     return _table(["calls", "predicted", *steps, ""], lines, amounts)
 
 
-def _measure(plan: Plan, device: Device) -> int:
+def _measure(plan: Plan) -> int:
     """Runs the ranks here; prints the comparison and returns the exit status."""
-    from megatron_llama.launch.start import start_ranks
-    from megatron_llama.launch.variables import variables
+    from megatron_llama.launch.start import run_on_this_machine
     from megatron_llama.plan.traffic import operations, totals
 
-    environment = variables(device, plan)
-    if device.forkable:
-        os.environ.update(environment)
-        import megatron_llama.tools.traffic.count_steps  # noqa: F401  imported once here, and not in each rank
     with tempfile.TemporaryDirectory() as folder:
         work = partial(count_one_rank, plan, Path(folder))
-        status = start_ranks(
-            work, plan.world_size, fork=device.forkable, environment=environment, output_dir=Path(folder)
-        )
+        imports = ["megatron_llama.tools.traffic.count_steps"]
+        status = run_on_this_machine(work, plan, imports=imports, output_dir=Path(folder))
         if status:
             return status
         comparisons = [
