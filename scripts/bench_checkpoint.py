@@ -21,7 +21,6 @@ from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch
 from megatron_llama.optim import build_optimizer
@@ -98,7 +97,7 @@ def _disk(plan: Plan) -> None:
         seconds = _medians(
             {
                 "save": save,
-                "load, every hash checked": lambda: load_into(tensors, manifest.stored),
+                "load, every hash checked": lambda: manifest.stored.load_into(tensors),
                 "file copy and fsync": lambda: _copy(source, copied),
                 "torch.save and fsync": lambda: _torch_save(plain, torchs),
                 "torch.load": lambda: torch.load(torchs, weights_only=True),

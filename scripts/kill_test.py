@@ -115,14 +115,9 @@ def compare(whole: Path, killed: Path, counts: dict[str, int], seconds: float) -
 
     from megatron_llama.checkpoint.export import find_checkpoint
     from megatron_llama.checkpoint.manifest import read_manifest
-    from megatron_llama.checkpoint.storage import rows_of
 
     ours, theirs = (read_manifest(find_checkpoint(folder)).stored for folder in (killed, whole))
-    differ = [
-        name
-        for name, tensor in theirs.tensors.items()
-        if not torch.equal(rows_of(ours, name, 0, tensor.shape[0]), rows_of(theirs, name, 0, tensor.shape[0]))
-    ]
+    differ = [name for name in theirs.tensors if not torch.equal(ours.rows(name), theirs.rows(name))]
     left = [str(path) for path in killed.rglob("*") if path.name.startswith(".") and path.name != ".lock"]
     same_losses = losses(whole) == losses(killed)
     print(", ".join(f"{count} {what}" for what, count in counts.items()), f"in {seconds:.0f} s")

@@ -17,7 +17,6 @@ def main() -> int:
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import find_checkpoint
     from megatron_llama.checkpoint.manifest import read_manifest
-    from megatron_llama.checkpoint.storage import verify_file
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
 
@@ -26,7 +25,7 @@ def main() -> int:
         manifest = read_manifest(checkpoint)
         manifest.check_sizes()
         for file in manifest.files:
-            verify_file(manifest.stored, file)
+            manifest.stored.verify_file(file)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

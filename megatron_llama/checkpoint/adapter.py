@@ -7,25 +7,22 @@ names; the checkpoint keeps a fingerprint of them, so that they can't be mistake
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_llama.checkpoint.hf_folder import open_hf_folder
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder, open_safetensors, tensors_of
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.state import weights
-from megatron_llama.checkpoint.storage import load_into, rows_of
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, StoredTensor, read_safetensors_header
+from megatron_llama.checkpoint.storage import CheckpointTensors
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
 from megatron_llama.model.names import (
     PEFT_PREFIX,
-    Piece,
     Shape,
     hf_shapes,
     is_lora,
@@ -33,20 +30,8 @@ from megatron_llama.model.names import (
     lora_name,
     lora_shapes,
 )
-from megatron_llama.parallel import Shard
 
-Rows = Callable[[str, int, int], torch.Tensor]
-"""Rows [first, last) of a tensor."""
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What LoRA has trained, as it lies on disk."""
-
-    stored: Stored
-    """A and B under PEFT's names, and what was trained whole under Hugging Face's."""
-    finetune: FinetuneConfig
 
 
 def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
@@ -55,36 +40,30 @@ def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Sh
     return {**lora_shapes(model, finetune), **whole}
 
 
-def fingerprint(stored: Stored) -> str:
+def fingerprint(files: SafetensorsFiles) -> str:
     """A digest of names, shapes, dtypes, and of up to 64 KiB from all over each tensor.
 
     Cheap for any size: it tells another model, or the same one trained further, from this one, and does not look for
-    damage.
+    damage. Raises CorruptFile.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(stored.tensors.items()):
+    for name, tensor in sorted(files.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        for chunk in tensor.chunks:
-            size = tensor.dtype.itemsize * torch.Size(chunk.size).numel()
-            try:
-                with (stored.folder / chunk.file).open("rb") as file:
-                    for sample in range(_SAMPLES):
-                        start = max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
-                        file.seek(chunk.start + start)
-                        digest.update(file.read(min(size, _SAMPLE_BYTES)))
-            except OSError as error:
-                raise CorruptFile(f"{stored.folder / chunk.file}: {error.strerror}") from error
+        with open_safetensors(files.folder / tensor.file) as content:
+            values = content.get_tensor(tensor.key).reshape(-1).view(torch.uint8)
+            for sample in range(_SAMPLES):
+                start = max(0, len(values) - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+                digest.update(values[start : start + _SAMPLE_BYTES].numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
-def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> Stored:
-    """A PEFT adapter's tensors under the names that ``trained_shapes`` gives them. Reads the head only.
+def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> SafetensorsFiles:
+    """A PEFT adapter's tensors under the names that ``trained_shapes`` gives them. Reads the header only.
 
-    ``finetune`` is what its adapter_config.json asks for. Raises ConfigError where its tensors are others, and
-    CorruptFile for a file that is truncated or invalid.
+    ``finetune`` is what its adapter_config.json says. Raises ConfigError where it has other tensors, and CorruptFile.
     """
     shapes = trained_shapes(model, finetune)
-    found = read_safetensors_header(folder / ADAPTER_WEIGHTS)
+    found = tensors_of(folder / ADAPTER_WEIGHTS)
     tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in found.items()}
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong or tensors.keys() - shapes.keys():
@@ -93,7 +72,7 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
         wanted = f"this run has it as {list(shapes[name])}" if name in shapes else "this run has no such tensor"
         rule = f"{name} is {there}, and {wanted}"
         raise ConfigError([Problem("finetune.adapter", str(folder), rule, "name an adapter of this model")])
-    return Stored(folder, tensors)
+    return SafetensorsFiles(folder, tensors)
 
 
 def finetune_of(manifest: Manifest) -> FinetuneConfig:
@@ -104,14 +83,7 @@ def finetune_of(manifest: Manifest) -> FinetuneConfig:
         raise CorruptFile(f"{manifest.stored.folder}: its fine-tuning is not described as ours is ({error})") from error
 
 
-def check_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> None:
-    """Raises CorruptFile unless the checkpoint has all that LoRA trains."""
-    for name, shape in trained_shapes(model, finetune).items():
-        if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
-            raise CorruptFile(f"{manifest.stored.folder}: {name} is not there in the shape {list(shape)}")
-
-
-def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Stored:
+def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> SafetensorsFiles:
     """The frozen weights of a LoRA run: in ``folder``, or where they were; raises ConfigError where they are not."""
     where = folder or (None if manifest.state.hf_folder is None else Path(manifest.state.hf_folder))
     if where is None:
@@ -128,7 +100,7 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> St
 _BASE_ADVICE = "write --base FOLDER, with the model of init_from"
 
 
-def open_frozen(folder: Path, model: ModelConfig) -> Stored:
+def open_frozen(folder: Path, model: ModelConfig) -> SafetensorsFiles:
     """The weights that an adapter is added to; raises ConfigError, in the words of scripts that have --base, where the
     folder does not hold this model."""
     if not folder.exists():
@@ -139,91 +111,59 @@ def open_frozen(folder: Path, model: ModelConfig) -> Stored:
         raise ConfigError([replace(p, field="--base", instead=_BASE_ADVICE) for p in error.problems]) from None
 
 
-def stored_rows(stored: Stored) -> Rows:
-    """Rows as they are stored."""
+@dataclass(frozen=True)
+class MergedTensors(Stored):
+    """The tensors of a model with its LoRA adapter merged: W + alpha / rank · B A (Hu et al. 2021, arXiv:2106.09685).
 
-    def rows(name: str, first: int, last: int) -> torch.Tensor:
-        # One tensor's description at a time: torch plans over all that it is told of.
-        alone = Stored(stored.folder, {name: stored.tensors[name]}, stored.block_bytes)
-        return rows_of(alone, name, first, last)
-
-    return rows
-
-
-def merged_rows(trained: Stored, base: Stored, finetune: FinetuneConfig) -> Rows:
-    """W + alpha / rank · B A in fp32, for every tensor of the model that LoRA was added to."""
-    of_base, of_trained = stored_rows(base), stored_rows(trained)
-
-    @lru_cache(maxsize=1)
-    def whole(name: str) -> torch.Tensor:
-        return of_trained(name, 0, trained.tensors[name].shape[0]).float()
-
-    def rows(name: str, first: int, last: int) -> torch.Tensor:
-        if name in trained.tensors:
-            return of_trained(name, first, last)
-        values, a = of_base(name, first, last).float(), lora_name(name, "lora_A")
-        if a not in trained.tensors:
-            return values
-        b = of_trained(lora_name(name, "lora_B"), first, last).float()
-        return _add_product(values, b, whole(a), finetune)
-
-    return rows
-
-
-def _add_product(values: torch.Tensor, b: torch.Tensor, a: torch.Tensor, finetune: FinetuneConfig) -> torch.Tensor:
-    """Adds alpha / rank · B A to a rectangle of W, in place, all in fp32."""
-    return values.add_(torch.matmul(b, a).mul_(finetune.lora_alpha / finetune.lora_rank))
-
-
-@torch.no_grad()
-def load_merged(shards: Iterable[Shard], base: Stored, trained: Trained) -> None:
-    """Fill the shards of a plain model with what ``merged_rows`` gives of them.
-
-    Each rank reads its own slices. One matrix at a time is summed in fp32 beside its place, and rounded once where the
-    shard has another dtype; nothing else is held twice. Raises CorruptFile. Takes part in no collective.
+    Sums and products are fp32. They are rounded once, where they are stored in another dtype.
     """
-    shards, added = list(shards), trained.stored.tensors
-    plain = weights(shards)
-    for name in [name for name in plain if lora_name(name, "lora_A") in added]:
-        del plain[name]
-    whole = {name: plain.pop(name) for name in list(plain) if name in added}
-    load_into(plain, base)
-    load_into(whole, trained.stored)
-    for shard in shards:
-        for piece in shard.pieces:
-            if lora_name(piece.name, "lora_A") in added:
-                shard.local[piece.local_slices].copy_(_merged(piece, base, trained, shard.local.device))
+
+    base: Stored
+    """The frozen weights."""
+    adapter: Stored
+    """A and B under PEFT's names, and what was trained whole under Hugging Face's."""
+    finetune: FinetuneConfig
+
+    @staticmethod
+    def of(base: Stored, adapter: Stored, finetune: FinetuneConfig) -> MergedTensors:
+        """The sum of two; its folder is that of ``base``."""
+        tensors = dict(base.tensors)
+        for name, tensor in base.tensors.items():
+            if name in adapter.tensors:
+                tensors[name] = adapter.tensors[name]
+            elif lora_name(name, "lora_A") in adapter.tensors:
+                tensors[name] = StoredTensor(torch.float32, tensor.shape)
+        return MergedTensors(base.folder, tensors, base, adapter, finetune)
+
+    @torch.no_grad()
+    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
+        """Fills the rectangles. One matrix at a time is summed beside its target; nothing else is held twice."""
+        sums = {name for name in wanted if lora_name(name, "lora_A") in self.adapter.tensors}
+        whole = {name for name in wanted if name in self.adapter.tensors}
+        read = self.adapter.load_into({name: wanted[name] for name in whole})
+        read += self.base.load_into({name: wanted[name] for name in wanted.keys() - sums - whole})
+        for name in sorted(sums):
+            for offset, target in wanted[name].parts:
+                read += self._sum(name, offset, target)
+        return read
+
+    def _sum(self, name: str, offset: Shape, target: torch.Tensor) -> int:
+        (first_row, first_column), (rows, columns), rank = offset, target.shape, self.finetune.lora_rank
+        a_name, b_name = lora_name(name, "lora_A"), lora_name(name, "lora_B")
+        sizes = (rows, columns), (rank, columns), (rows, rank)
+        values, a, b = (target.new_empty(size, dtype=torch.float32) for size in sizes)
+        read = self.base.load_into({name: Rectangles(self.base.tensors[name].shape, [(offset, values)])})
+        factors = {a_name: ((0, first_column), a), b_name: ((first_row, 0), b)}
+        read += self.adapter.load_into({n: Rectangles(self.adapter.tensors[n].shape, [f]) for n, f in factors.items()})
+        target.copy_(values.add_(torch.matmul(b, a).mul_(self.finetune.lora_alpha / rank)))
+        return read
 
 
-def _merged(piece: Piece, base: Stored, trained: Trained, device: torch.device) -> torch.Tensor:
-    """A rectangle of W + alpha / rank · B A, fp32."""
-    (first_row, first_column), (rows, columns), rank = piece.offset, piece.size, trained.finetune.lora_rank
-
-    def read(stored: Stored, name: str, offset: Shape, size: Shape) -> torch.Tensor:
-        values = torch.empty(size, device=device)
-        alone = Stored(stored.folder, {name: stored.tensors[name]}, stored.block_bytes)
-        load_into({name: Rectangles(stored.tensors[name].shape, [(offset, values)])}, alone)
-        return values
-
-    values = read(base, piece.name, piece.offset, piece.size)
-    a = read(trained.stored, lora_name(piece.name, "lora_A"), (0, first_column), (rank, columns))
-    b = read(trained.stored, lora_name(piece.name, "lora_B"), (first_row, 0), (rows, rank))
-    return _add_product(values, b, a, trained.finetune)
-
-
-def adapter_tensors(trained: Stored) -> tuple[dict[str, Shape], Rows]:
-    """Names and shapes in a PEFT adapter's file, and their rows."""
-    sources = {name if is_lora(name) else PEFT_PREFIX + name: name for name in trained.tensors}
-    rows = stored_rows(trained)
-    shapes = {theirs: trained.tensors[name].shape for theirs, name in sources.items()}
-    return shapes, lambda name, first, last: rows(sources[name], first, last)
-
-
-def only_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> Stored:
-    """A checkpoint's trained tensors, without the optimizer's."""
-    check_trained(manifest, model, finetune)
-    tensors: dict[str, StoredTensor] = {name: manifest.stored.tensors[name] for name in trained_shapes(model, finetune)}
-    return Stored(manifest.stored.folder, tensors, manifest.stored.block_bytes)
+def only_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> CheckpointTensors:
+    """The tensors that LoRA trained, without the optimizer states. Raises CorruptFile where one is missing."""
+    shapes = trained_shapes(model, finetune)
+    manifest.check_tensors(shapes)
+    return replace(manifest.stored, tensors={name: manifest.stored.tensors[name] for name in shapes})
 
 
 def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]:

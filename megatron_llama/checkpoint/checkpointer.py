@@ -27,7 +27,6 @@ from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.saving import Saver
-from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.names import is_lora
@@ -45,7 +44,7 @@ class Checkpointer:
         self.plan, self.topology, self.model, self.optimizer = plan, topology, model, optimizer
         self.checkpoints = plan.run_dir / "checkpoints"
         self.bytes_read = 0
-        """Bytes that this rank asked of the files it was last loaded from."""
+        """Bytes that this rank read from files when it was last loaded."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
         self._validated: tuple[int, float] = (-1, math.nan)
@@ -149,13 +148,13 @@ class Checkpointer:
     def _load_weights(self, folder: Path) -> None:
         stored = open_hf_folder(folder, self.plan.model)
         own = [shard for shard in self.model.shards if not is_lora(shard.name)]
-        self.bytes_read = load_into(contents.weights(shard for shard in own if shard.quantized is None), stored)
+        self.bytes_read = stored.load_into(contents.weights(shard for shard in own if shard.quantized is None))
         self.bytes_read += contents.load_quantized(own, stored)
         self._origin = os.path.abspath(folder), dtype_of(stored)
 
     def _load_adapter(self, folder: Path) -> None:
         adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
-        self.bytes_read += load_into(contents.weights(self.model.trained), adapter)
+        self.bytes_read += adapter.load_into(contents.weights(self.model.trained))
 
     def _save(self, step: int) -> None:
         if step == self._saved:
@@ -242,7 +241,7 @@ class Checkpointer:
         if found.world_size == self.plan.world_size and own in tensors:
             saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
             wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
-        self.bytes_read = load_into(wanted, manifest.stored)
+        self.bytes_read = manifest.stored.load_into(wanted)
         if own in wanted and saved.shape == contents.random_state(0, device)[contents.random_name(0)].shape:
             contents.set_random_state(saved, device)
 

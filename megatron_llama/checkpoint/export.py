@@ -6,32 +6,20 @@ import json
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_llama.checkpoint.adapter import (
-    Rows,
-    adapter_config,
-    adapter_tensors,
-    finetune_of,
-    merged_rows,
-    only_trained,
-    open_base,
-    stored_rows,
-)
+from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, only_trained, open_base
 from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
-from megatron_llama.checkpoint.stored_tensors import (
-    CorruptFile,
-    safetensors_header,
-)
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
 from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
-from megatron_llama.model.names import Shape, hf_shapes
+from megatron_llama.model.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.system.files import sync_folder, write_synced
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 from megatron_llama.text.trained_template import add_end, write_trained_template
@@ -63,7 +51,7 @@ class Exported:
     dtype: str
     files: list[str]
     bytes: int
-    """Of the weights."""
+    """Size of the weights."""
     tokenizer: bool
     """Whether a tokenizer is in the folder."""
 
@@ -115,29 +103,35 @@ def export(
     if base is not None and not merge:
         rule = "is read to merge into it, and nothing is merged"
         raise ConfigError([Problem("--base", str(base), rule, "leave --base out, or add --merge for a LoRA run")])
-    name = manifest.state.dtype if dtype == "auto" else dtype
-    name = name if name in DTYPES else "float32"
-    if finetune.method == "lora":
-        trained = only_trained(manifest, model, finetune)
-        name = dtype_of(trained) if is_adapter and dtype == "auto" else name
+    source: Stored = manifest.stored
     if is_adapter:
-        shapes, rows = adapter_tensors(trained)
-    elif merge:
-        shapes, rows = hf_shapes(model), merged_rows(trained, open_base(manifest, model, base), finetune)
+        trained = only_trained(manifest, model, finetune)
+        peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
+        source = replace(trained, tensors=peft)
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     else:
-        shapes, rows = whole_shapes(manifest, model), stored_rows(manifest.stored)
+        shapes = hf_shapes(model)
+        if merge:
+            trained = only_trained(manifest, model, finetune)
+            source = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
+        else:
+            manifest.check_tensors(shapes)
+    if dtype == "auto":
+        dtype = dtype_of(source) if is_adapter else manifest.state.dtype
+    dtype = dtype if dtype in DTYPES else "float32"
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         tokenizer = False
         if is_adapter:
-            files, size = _write_adapter(shapes, rows, DTYPES[name], aside)
+            files = [shapes]
             _write_json(aside / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
         else:
-            files, size = _write_weights(shapes, rows, DTYPES[name], max_shard_bytes, aside)
+            files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
             token_ids, tokenizer = _write_companions(manifest, aside)
-            _write_json(aside / "config.json", hf_config(model, name, token_ids))
+            _write_json(aside / "config.json", hf_config(model, dtype, token_ids))
+        names, size = _write_weights(source, files, DTYPES[dtype], aside, ADAPTER_WEIGHTS if is_adapter else SINGLE)
         sync_folder(aside)
         if out.exists():
             out.rmdir()
@@ -145,7 +139,7 @@ def export(
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return Exported(out, name, files, size, tokenizer)
+    return Exported(out, dtype, names, size, tokenizer)
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
@@ -162,17 +156,8 @@ def model_of(manifest: Manifest) -> ModelConfig:
     return model
 
 
-def whole_shapes(manifest: Manifest, model: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of a model that is whole in the checkpoint; raises CorruptFile where it is not."""
-    shapes = hf_shapes(model)
-    for name, shape in shapes.items():
-        if name not in manifest.stored.tensors or manifest.stored.tensors[name].shape != shape:
-            raise CorruptFile(f"{manifest.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
-    return shapes
-
-
-def shards(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list[dict[str, Shape]]:
-    """The tensors in their order, cut into files of at most ``max_bytes``; a larger tensor has a file of its own."""
+def split_into_files(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list[dict[str, Shape]]:
+    """The tensors in their order, in files of at most ``max_bytes``; a larger tensor gets a file of its own."""
     files: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in shapes.items():
@@ -185,39 +170,28 @@ def shards(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list
     return files
 
 
-def _write_adapter(shapes: dict[str, Shape], rows: Rows, dtype: torch.dtype, folder: Path) -> tuple[list[str], int]:
-    """An adapter's one file; returns its name and the bytes of all values."""
-    _write_shard(rows, shapes, dtype, folder / ADAPTER_WEIGHTS)
-    return [ADAPTER_WEIGHTS], sum(math.prod(shape) * dtype.itemsize for shape in shapes.values())
-
-
 def _write_weights(
-    shapes: dict[str, Shape], rows: Rows, dtype: torch.dtype, max_bytes: int, folder: Path
+    source: Stored, files: list[dict[str, Shape]], dtype: torch.dtype, folder: Path, single: str
 ) -> tuple[list[str], int]:
-    """The safetensors files and, for several, their index; returns their names and the bytes of all values."""
-    parts = shards(shapes, dtype, max_bytes)
-    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    names = [SINGLE] if len(parts) == 1 else names
-    for name, part in zip(names, parts, strict=True):
-        _write_shard(rows, part, dtype, folder / name)
-    size = sum(math.prod(shape) * dtype.itemsize for part in parts for shape in part.values())
-    if len(parts) > 1:
-        places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    """The file ``single``, or several with their index; returns the files' names and the bytes of all values."""
+    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    names = [single] if len(files) == 1 else names
+    for name, shapes in zip(names, files, strict=True):
+        header, _ = safetensors_header({tensor: (dtype, shape) for tensor, shape in shapes.items()})
+        with (folder / name).open("xb") as file:
+            file.write(header)
+            for tensor, shape in shapes.items():
+                count = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * 4))
+                for first in range(0, shape[0], count):
+                    block = source.rows(tensor, first, min(first + count, shape[0])).to(dtype)
+                    file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+    size = sum(math.prod(shape) * dtype.itemsize for shapes in files for shape in shapes.values())
+    if len(files) > 1:
+        weight_map = {tensor: name for name, shapes in zip(names, files, strict=True) for tensor in shapes}
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return names, size
-
-
-def _write_shard(rows: Rows, part: dict[str, Shape], dtype: torch.dtype, path: Path) -> None:
-    head, _ = safetensors_header({name: (dtype, shape) for name, shape in part.items()}, {"format": "pt"})
-    with path.open("xb") as file:
-        file.write(head)
-        for name, shape in part.items():
-            count = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * 4))
-            for first in range(0, shape[0], count):
-                block = rows(name, first, min(first + count, shape[0])).to(dtype)
-                file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:

@@ -11,19 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint.storage import BLOCK_BYTES, HASH, HASH_DIGITS
+from megatron_llama.checkpoint.storage import (
+    BLOCK_BYTES,
+    HASH,
+    HASH_DIGITS,
+    CheckpointTensors,
+    Chunk,
+    ChunkedTensor,
+    block_rows,
+)
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
-    Chunk,
     CorruptFile,
-    Shape,
     Stored,
-    StoredTensor,
-    block_rows,
     plain_name,
     read_json,
     whole_numbers,
 )
+from megatron_llama.model.names import Shape
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "megatron_llama checkpoint", 1
@@ -60,7 +65,7 @@ class Manifest:
     """A checkpoint's description."""
 
     state: State
-    stored: Stored
+    stored: CheckpointTensors
     files: dict[str, int]
     """Bytes of each file."""
 
@@ -74,6 +79,12 @@ class Manifest:
                 raise CorruptFile(f"{path}: {error.strerror}") from error
             if found != size:
                 raise CorruptFile(f"{path}: has {found} bytes of {size}")
+
+    def check_tensors(self, shapes: Mapping[str, Shape]) -> None:
+        """Every one of these tensors must be there, in its shape; raises CorruptFile."""
+        for name, shape in shapes.items():
+            if name not in self.stored.tensors or self.stored.tensors[name].shape != shape:
+                raise CorruptFile(f"{self.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
 
 
 def merge(folder: Path, state: State) -> str:
@@ -131,16 +142,16 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
         raise CorruptFile(f"{folder / NAME}: lacks something or has it in another form ({error!r})") from error
     except CorruptFile as error:
         raise CorruptFile(f"{folder / NAME}: {error}") from error
-    return Manifest(state, Stored(folder, tensors, block_bytes), files)
+    return Manifest(state, CheckpointTensors(folder, tensors, block_bytes), files)
 
 
-def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> StoredTensor:
+def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> ChunkedTensor:
     shape, dtype = whole_numbers(entry["shape"]), DTYPES[entry["dtype"]]
     chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
     held = sum(math.prod(chunk.size) for chunk in chunks)
     if held != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
         raise CorruptFile(f"holds {held} of the {math.prod(shape)} values of {name}")
-    return StoredTensor(dtype, shape, chunks)
+    return ChunkedTensor(dtype, shape, chunks)
 
 
 def _chunk(

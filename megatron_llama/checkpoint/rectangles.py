@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-Shape = tuple[int, ...]
+from megatron_llama.model.names import Shape
 
 
 class Rectangles(torch.Tensor):

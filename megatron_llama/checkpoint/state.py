@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 
 from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.checkpoint.stored_tensors import Stored
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
@@ -36,18 +35,16 @@ def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangle
 
 
 def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
-    """Fill the shards that are quantized, from a model's own tensors, one at a time, so that only one of them lies
-    there in fp32; returns the bytes that were asked for."""
-    asked = 0
+    """Fills the quantized shards from a model's tensors, one at a time, so that only one of them is in memory in
+    fp32; returns the bytes that were read."""
+    read = 0
     for shard in (s for s in shards if s.quantized is not None and s.pieces):
         found: _Found = {}
         values = shard.values
         _collect(found, "", shard, values, owned=False)
-        # The descriptions of its own tensors alone: torch plans over all that it is told of.
-        alone = Stored(stored.folder, {name: stored.tensors[name] for name in found}, stored.block_bytes)
-        asked += load_into(_rectangles(found), alone)
+        read += stored.load_into(_rectangles(found))
         shard.store(values)
-    return asked
+    return read
 
 
 def moments(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,16 @@ from torch.futures import Future
 from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPE_NAMES,
-    Chunk,
     CorruptFile,
-    Shape,
     Stored,
-    block_rows,
-    read_safetensors_header,
+    StoredTensor,
     safetensors_header,
 )
+from megatron_llama.model.names import Shape
 
 HASH = "sha256"
 HASH_DIGITS = 32  # 128 of its bits
 BLOCK_BYTES = 4 << 20
-_READ_BYTES = 16 << 20  # at a time, of files without blocks
 
 # Planning needs no other rank (see ``save_part``), which torch takes for an oversight.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -70,52 +68,72 @@ def save_part(state: dict[str, Rectangles], folder: Path, rank: int) -> None:
     Takes part in no collective, so that it can run beside training: that no two ranks hold the same rectangle is
     known from the layout, and ``manifest.merge`` checks it. Raises OSError.
     """
-    with _own_errors():
+    with _unwrapped_errors():
         dcp.save(dict(state), storage_writer=_Writer(folder, rank), planner=_PartPlanner(), no_dist=True)
 
 
-def load_into(state: dict[str, Rectangles], stored: Stored) -> int:
-    """Fill the rectangles from what is stored, converting to their dtype; returns the bytes that were asked for.
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor in a file: row by row, without gaps."""
 
-    Raises CorruptFile when the bytes on disk are not those that were written. Takes part in no collective.
-    """
-    reader = _Reader(stored)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with torch.no_grad(), _own_errors():
-        dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=True)
-    return reader.bytes_asked
-
-
-def verify_file(stored: Stored, file: str) -> None:
-    """Check every hash of one file, and that its own head says the same as the manifest; raises CorruptFile."""
-    head = read_safetensors_header(stored.folder / file)
-    with _Bytes(stored.folder / file) as content:
-        for name, tensor in stored.tensors.items():
-            for chunk in tensor.chunks:
-                if chunk.file == file:
-                    told = head.get(f"{name}@{','.join(map(str, chunk.offset))}")
-                    if told is None or (told.dtype, told.chunks[0].start, told.shape) != (
-                        tensor.dtype,
-                        chunk.start,
-                        chunk.size,
-                    ):
-                        raise CorruptFile(f"{content.path}: its head does not have {name} where it was written")
-                    for _ in _verified_blocks(content, chunk, tensor.dtype, stored.block_bytes, 0, chunk.size[0], name):
-                        pass
+    file: str
+    """Name of the file, in the checkpoint's folder."""
+    start: int
+    """Its first byte in the file."""
+    offset: Shape
+    """Where the rectangle starts in the tensor."""
+    size: Shape
+    """Extent of the rectangle."""
+    hashes: tuple[str, ...]
+    """One per block of rows, see ``block_rows``."""
 
 
-def rows_of(stored: Stored, name: str, first: int, last: int) -> torch.Tensor:
-    """Rows [first, last) of a stored tensor, all columns, in its stored dtype."""
-    tensor = stored.tensors[name]
-    rows = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype)
-    wanted = Rectangles(tensor.shape, [((first, *(0,) * (len(tensor.shape) - 1)), rows)])
-    load_into({name: wanted}, stored)
-    return rows
+@dataclass(frozen=True)
+class ChunkedTensor(StoredTensor):
+    """A tensor of a checkpoint; its chunks are what each rank had of it."""
+
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True)
+class CheckpointTensors(Stored):
+    """All tensors of a checkpoint."""
+
+    tensors: Mapping[str, ChunkedTensor]
+    block_bytes: int
+    """A block is as many whole rows of a chunk as fit in this many bytes, at least one."""
+
+    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
+        """Fills the rectangles, and checks the hash of every block that it reads."""
+        reader = _Reader(self, wanted.keys())
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with torch.no_grad(), _unwrapped_errors():
+            dcp.load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
+        return reader.bytes_read
+
+    def verify_file(self, file: str) -> None:
+        """Checks every hash of one file, and that its header agrees with the manifest. Raises CorruptFile."""
+        tensors = {_key(n, c.offset): (t.dtype, c) for n, t in self.tensors.items() for c in t.chunks if c.file == file}
+        in_order = dict(sorted(tensors.items(), key=lambda item: item[1][1].start))
+        header, starts = safetensors_header({key: (dtype, c.size) for key, (dtype, c) in in_order.items()})
+        with _Bytes(self.folder / file) as content:
+            found = bytearray(len(header))
+            content.read(0, memoryview(found))
+            if found != header or any(starts[key] != chunk.start for key, (_, chunk) in tensors.items()):
+                raise CorruptFile(f"{content.path}: its header is not that of the tensors in the manifest")
+            for key, (dtype, chunk) in in_order.items():
+                for _ in _verified_blocks(content, chunk, dtype, self.block_bytes, 0, chunk.size[0], key):
+                    pass
+
+
+def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
+    """Rows of a chunk that are hashed together."""
+    return max(1, block_bytes // max(1, math.prod(size[1:]) * itemsize))
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
-    """Takes an error out of the wrapping that torch puts around it."""
+def _unwrapped_errors() -> Iterator[None]:
+    """Raises the error itself instead of the CheckpointException, a BaseException, that torch makes of it."""
     try:
         yield
     except CheckpointException as wrapped:
@@ -147,11 +165,11 @@ class _Writer(StorageWriter):
         """The folder exists already."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
+        """The plans, unchanged."""
         return plans
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -159,51 +177,51 @@ class _Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Only a folder that the caller gives."""
+        """Folders are given to the constructor, never by an id."""
         return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write values first and the head last, so that a file that was cut short has no head."""
-        values = {_key(item): _resolved(planner, item) for item in plan.items}
+        """Writes values first and the header last, so that a truncated file has no header."""
+        values = {_key(item.index.fqn, item.index.offset or ()): _resolved(planner, item) for item in plan.items}
         entries = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in values.items()}
-        head, starts = safetensors_header(entries, {"format": "pt"})
+        header, starts = safetensors_header(entries)
         path = self.folder / f"{self.stem}.safetensors"
         part: dict[str, dict[str, Any]] = {}
         with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
-            file.seek(len(head))
-            for item in plan.items:
+            file.seek(len(header))
+            for item, (key, tensor) in zip(plan.items, values.items(), strict=True):
                 assert item.tensor_data is not None and item.index.offset is not None
-                tensor = values[_key(item)]
                 described = part.setdefault(
                     item.index.fqn,
                     {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(item.tensor_data.size), "chunks": []},
                 )
-                chunk = Chunk(path.name, starts[_key(item)], tuple(item.index.offset), tuple(tensor.shape))
-                described["chunks"].append({**asdict(chunk), "hashes": list(_write_blocks(file, tensor, hasher))})
+                hashes = tuple(_write_blocks(file, tensor, hasher))
+                chunk = Chunk(path.name, starts[key], tuple(item.index.offset), tuple(tensor.shape), hashes)
+                described["chunks"].append(asdict(chunk))
             size = file.tell()
             file.seek(0)
-            file.write(head)
+            file.write(header)
             file.flush()
             os.fsync(file.fileno())
         with (self.folder / f"{self.stem}.json").open("x", encoding="utf-8") as described_file:
-            json.dump({"file": path.name, "bytes": max(size, len(head)), "tensors": part}, described_file)
+            json.dump({"file": path.name, "bytes": max(size, len(header)), "tensors": part}, described_file)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
 
 class _Reader(StorageReader):
-    """Reads what a plan asks for from the files of a ``Stored``."""
+    """Reads the rectangles of a plan from a checkpoint's files."""
 
-    def __init__(self, stored: Stored) -> None:
-        self.stored = stored
-        self.bytes_asked = 0
+    def __init__(self, stored: CheckpointTensors, names: Iterable[str]) -> None:
+        self.stored, self.names = stored, names
+        self.bytes_read = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """torch's form of what is stored."""
+        """The chunks of the wanted tensors alone: torch plans over all that it is given."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -211,7 +229,7 @@ class _Reader(StorageReader):
                     torch.Size(tensor.shape),
                     [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in tensor.chunks],
                 )
-                for name, tensor in self.stored.tensors.items()
+                for name, tensor in ((name, self.stored.tensors[name]) for name in self.names)
             }
         )
 
@@ -219,16 +237,16 @@ class _Reader(StorageReader):
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """The plans, unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Only a ``Stored`` that the caller gives."""
+        """Checkpoints are given as CheckpointTensors, never by an id."""
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -241,7 +259,7 @@ class _Reader(StorageReader):
             with _Bytes(self.stored.folder / file) as content:
                 for chunk, item in sorted(wanted, key=lambda pair: pair[0].start):
                     self._fill(content, chunk, item, planner.resolve_tensor(item).detach())
-                self.bytes_asked += content.bytes_asked
+                self.bytes_read += content.bytes_read
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -259,21 +277,17 @@ class _Reader(StorageReader):
         dtype = self.stored.tensors[name].dtype
         first, count = item.storage_offsets[0], item.lengths[0]
         columns = [slice(o, o + n) for o, n in zip(item.storage_offsets[1:], item.lengths[1:], strict=True)]
-        if chunk.hashes:
-            blocks = _verified_blocks(content, chunk, dtype, self.stored.block_bytes, first, first + count, name)
-            for start, block in blocks:
-                low, high = max(start, first), min(start + len(block), first + count)
-                target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
-        else:
-            for start, block in _plain_blocks(content, chunk, dtype, first, first + count, columns):
-                target[start - first : start - first + len(block)].copy_(block)
+        blocks = _verified_blocks(content, chunk, dtype, self.stored.block_bytes, first, first + count, name)
+        for start, block in blocks:
+            low, high = max(start, first), min(start + len(block), first + count)
+            target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
 
 
 class _Bytes:
-    """A file that is read by position, and counts the bytes it is asked for."""
+    """A file that is read by position, and counts the bytes that were read."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.bytes_asked = path, 0
+        self.path, self.bytes_read = path, 0
 
     def __enter__(self) -> _Bytes:
         try:
@@ -287,7 +301,7 @@ class _Bytes:
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` on; raises CorruptFile where the file ends before that."""
-        self.bytes_asked += len(into)
+        self.bytes_read += len(into)
         while len(into):
             try:
                 count = os.preadv(self._file, [into], start)
@@ -298,10 +312,9 @@ class _Bytes:
             start, into = start + count, into[count:]
 
 
-def _key(item: WriteItem) -> str:
-    """The rectangle's name in its file: the tensor's, and where it starts."""
-    assert item.index.offset is not None
-    return f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
+def _key(name: str, offset: Iterable[int]) -> str:
+    """A chunk's name in its file: the tensor's name, and where the chunk starts in it."""
+    return f"{name}@{','.join(map(str, offset))}"
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -335,7 +348,7 @@ def _verified_blocks(
     """(first row, values) of each block that has some of the chunk's rows [first, last); raises CorruptFile for other
     bytes."""
     rows = block_rows(chunk.size, dtype.itemsize, block_bytes)
-    row_bytes = dtype.itemsize * _width(chunk.size)
+    row_bytes = dtype.itemsize * math.prod(chunk.size[1:])
     buffer = torch.empty(min(rows, chunk.size[0]) * row_bytes, dtype=torch.uint8)
     for start in range(first // rows * rows, last, rows):
         count = min(rows, chunk.size[0] - start)
@@ -347,31 +360,3 @@ def _verified_blocks(
                 f"{content.path}: the values of {name} from row {chunk.offset[0] + start} on are not what was written"
             )
         yield start, raw.view(dtype).view(count, *chunk.size[1:])
-
-
-def _plain_blocks(
-    content: _Bytes, chunk: Chunk, dtype: torch.dtype, first: int, last: int, columns: list[slice]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, values) of rows [first, last) and ``columns`` of a chunk without hashes, reading these bytes only."""
-    size: Shape = tuple(c.stop - c.start for c in columns)
-    row_bytes, wanted_bytes = dtype.itemsize * _width(chunk.size), dtype.itemsize * _width((1, *size))
-    skipped = columns[0].start * dtype.itemsize if columns else 0
-    rows = max(1, _READ_BYTES // max(1, wanted_bytes))
-    buffer = torch.empty(min(rows, last - first) * wanted_bytes, dtype=torch.uint8)
-    for start in range(first, last, rows):
-        count = min(rows, last - start)
-        raw = buffer[: count * wanted_bytes]
-        view = _memory(raw)
-        if wanted_bytes == row_bytes:
-            content.read(chunk.start + start * row_bytes, view)
-        else:
-            for row in range(count):
-                place = chunk.start + (start + row) * row_bytes + skipped
-                content.read(place, view[row * wanted_bytes : (row + 1) * wanted_bytes])
-        yield start, raw.view(dtype).view(count, *size)
-
-
-def _width(size: Shape) -> int:
-    """Values in a row. Llama's tensors have one or two dimensions, so a row's wanted part is one run of bytes."""
-    assert 1 <= len(size) <= 2, f"tensors of {len(size)} dimensions are not stored"
-    return size[1] if len(size) == 2 else 1

@@ -1,24 +1,26 @@
-"""What stands on disk: which tensors, in which files, at which bytes; the same for our checkpoints and Hugging Face's
-folders.
+"""Tensors on disk, whoever wrote them: their names, dtypes and shapes, and how any rectangle of them is read.
 
-Nothing here is unpickled, and a name from a file is never used as a path before ``plain_name`` has looked at it.
+storage.py has those of our checkpoints, hf_folder.py those in other programs' safetensors files, adapter.py the sum
+that LoRA makes of two. Nothing is unpickled, and ``plain_name`` checks each file name that comes from a file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-Shape = tuple[int, ...]
-# safetensors' names of the dtypes we write or read
+from megatron_llama.checkpoint.rectangles import Rectangles
+from megatron_llama.model.names import Shape
+
+# safetensors' names of the dtypes that we read or write
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -29,56 +31,58 @@ DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 class CorruptFile(Exception):
-    """What stands on disk is not what was written, or can't be read; the message names the file."""
+    """A file is truncated, invalid, changed since it was written, or can't be read; the message names it."""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A rectangle of a tensor as it lies in a file: row by row, without gaps."""
-
-    file: str
-    """Name of the file, in the folder."""
-    start: int
-    """Its first byte there."""
-    offset: Shape
-    """Where the rectangle starts in the tensor."""
-    size: Shape
-    """Extent of the rectangle."""
-    hashes: tuple[str, ...] = ()
-    """One per block of rows, see ``block_rows``; none for files that others wrote."""
-
-
-@dataclass
 class StoredTensor:
     """A tensor on disk."""
 
     dtype: torch.dtype
     shape: Shape
-    chunks: list[Chunk] = field(default_factory=list)
 
 
-@dataclass
-class Stored:
-    """Everything in a folder."""
+@dataclass(frozen=True)
+class Stored(ABC):
+    """Tensors on disk, by name."""
 
     folder: Path
-    tensors: dict[str, StoredTensor]
-    block_bytes: int = 4 << 20
-    """A block is as many whole rows of a chunk as fit in this many bytes, at least one."""
+    tensors: Mapping[str, StoredTensor]
 
+    @abstractmethod
+    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
+        """Fills rectangles of the named tensors, converting to their dtype; returns the bytes read from files.
 
-def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
-    """Rows of a chunk that are hashed together."""
-    return max(1, block_bytes // max(1, math.prod(size[1:]) * itemsize))
+        Reads no more than the rectangles need, and takes part in no collective. Raises CorruptFile.
+        """
+
+    def read(
+        self,
+        name: str,
+        offset: Shape,
+        size: Shape,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """One rectangle of a tensor, in its stored dtype unless another is given. Raises CorruptFile."""
+        tensor = self.tensors[name]
+        values = torch.empty(size, dtype=dtype or tensor.dtype, device=device)
+        self.load_into({name: Rectangles(tensor.shape, [(offset, values)])})
+        return values
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Rows [first, last) of a tensor, all of them by default. Raises CorruptFile."""
+        rows, *columns = self.tensors[name].shape
+        last = rows if last is None else last
+        return self.read(name, (first, *(0 for _ in columns)), (last - first, *columns))
 
 
 def plain_name(name: Any) -> str:
-    """``name`` if it names a file in the folder itself; raises CorruptFile for anything that could lead elsewhere."""
+    """``name`` if it is the plain name of a file; raises CorruptFile for anything that could lead out of its folder."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise CorruptFile(f"names a file {name!r}, which is no plain file name")
     return name
@@ -87,7 +91,7 @@ def plain_name(name: Any) -> str:
 def whole_numbers(values: Any) -> Shape:
     """``values`` as a shape; raises CorruptFile unless they are integers of at least 0."""
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise CorruptFile(f"has {values!r} where sizes should stand")
+        raise CorruptFile(f"has {values!r} instead of sizes")
     return tuple(values)
 
 
@@ -98,14 +102,15 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise CorruptFile(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path}: is no JSON ({error})") from error
+        raise CorruptFile(f"{path}: is not JSON ({error})") from error
 
 
-def safetensors_header(
-    entries: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """The head of a safetensors file with these tensors in this order, and the byte of the file where each starts."""
-    head: dict[str, Any] = {"__metadata__": dict(metadata)}
+def safetensors_header(entries: Mapping[str, tuple[torch.dtype, Shape]]) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file with these tensors in this order, and the byte of the file where each starts.
+
+    The format: https://huggingface.co/docs/safetensors/index#format
+    """
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     starts, position = {}, 0
     for name, (dtype, shape) in entries.items():
         size = math.prod(shape) * dtype.itemsize
@@ -116,40 +121,3 @@ def safetensors_header(
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: data + start for name, start in starts.items()}
-
-
-def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, each one chunk; raises CorruptFile for a truncated or invalid file."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise CorruptFile(f"{path}: is no whole safetensors file")
-            head = json.loads(file.read(length))
-    except OSError as error:
-        raise CorruptFile(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path}: its header is no JSON ({error})") from error
-    if not isinstance(head, dict):
-        raise CorruptFile(f"{path}: its header is no JSON object")
-    head.pop("__metadata__", None)
-    try:
-        return {name: _stored(path, entry, 8 + length, size) for name, entry in head.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(f"{path}: its header lacks something ({error})") from error
-    except CorruptFile as error:
-        raise CorruptFile(f"{path}: {error}") from error
-
-
-def _stored(path: Path, entry: dict[str, Any], data: int, file_size: int) -> StoredTensor:
-    """One entry of a header, checked against the file's size."""
-    shape, (start, stop) = whole_numbers(entry["shape"]), whole_numbers(entry["data_offsets"])
-    dtype = DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise CorruptFile(f"holds values of type {entry['dtype']}, which no Llama has")
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise CorruptFile(f"{start}..{stop} is not the size of {list(shape)} values of {entry['dtype']}")
-    if data + stop > file_size:
-        raise CorruptFile(f"ends after {file_size} bytes, and its header promises {data + stop}")
-    return StoredTensor(dtype, shape, [Chunk(path.name, data + start, (0,) * len(shape), shape)])

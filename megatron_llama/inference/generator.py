@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.checkpoint.adapter import load_merged
 from megatron_llama.checkpoint.state import weights
-from megatron_llama.checkpoint.storage import load_into
 from megatron_llama.devices import get_device
 from megatron_llama.inference.load import Source
 from megatron_llama.inference.sampling import Sampling, choose
@@ -168,8 +166,5 @@ def load(source: Source, plan: Plan, topology: Topology, device: torch.device) -
     shards = shards_of(llama, plan, topology)
     for shard in shards:
         shard.local.zero_()  # rows that pad the vocabulary are nowhere on disk
-    if source.lora is None:
-        load_into(weights(shards), source.stored)
-    else:
-        load_merged(shards, source.stored, source.lora)
+    source.stored.load_into(weights(shards))
     return llama

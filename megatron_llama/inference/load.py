@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint.adapter import Trained, finetune_of, only_trained, open_adapter, open_base
+from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, only_trained, open_adapter, open_base
 from megatron_llama.checkpoint.export import find_checkpoint, model_of
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
@@ -51,15 +51,13 @@ class Source:
     """The checkpoint's, the Hugging Face folder, or the PEFT adapter's."""
     model: ModelConfig
     stored: Stored
-    """All weights; of a LoRA run or an adapter those that it left as they were."""
+    """All weights; a LoRA run's or an adapter's are merged while they are read."""
     tokenizer: Path | None
     """A sentencepiece model or a Hugging Face folder; None where it is not known."""
     token_ids: dict[str, Any]
     """What generation_config.json and config.json say of special tokens."""
     seq_length: int
     """Tokens of a sequence that it was trained on, or is meant for."""
-    lora: Trained | None = None
-    """What is to be added to ``stored``."""
     trained_template: TrainedTemplate | None = None
     """Of a fine-tuning run: what its conversations were put in."""
 
@@ -83,10 +81,11 @@ def open_source(path: Path, base: Path | None = None) -> Source:
     manifest = read_manifest(folder)
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
-    origin, stored, lora = manifest.state.hf_folder, manifest.stored, None
+    origin = manifest.state.hf_folder
+    stored: Stored = manifest.stored
     if finetune.method == "lora":
-        lora = Trained(only_trained(manifest, model, finetune), finetune)
-        stored = open_base(manifest, model, base)
+        trained = only_trained(manifest, model, finetune)
+        stored = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
         origin = str(stored.folder)
     else:
         _refuse_base(base)
@@ -100,7 +99,6 @@ def open_source(path: Path, base: Path | None = None) -> Source:
         tokenizer,
         _token_ids(Path(origin)) if origin else {},
         int(settings.get("data", {}).get("seq_length", 0)) or model.max_position_embeddings,
-        lora,
         trained_template(settings),
     )
 
@@ -140,11 +138,12 @@ def _adapter(folder: Path, base: Path | None) -> Source:
     if problems:
         raise ConfigError([_of_adapter(problem, folder) for problem in problems])
     try:
-        trained = Trained(open_adapter(folder, whole.model, finetune), finetune)
+        adapter = open_adapter(folder, whole.model, finetune)
     except ConfigError as error:
         raise ConfigError([_of_adapter(problem, folder) for problem in error.problems]) from None
     own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    return replace(whole, folder=folder, tokenizer=folder if own else whole.tokenizer, lora=trained)
+    merged = MergedTensors.of(whole.stored, adapter, finetune)
+    return replace(whole, folder=folder, stored=merged, tokenizer=folder if own else whole.tokenizer)
 
 
 def _of_adapter(problem: Problem, folder: Path) -> Problem:

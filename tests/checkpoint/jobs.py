@@ -15,7 +15,6 @@ import torch
 import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
 from megatron_llama.checkpoint.export import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.storage import rows_of
 from megatron_llama.launch import main
 from megatron_llama.plan import Plan
 from tests.checkpoint.runner import SMALL
@@ -96,7 +95,7 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint."""
     stored = read_manifest(find_checkpoint(run_dir)).stored
-    return {name: rows_of(stored, name, 0, tensor.shape[0]) for name, tensor in stored.tensors.items()}
+    return {name: stored.rows(name) for name in stored.tensors}
 
 
 def leftovers(run_dir: Path) -> list[str]:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -18,10 +19,9 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import find_checkpoint
 from megatron_llama.checkpoint.folder import saved_steps
-from megatron_llama.checkpoint.hf_folder import open_hf_folder
+from megatron_llama.checkpoint.hf_folder import open_hf_folder, tensors_of
 from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
-from megatron_llama.checkpoint.storage import verify_file
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_safetensors_header
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
 from tests.ranks import RankFailed
@@ -61,7 +61,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: No such file"),
     "manifest": (lambda folder: _flip(folder / NAME, 600), f"{NAME}: "),
     "no_manifest": (lambda folder: (folder / NAME).unlink(), f"{NAME}: No such file"),
-    "empty_manifest": (lambda folder: (folder / NAME).write_bytes(b""), f"{NAME}: is no JSON"),
+    "empty_manifest": (lambda folder: (folder / NAME).write_bytes(b""), f"{NAME}: is not JSON"),
     "unreadable": (lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")), f"{NAME}: Not a directory"),
 }
 
@@ -70,12 +70,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_the_one_before_a_damaged_one_is_used(
     copy: Path, trained: tuple[Path, Run], name: str, capfd: pytest.CaptureFixture
 ) -> None:
-    damage, said = DAMAGES[name]
+    damage, message = DAMAGES[name]
     damage(copy / "checkpoints" / "step_00000002")
     after = run(2, copy, *LAYOUT, "checkpoint.save_last=false")
     assert after.started_at == 1
     assert_same(after.tensors, trained[1].tensors)
-    assert pytest.importorskip("re").search(said, capfd.readouterr().err)
+    assert re.search(message, capfd.readouterr().err)
 
 
 def test_a_good_one_takes_the_place_of_a_damaged_one(copy: Path) -> None:
@@ -103,13 +103,13 @@ def test_verify_reads_every_byte(copy: Path) -> None:
     folder = copy / "checkpoints" / "step_00000002"
     manifest = read_manifest(folder)
     for file in manifest.files:
-        verify_file(manifest.stored, file)
+        manifest.stored.verify_file(file)
     for position in (-1, 3000):  # in the values, and in the head, which loading does not need
         _flip(folder / SHARD, position)
         with pytest.raises(CorruptFile, match=SHARD):
-            verify_file(manifest.stored, SHARD)
+            manifest.stored.verify_file(SHARD)
         _flip(folder / SHARD, position)
-    verify_file(manifest.stored, SHARD)
+    manifest.stored.verify_file(SHARD)
 
 
 def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
@@ -225,10 +225,10 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
         (tmp_path / "f.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(24))
 
     write(_entry())
-    assert read_safetensors_header(tmp_path / "f.safetensors")["x"].shape == (2, 3)
+    assert tensors_of(tmp_path / "f.safetensors")["x"].shape == (2, 3)
     write(entry)
     with pytest.raises(CorruptFile, match="f.safetensors"):
-        read_safetensors_header(tmp_path / "f.safetensors")
+        tensors_of(tmp_path / "f.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f.safetensors").write_bytes(content)
     with pytest.raises(CorruptFile, match="f.safetensors"):
-        read_safetensors_header(tmp_path / "f.safetensors")
+        tensors_of(tmp_path / "f.safetensors")
 
 
 def test_nothing_reads_with_torch_load(copy: Path) -> None:

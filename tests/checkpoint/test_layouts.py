@@ -10,7 +10,6 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.storage import rows_of
 from tests.checkpoint.runner import Run, assert_same, run
 from tests.ranks import RankFailed
 
@@ -68,7 +67,7 @@ def test_the_file_holds_hugging_faces_tensors(saved) -> None:
     assert stored.tensors["lm_head.weight"].shape == (61, 32)  # without the rows that pad it
     for name, tensor in before.tensors.items():
         kind, _, bare = name.rpartition("/")
-        assert torch.equal(rows_of(stored, f"optimizer.{kind}.{bare}" if kind else name, 0, len(tensor)), tensor)
+        assert torch.equal(stored.rows(f"optimizer.{kind}.{bare}" if kind else name), tensor)
 
 
 def test_each_value_is_written_once(saved) -> None:

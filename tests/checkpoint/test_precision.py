@@ -9,7 +9,6 @@ import torch
 
 from megatron_llama.checkpoint.export import export, find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.storage import rows_of
 from tests.checkpoint.runner import CPU, assert_same, run
 from tests.ranks import run_ranks
 
@@ -60,7 +59,7 @@ def test_what_is_bf16_is_stored_as_bf16(tmp_path: Path) -> None:
     assert_same(run(2, tmp_path / "other", SR, "trainer.pp=2", step, NO_SAVE).tensors, before.tensors)
     made = export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")
     assert made.dtype == "bfloat16"
-    exported = {name: rows_of(stored, name, 0, shape.shape[0]) for name, shape in stored.tensors.items() if "." in name}
+    exported = {name: stored.rows(name) for name in stored.tensors if "." in name}
     start = ["model=from_hf", f"init_from={tmp_path}/hf", "trainer.steps=0", NO_SAVE]
     for name, tensor in run(1, tmp_path / "hf_run", SR, *start).tensors.items():
         if "/" not in name:
@@ -89,7 +88,7 @@ def test_the_weights_of_a_folder_are_rounded_to_nearest(tmp_path: Path) -> None:
     start = ["model=from_hf", f"init_from={tmp_path}/hf", "trainer.steps=0", NO_SAVE]
     for name, tensor in run(1, tmp_path / "narrow", SR, *start).tensors.items():
         if "/" not in name:
-            assert torch.equal(tensor, rows_of(stored, name, 0, len(tensor)).bfloat16().float()), name
+            assert torch.equal(tensor, stored.rows(name).bfloat16().float()), name
 
 
 def test_transformers_reads_the_export(tmp_path: Path) -> None:

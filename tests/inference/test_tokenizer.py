@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.checkpoint.stored_tensors import Stored
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.inference.load import Source, stop_ids, tokenizer_of
 from megatron_llama.inference.stream import Decoder, Printer
@@ -39,7 +39,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -> Source:
-    return Source(Path(), ModelConfig(vocab_size=vocab_size), Stored(Path(), {}), tokenizer, token_ids, 16)
+    return Source(Path(), ModelConfig(vocab_size=vocab_size), SafetensorsFiles(Path(), {}), tokenizer, token_ids, 16)
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
