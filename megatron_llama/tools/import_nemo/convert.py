@@ -1,4 +1,4 @@
-"""Reads a file of theirs, key by key, and says what becomes of each."""
+"""Converts a config of NeMo, neuronx-nemo-megatron or NxDT, and records what becomes of each of its keys."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
 UNSUPPORTED = "not supported: the training will differ"
 KINDS = (TAKEN, RENAMED, MEANINGLESS, UNSUPPORTED)
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
-# Those that are Adam with decoupled weight decay; what differs is where the states lie.
+# Optimizers that are Adam with decoupled weight decay; they differ in where the optimizer states are.
 SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SHARDED)
-LLAMA2_PIECES = 32000
+LLAMA2_VOCAB_SIZE = 32000
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Found:
     value: Any
     kind: str
     ours: str = ""
-    """The setting it went to, as it would be written."""
+    """The setting it was converted to, as on a command line."""
     why: str = ""
 
 
@@ -51,9 +51,9 @@ class Converted:
     """Which file of conf/optim/ has the schedule."""
     found: list[Found] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
-    """What their file leaves open, and what was taken."""
+    """What the file leaves open, and the value that was assumed."""
     world_size: int | None = None
-    """Devices that their file names."""
+    """Devices that the file names, or None."""
 
     @property
     def unsupported(self) -> list[Found]:
@@ -62,25 +62,24 @@ class Converted:
 
 
 def convert(path: Path, overrides: Sequence[str] = ()) -> Converted:
-    """What the file at ``path`` means here, changed by ``overrides`` as on their command line (model.num_layers=32).
+    """Converts the file at ``path``, changed by ``overrides`` as on their command line (model.num_layers=32).
 
-    Raises ConfigError with everything that keeps it from being read.
+    Raises:
+        ConfigError: with every reason for which the file can't be converted.
     """
     config = load(path, overrides)
     values = flat(config)
     converted = _Conversion(values, Converted(str(values.get("name") or path.stem))).run()
     if config.model.get("data") is not None:
-        converted.found = [replace(one, key=_inside(one.key)) for one in converted.found]
+        # As NeMo's files have the key.
+        converted.found = [
+            replace(one, key=f"model.{one.key}") if one.key.startswith("data.") else one for one in converted.found
+        ]
     return converted
 
 
-def _inside(key: str) -> str:
-    """A key of the data's section as NeMo's files have it."""
-    return f"model.{key}" if key.startswith("data.") else key
-
-
 class _Conversion:
-    """One file's way; each method reads the keys of its subject."""
+    """The conversion of one file; each method reads the keys of one subject."""
 
     def __init__(self, values: Mapping[str, Any], result: Converted) -> None:
         self.values, self.result = values, result
@@ -88,7 +87,7 @@ class _Conversion:
         self.problems: list[Problem] = []
 
     def run(self) -> Converted:
-        """Reads all subjects, then says of each key that is left what it is."""
+        """Converts all subjects, then records each key that none of them has read."""
         for subject in (
             self.shape,
             self.one_to_one,
@@ -105,45 +104,47 @@ class _Conversion:
             subject()
         if self.problems:
             raise ConfigError(self.problems)
-        # The preset that a run has by default is another model: nothing of it may be left.
+        # The default preset is another model: each setting of the model is written, so that nothing of it is left.
         for name, value in asdict(ModelConfig()).items():
             self.result.settings.setdefault(f"model.{name}", value)
         for key, value in self.values.items():
             if key not in self.known:
-                self.result.found.append(_judged(key, value))
+                self.result.found.append(_unread(key, value))
         order = {key: number for number, key in enumerate(self.values)}
         self.result.found.sort(key=lambda one: order.get(one.key, -1))
         return self.result
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of theirs, ``default`` where it is null or not there."""
+        """The value of a key, ``default`` where it is null or missing."""
         value = self.values.get(key)
         return default if value is None else value
 
     def put(self, key: str, ours: str, value: Any, why: str = "") -> None:
-        """A key that went to one setting."""
+        """Converts a key to one setting."""
         self.result.settings[ours] = value
         same = key.rpartition(".")[2] == ours.rpartition(".")[2]
         self.note(key, TAKEN if same else RENAMED, f"{ours}={shown(value)}", why)
 
     def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
-        """What became of a key that stands in the file."""
+        """Records what became of a key, if the file has it."""
         if key in self.values and key not in self.known:
             self.known.add(key)
             self.result.found.append(Found(key, self.values[key], kind, ours, why))
 
+    def require(self, key: str, example: str = "N") -> None:
+        """Records the problem that a key is missing."""
+        self.problems.append(Problem(key, None, "is not given", f"write {key}={example} after the file"))
+
     def one_to_one(self) -> None:
-        table = {**keys.ONE_TO_ONE, **{f"data.{name}": ours for name, ours in keys.DATA.items()}}
-        for key, ours in table.items():
+        for key, ours in keys.ONE_TO_ONE.items():
             if self.values.get(key) is not None and key not in self.known:
                 self.put(key, ours, self.values[key])
         for ours in ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size"):
             if ours not in self.result.settings:
-                theirs = next(key for key, one in table.items() if one == ours)
-                self.problems.append(Problem(theirs, None, "is not given", f"write {theirs}=N behind the file"))
+                self.require(next(key for key, one in keys.ONE_TO_ONE.items() if one == ours))
 
     def shape(self) -> None:
-        """The model; NxDT's hf models keep most of it in a config.json."""
+        """The model's shape; for NxDT's ``model_source: hf`` most of it is in a config.json."""
         settings = self.result.settings
         settings["model.name"] = self.result.name
         if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
@@ -151,7 +152,7 @@ class _Conversion:
         hidden = self.get("model.hidden_size")
         for key in () if self.problems else ("model.num_layers", "model.hidden_size", "model.num_attention_heads"):
             if self.get(key) is None and keys.ONE_TO_ONE[key] not in settings:
-                self.problems.append(Problem(key, None, "is not given", f"write {key}=N behind the file"))
+                self.require(key)
         width = self.get("model.ffn_hidden_size")
         if width is not None:
             self.put("model.ffn_hidden_size", "model.intermediate_size", width)
@@ -168,7 +169,7 @@ class _Conversion:
             content = read_hf_config(folder)
         except ValueError as error:
             rule = f"has the model's shape, and can't be read here: {error}"
-            self.problems.append(Problem("model.model_config", path, rule, "write model.model_config=PATH behind it"))
+            self.problems.append(Problem("model.model_config", path, rule, "write model.model_config=PATH after it"))
             return
         self.problems += [
             Problem("model.model_config", path, f"is no Llama of this kind: {clause}", "name another file")
@@ -176,12 +177,12 @@ class _Conversion:
         ]
         for name, value in shape_from_hf(content).items():
             self.result.settings[f"model.{name}"] = value
-        self.note("model.model_config", RENAMED, "model.*", "the shape that stands there")
+        self.note("model.model_config", RENAMED, "model.*", "the shape in that file")
         for key in ("model.num_attention_heads", "model.layernorm_epsilon", "model.init_method_std"):
-            self.note(key, MEANINGLESS, why="stands in model_config")
+            self.note(key, MEANINGLESS, why="model_config has it")
 
     def _vocabulary(self) -> None:
-        """Their files name a tokenizer and leave the number of its pieces to it."""
+        """Their files name a tokenizer, whose vocabulary is the model's."""
         for key in ("model.vocab_size", "model.override_vocab_size"):
             if self.get(key) is not None:
                 self.put(key, "model.vocab_size", self.values[key])
@@ -190,37 +191,36 @@ class _Conversion:
             return
         paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
         counts = [count for path in paths if path and (count := pieces(str(path))) is not None]
-        self.result.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_PIECES
+        self.result.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_VOCAB_SIZE
         if not counts:
             self.result.assumed.append(
-                f"model.vocab_size={LLAMA2_PIECES}, Llama 1's and 2's: the file names a tokenizer that is not here; "
-                "write model.vocab_size=N behind the file for another"
+                f"model.vocab_size={LLAMA2_VOCAB_SIZE}, of Llama 1 and 2: the file names a tokenizer that is not here; "
+                "write model.vocab_size=N after the file for another"
             )
 
     def sequence(self) -> None:
-        """encoder_seq_length is what the model takes, data.seq_length what is trained; NeMo wants them equal."""
+        """encoder_seq_length is the model's, data.seq_length the samples'; NeMo requires them to be equal."""
         model, data = self.get("model.encoder_seq_length"), self.get("data.seq_length")
         length = data if data is not None else model
         if length is None:
-            problem = Problem("model.encoder_seq_length", None, "is not given", "write it behind the file")
-            self.problems.append(problem)
+            self.require("model.encoder_seq_length")
             return
         for key in ("model.encoder_seq_length", "data.seq_length"):
             if self.get(key) == length:
                 self.put(key, "data.seq_length", length)
             else:
-                self.note(key, MEANINGLESS, why=f"data.seq_length={length} is what is trained")
+                self.note(key, MEANINGLESS, why=f"samples have data.seq_length={length} tokens")
         self.result.settings.setdefault("model.max_position_embeddings", length)
 
     def data(self) -> None:
         prefix, settings = self.get("data.data_prefix"), self.result.settings
         if isinstance(prefix, dict):
-            why = "validation documents are a share of the training's dataset here (data.split); train is taken"
+            why = "validation documents are a share of the training dataset (data.split); train is taken"
             self.note("data.data_prefix", UNSUPPORTED, why=why)
             prefix = prefix.get("train")
         prefix = [prefix] if isinstance(prefix, str) else prefix
         settings["data.prefixes"] = prefix or []
-        # What the default dataset would bring along is not theirs.
+        # The default dataset's own, which theirs doesn't have.
         settings |= {"data.prepare": None, "data.tokenizer": None}
         if prefix:
             settings["data.name"] = self.result.name
@@ -228,7 +228,7 @@ class _Conversion:
         else:
             self.note("data.data_prefix", MEANINGLESS, why="is not given")
             self.result.assumed.append(
-                "no dataset is named: write data.prefixes=[PATH], or data=mock for made-up tokens"
+                "no dataset is named: write data.prefixes=[PATH], or data=mock for random tokens"
             )
         for key in ("model.tokenizer.model", "data.tokenizer.model"):
             library = self.get(key.replace(".model", ".library")) if key.startswith("data") else None
@@ -250,7 +250,7 @@ class _Conversion:
             return
         self.result.settings["trainer.val_every_steps"] = None
         why = "there is no validation" if not batches or (isinstance(every, int) and every > steps) else ""
-        why = why or "shares of an epoch don't exist here: set trainer.val_every_steps and val_steps"
+        why = why or "shares of an epoch are not supported: set trainer.val_every_steps and val_steps"
         for key in ("trainer.val_check_interval", "trainer.limit_val_batches"):
             self.note(key, MEANINGLESS, why=why)
 
@@ -261,17 +261,16 @@ class _Conversion:
             self.put("model.optim.name", "optim.name", kind)
         else:
             self.result.settings["optim.name"] = "adamw"
-            self.note("model.optim.name", UNSUPPORTED, why="there are adamw, adam and sgd; adamw is taken")
-        # Their optimizers' own defaults, which are not ours.
+            self.note("model.optim.name", UNSUPPORTED, why="adamw, adam and sgd are supported; adamw is taken")
+        # Their optimizers' own defaults, where ours differ; eps does not.
         defaults = {"weight_decay": 0.0 if name == "fused_adam" else 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
         for key, value in defaults.items():
             if self.get(f"model.optim.{key}") is None:
                 self.result.settings[f"optim.{key}"] = value
-                if key != "eps":  # which is ours too
+                if key != "eps":
                     self.result.assumed.append(f"optim.{key}={shown(value)}, their optimizer's own default")
         if self.get("model.optim.lr") is None:
-            problem = Problem("model.optim.lr", None, "is not given", "write model.optim.lr=3e-4 behind the file")
-            self.problems.append(problem)
+            self.require("model.optim.lr", "3e-4")
         key = "trainer.gradient_clip_val"
         clip = self.get(key, 0) or None
         self.result.settings["optim.clip"] = clip
@@ -293,7 +292,7 @@ class _Conversion:
         result, settings = self.result, self.result.settings
         result.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
         if name and name not in SCHEDULES:
-            self.note(f"{at}name", UNSUPPORTED, why="there are cosine, linear, constant and wsd; cosine is taken")
+            self.note(f"{at}name", UNSUPPORTED, why="cosine, linear, constant and wsd are supported; cosine is taken")
         elif name:
             self.note(f"{at}name", RENAMED, f"optim={result.schedule}")
         steps = self.get("trainer.max_steps", 0)
@@ -304,8 +303,8 @@ class _Conversion:
         if ends != steps:
             self.put(f"{at}max_steps", "optim.schedule.max_steps", ends)
         else:
-            self.note(f"{at}max_steps", MEANINGLESS, why="it is trainer.steps")
-        # What is not given is 0 in theirs, and derived in ours.
+            self.note(f"{at}max_steps", MEANINGLESS, why="it is the same as trainer.steps")
+        # Theirs are 0 by default, ours are derived.
         for ours in ("optim.warmup_steps", "optim.constant_steps", "optim.min_lr"):
             settings.setdefault(ours, 0.0 if ours == "optim.min_lr" else 0)
 
@@ -323,7 +322,7 @@ class _Conversion:
         written = f"trainer.precision={chosen.name}"
         self.note(chosen.key, RENAMED if chosen.supported else UNSUPPORTED, written, chosen.why)
         for key in ("trainer.precision", *SWITCHES):
-            self.note(key, MEANINGLESS, why=f"read with {chosen.key}")
+            self.note(key, MEANINGLESS, why=f"converted with {chosen.key}")
         if chosen.assumed:
             self.result.assumed.append(chosen.assumed)
         assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
@@ -332,9 +331,9 @@ class _Conversion:
         settings, at = self.result.settings, "exp_manager."
         kept = self.get(f"{at}checkpoint_callback_params.save_top_k")
         if kept is not None:
-            # -1 keeps all; 0 keeps none but what save_last says.
+            # -1 keeps all; 0 keeps only the last one, by save_last.
             number = kept if kept > 0 else None
-            newest = "the newest ones, whatever monitor says"
+            newest = "the newest ones; monitor is ignored"
             self.put(f"{at}checkpoint_callback_params.save_top_k", "checkpoint.keep", number, newest)
         if self.get(f"{at}create_checkpoint_callback") is False:
             self.put(f"{at}create_checkpoint_callback", "checkpoint.save_last", False)
@@ -349,20 +348,19 @@ class _Conversion:
             self.result.world_size = devices * nodes
 
 
-def _judged(key: str, value: Any) -> Found:
-    """A key that no subject has read: of one value only, without meaning, or unknown."""
-    name = key.removeprefix("data.")
-    if key in keys.ONLY or (name != key and name in keys.ONLY_DATA):
-        allowed, why = keys.ONLY[key] if key in keys.ONLY else keys.ONLY_DATA[name]
+def _unread(key: str, value: Any) -> Found:
+    """A key that no subject has read: supported with some values only, without meaning here, or unknown."""
+    if key in keys.ONLY:
+        allowed, why = keys.ONLY[key]
         if value is None or value in allowed:
             return Found(key, value, MEANINGLESS, why="off" if value in (None, False) else "as it always is here")
         return Found(key, value, UNSUPPORTED, why=why)
-    section = next((one for one in keys.ONLY if key.startswith(one + ".")), None)
+    section = next((one for one in keys.ONLY if key.startswith(f"{one}.")), None)
     if section is not None:
         return Found(key, value, UNSUPPORTED if value else MEANINGLESS, why=keys.ONLY[section][1])
-    for pattern, why in keys.WITHOUT_MEANING:
-        if fnmatchcase(key, pattern):
+    for patterns, why in keys.WITHOUT_MEANING:
+        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
             return Found(key, value, MEANINGLESS, why=why)
     if value in (None, False, [], {}):
         return Found(key, value, MEANINGLESS, why="off")
-    return Found(key, value, UNSUPPORTED, why="this key is not known here, so neither is what it changes")
+    return Found(key, value, UNSUPPORTED, why="an unknown key, so what it changes is unknown too")

@@ -1,7 +1,8 @@
 """What becomes of each key of a NeMo, neuronx-nemo-megatron or NxDT file.
 
-Three tables: keys that have one setting here, keys that may have one value only because another would be another model
-or another training, and keys that change nothing here. The others are read together, in convert.py and precision.py.
+Three tables: keys with one setting of ours; keys for which only some values are supported, because any other is a
+different model or training; and keys that change nothing here. The other keys depend on one another and are converted
+in convert.py and nemo_precision.py. Data keys are listed as NxDT has them: ``data.X`` for NeMo's ``model.data.X`` too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MODEL, LAYOUT = "model.", "distributed_strategy."
+LAYOUT = "distributed_strategy."
 
-# One key, one setting, the same meaning; the value goes over as it is. A null stands for their default, which is ours.
+# One key, one setting, the same meaning; the value is taken as it is. A null means the default, theirs and ours.
 ONE_TO_ONE: Mapping[str, str] = {
     **{
         f"{section}{theirs}": ours
-        for section in (MODEL, LAYOUT)
+        for section in ("model.", LAYOUT)
         for theirs, ours in {
             "tensor_model_parallel_size": "trainer.tp",
             "pipeline_model_parallel_size": "trainer.pp",
@@ -25,7 +26,7 @@ ONE_TO_ONE: Mapping[str, str] = {
     },
     **{
         f"{section}{name}": f"trainer.{name}"
-        for section in (MODEL, "data.")
+        for section in ("model.", "data.")
         for name in ("micro_batch_size", "global_batch_size")
     },
     "trainer.max_steps": "trainer.steps",
@@ -60,145 +61,118 @@ ONE_TO_ONE: Mapping[str, str] = {
     "exp_manager.checkpoint_callback_params.every_n_train_steps": "checkpoint.every_steps",
     "exp_manager.async_checkpointing": "checkpoint.asynchronous",
     "async_checkpointing": "checkpoint.asynchronous",
-}
-# In NeMo's files the data is a part of the model, in NxDT's a section of its own.
-DATA: Mapping[str, str] = {
-    "splits_string": "data.split",
-    "index_mapping_dir": "data.cache_dir",
+    "data.splits_string": "data.split",
+    "data.index_mapping_dir": "data.cache_dir",
 }
 
-# Keys that may have only these values; any other is another model or another training than there is here.
+_CHECKPOINTS = "their checkpoints can't be read: export to Hugging Face's format, then init_from=FOLDER"
+_MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("activation", ("swiglu", "fast-swiglu"), "the feed-forward is SwiGLU"),
+    ("normalization", ("rmsnorm", "RMSNorm"), "norms are RMSNorm"),
+    ("position_embedding_type", ("rope",), "positions are rotary"),
+    ("rotary_percentage", (1,), "the whole head is rotated"),
+    ("rotary_interleaved", (False,), "halves of the head are rotated, as in Hugging Face's Llama"),
+    ("transformer_block_type", ("pre_ln",), "norms come before attention and before the feed-forward"),
+    ("attention_type", ("multihead",), "no other attention is supported"),
+    ("has_bias bias", (False,), "no matrix has a bias"),
+    ("hidden_dropout attention_dropout ffn_dropout embedding_dropout", (0,), "there is no dropout"),
+    ("use_scaled_init_method", (True,), "o_proj and down_proj are always initialized smaller, by sqrt(2 * layers)"),
+    ("do_layer_norm_weight_decay", (False,), "norms are exempt from weight decay"),
+    ("headscale", (False,), "heads have no scale of their own"),
+    ("normalize_attention_scores", (True,), "attention scores are always divided by sqrt(head_dim)"),
+    ("seq_len_interpolation_factor", (1,), "positions are not interpolated; model.rope_scaling is Llama 3's"),
+    ("position_abf_factor", (1,), "write model.rope_theta multiplied by it"),
+    ("positition_interpolation_factor", (1,), "positions are not interpolated"),
+    ("sliding_window sliding_window_size window_size", (), "attention is over the whole sequence"),
+    ("num_moe_experts moe", (), "there are no experts"),
+    ("expert_model_parallel_size", (1,), "there are no experts"),
+    ("fp32_residual_connection", (False,), "the residual stream has the compute dtype"),
+    ("fp16_lm_cross_entropy", (False,), "the loss is computed in fp32"),
+    ("fp8", (False,), "this converter does not support fp8"),
+    ("add_position_embedding", (True,), "positions are rotary"),
+    ("rampup_batch_size", (), "the batch size is constant"),
+    ("hidden_size_per_head", (), "write model.kv_channels"),
+    ("flexible_pipeline_parallel_stages", (), "write trainer.pipeline_layers=[...], the layers of each stage"),
+    ("context_parallel_size", (1,), "there is no context parallelism"),
+    ("resume_from_checkpoint", (), _CHECKPOINTS),
+    ("peft", (), "LoRA and other adapters are not converted"),
+)
+_OTHER_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),
+    (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
+    ("trainer.accumulate_grad_batches", (1,), "write the whole batch in global_batch_size"),
+    ("trainer.max_time", (), "a run ends after its steps"),
+    ("restore_from_path exp_manager.resume_from_checkpoint", (), _CHECKPOINTS),
+    ("exp_manager.ema.enable", (False,), "there is no moving average of weights"),
+    ("model_alignment_strategy", (), "SFT, DPO, ORPO and LoRA are not converted"),
+    ("data.dataloader_type", ("single",), "samples come in the order of Megatron's GPTDataset"),
+    ("data.data_impl", ("mmap",), "datasets are Megatron's .bin and .idx"),
+    ("data.reset_position_ids", (False,), "positions continue across documents"),
+    ("data.reset_attention_mask", (False,), "attention crosses the borders of documents"),
+    ("data.eod_mask_loss", (False,), "the end of a document counts in the loss"),
+    ("data.no_seqlen_plus_one_input_tokens", (False,), "samples have one token more than the sequence"),
+    ("data.shuffle_documents", (True,), "documents are shuffled"),
+    ("data.fine_tuning", (False,), "fine-tuning sets are not converted"),
+    ("data.chat", (False,), "chat sets are not converted"),
+    ("data.train_dir", (), "make a dataset of the text with data_prep/preprocess.py, then data.prefixes=[PATH]"),
+    ("data.val_dir", (), "validation documents are a share of the dataset: data.split"),
+)
 ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "model.activation": (("swiglu", "fast-swiglu"), "the feed-forward here is SwiGLU"),
-    "model.normalization": (("rmsnorm", "RMSNorm"), "the norms here are RMSNorm"),
-    "model.position_embedding_type": (("rope",), "positions here are rotary"),
-    "model.rotary_percentage": ((1,), "the whole head is rotated here"),
-    "model.rotary_interleaved": ((False,), "halves of the head are rotated here, as in Hugging Face's Llama"),
-    "model.transformer_block_type": (("pre_ln",), "the norm stands before each half of a block here"),
-    "model.attention_type": (("multihead",), "there is no other attention here"),
-    "model.has_bias": ((False,), "no matrix has a bias here"),
-    "model.bias": ((False,), "no matrix has a bias here"),
-    "model.hidden_dropout": ((0,), "there is no dropout here"),
-    "model.attention_dropout": ((0,), "there is no dropout here"),
-    "model.ffn_dropout": ((0,), "there is no dropout here"),
-    "model.embedding_dropout": ((0,), "there is no dropout here"),
-    "model.use_scaled_init_method": (
-        (True,),
-        "o_proj and down_proj begin smaller by sqrt(2 * layers) here, always",
-    ),
-    "model.do_layer_norm_weight_decay": ((False,), "norms are exempt from weight decay here"),
-    "model.headscale": ((False,), "heads have no scale of their own here"),
-    "model.normalize_attention_scores": ((True,), "attention scores are divided by sqrt(head_dim) here, always"),
-    "model.seq_len_interpolation_factor": (
-        (1,),
-        "positions are not interpolated here; model.rope_scaling is Llama 3's",
-    ),
-    "model.position_abf_factor": ((1,), "write model.rope_theta multiplied by it"),
-    "model.positition_interpolation_factor": ((1,), "positions are not interpolated here"),
-    "model.sliding_window": ((), "attention is over the whole sequence here"),
-    "model.sliding_window_size": ((), "attention is over the whole sequence here"),
-    "model.window_size": ((), "attention is over the whole sequence here"),
-    "model.num_moe_experts": ((), "there are no experts here"),
-    "model.moe": ((), "there are no experts here"),
-    "model.fp32_residual_connection": ((False,), "the residual stream has the compute type here"),
-    "model.fp16_lm_cross_entropy": ((False,), "the loss is computed in fp32 here"),
-    "model.fp8": ((False,), "there is no fp8 in this converter's reach"),
-    "model.add_position_embedding": ((True,), "positions here are rotary"),
-    "model.rampup_batch_size": ((), "the batch has one size here"),
-    "model.hidden_size_per_head": ((), "write model.kv_channels"),
-    "model.flexible_pipeline_parallel_stages": (
-        (),
-        "write trainer.pipeline_layers=[...], the layers of each stage",
-    ),
-    "model.context_parallel_size": ((1,), "there is no context parallelism here"),
-    "distributed_strategy.context_parallel_size": ((1,), "there is no context parallelism here"),
-    "distributed_strategy.expert_model_parallel_size": ((1,), "there are no experts here"),
-    "model.expert_model_parallel_size": ((1,), "there are no experts here"),
-    "trainer.accumulate_grad_batches": ((1,), "write the whole batch in global_batch_size"),
-    "trainer.max_time": ((), "a run ends after its steps here"),
-    "restore_from_path": ((), "their checkpoints are not read: export to Hugging Face's format, then init_from=FOLDER"),
-    "model.resume_from_checkpoint": ((), "their checkpoints are not read: export to Hugging Face's, then init_from"),
-    "exp_manager.resume_from_checkpoint": (
-        (),
-        "their checkpoints are not read: export to Hugging Face's, then init_from",
-    ),
-    "exp_manager.ema.enable": ((False,), "there is no moving average of weights here"),
-    "model_alignment_strategy": ((), "SFT, DPO, ORPO and LoRA are not converted"),
-    "model.peft": ((), "LoRA and other adapters are not converted"),
+    **{f"model.{key}": (allowed, why) for keys, allowed, why in _MODEL_ONLY for key in keys.split()},
+    **{key: (allowed, why) for keys, allowed, why in _OTHER_ONLY for key in keys.split()},
 }
-# The same of the data's section.
-ONLY_DATA: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "dataloader_type": (("single",), "samples come in the order of Megatron's GPTDataset here"),
-    "data_impl": (("mmap",), "datasets are Megatron's .bin and .idx here"),
-    "reset_position_ids": ((False,), "positions run on over documents here"),
-    "reset_attention_mask": ((False,), "attention goes over documents' borders here"),
-    "eod_mask_loss": ((False,), "the end of a document counts in the loss here"),
-    "no_seqlen_plus_one_input_tokens": ((False,), "samples have one token more than the sequence here"),
-    "shuffle_documents": ((True,), "documents are shuffled here"),
-    "fine_tuning": ((False,), "fine-tuning sets are not converted"),
-    "chat": ((False,), "chat sets are not converted"),
-    "train_dir": ((), "make a dataset of the text with data_prep/preprocess.py, then data.prefixes=[PATH]"),
-    "val_dir": ((), "validation documents are a share of the dataset here: data.split"),
-}
+"""{key: (supported values, why)}; any other value is a different model or training, and so is a section of that name.
+"""
 
-# Keys that change nothing here, by pattern, with the reason. The first that fits counts.
+# Patterns of keys that change nothing here, with the reason. The first that matches counts.
 WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("name", "a label"),
-    ("model_source", "one model here"),
-    ("exp_manager.exp_dir", "a run's folder is run.dir"),
-    ("exp_manager.*", "the log and checkpoints have their own form here"),
-    ("trainer.devices", "whoever starts the ranks says how many there are: torchrun or srun"),
-    ("trainer.num_nodes", "whoever starts the ranks says how many there are: torchrun or srun"),
+    ("model_source", "there is one model"),
+    ("exp_manager.exp_dir", "the run's folder is run.dir"),
+    ("exp_manager.*", "logs and checkpoints have their own format"),
+    ("trainer.devices trainer.num_nodes", "torchrun, srun or the launcher decides how many ranks there are"),
     ("trainer.accelerator", "device=auto takes what is there"),
-    ("trainer.max_epochs", "a run has steps, not epochs"),
+    ("trainer.max_epochs trainer.check_val_every_n_epoch", "the length of a run is in steps"),
     ("trainer.limit_test_batches", "there is no test run"),
-    ("trainer.num_sanity_val_steps", "the checks before a run are others"),
-    ("trainer.check_val_every_n_epoch", "a run has steps, not epochs"),
-    ("trainer.*", "Lightning's; there is none here"),
-    ("model.make_vocab_size_divisible_by", "padding follows trainer.tp, and is hidden"),
-    ("model.pre_process", "stages find their own parts"),
-    ("model.post_process", "stages find their own parts"),
-    ("model.native_amp_*", "loss scaling is fp16's"),
-    ("model.hysteresis", "loss scaling is fp16's"),
+    ("trainer.num_sanity_val_steps", "a run has other checks before its start"),
+    ("trainer.*", "of Lightning, which is not used"),
+    ("model.make_vocab_size_divisible_by", "the vocabulary is padded for trainer.tp, and checkpoints don't show it"),
+    ("model.pre_process model.post_process", "derived from the pipeline stage"),
+    ("model.native_amp_* model.hysteresis", "of loss scaling, which only fp16 needs"),
     ("model.apply_query_key_layer_scaling", "divides and multiplies by the same number"),
-    ("model.*fusion*", "the same arithmetic in one kernel"),
-    ("model.*flash_attention", "the same attention in one kernel"),
-    ("model.fused*", "the same arithmetic in one kernel"),
-    ("model.persist_layer_norm", "the same arithmetic in one kernel"),
+    (
+        "model.*fusion* model.*flash_attention model.fused* model.persist_layer_norm",
+        "the same arithmetic in one kernel",
+    ),
     ("model.transformer_engine", "the same arithmetic in other kernels, while fp8 is off"),
-    ("model.fp8_*", "fp8 is off"),
-    ("model.reduce_amax", "fp8 is off"),
+    ("model.fp8_* model.reduce_amax", "fp8 is off"),
     ("model.use_emha", "the same attention in one kernel"),
     ("model.openai_gelu", "the activation is not GELU"),
     ("model.onnx_safe", "nothing is exported to ONNX"),
-    ("model.apex_transformer_log_level", "there is no apex"),
+    ("model.apex_transformer_log_level", "apex is not used"),
     ("model.use_cpu_initialization", "initial weights don't depend on the device"),
     ("model.mcore_gpt", "the layers are megatron-core's"),
     ("model.activations_checkpoint_*", "changes memory and speed, not the result; trainer.recompute decides"),
     ("model.num_micro_batches_with_partial_activation_checkpoints", "changes memory and speed, not the result"),
     ("model.disable_layer_norm_checkpointing", "changes memory and speed, not the result"),
-    ("model.grad_*", "changes how gradients travel, not the result"),
-    ("model.gradient_as_bucket_view", "changes how gradients travel, not the result"),
-    ("model.sync_batch_comm", "changes how activations travel, not the result"),
-    ("model.*p2p_comm", "changes how activations travel, not the result"),
-    ("model.tp_comm*", "changes how activations travel, not the result"),
-    ("model.*ub_tp_comm*", "changes how activations travel, not the result"),
-    ("model.qkv_linear", "the same matrices, laid out otherwise"),
-    ("model.fuse_qkv", "the same matrices, laid out otherwise"),
-    ("model.separate_qkv", "the same matrices, laid out otherwise"),
-    ("model.transpose_nki_inputs", "the same matrices, laid out otherwise"),
-    ("model.pipeline_cuts", "trainer.pipeline_layers says the layers of each stage"),
-    ("model.weight_init_only", "no checkpoint of theirs is loaded"),
-    ("model.*_xser", "checkpoints have their own form here"),
-    ("model.convert_to_hf", "checkpoint.export_hf=true writes Hugging Face's format"),
-    ("model.output_dir", "checkpoint.export_hf=true writes Hugging Face's format"),
-    ("model.config_path", "checkpoint.export_hf=true writes Hugging Face's format"),
+    ("model.grad_* model.gradient_as_bucket_view", "changes how gradients are communicated, not the result"),
+    ("model.sync_batch_comm model.*p2p_comm", "changes how activations are communicated, not the result"),
+    ("model.tp_comm* model.*ub_tp_comm*", "changes how activations are communicated, not the result"),
+    ("model.qkv_linear model.fuse_qkv model.separate_qkv", "the same matrices in another layout"),
+    ("model.transpose_nki_inputs", "the same matrices in another layout"),
+    ("model.pipeline_cuts", "trainer.pipeline_layers has the layers of each stage"),
+    ("model.weight_init_only", "their checkpoints are not loaded"),
+    ("model.*_xser", "checkpoints have their own format"),
+    (
+        "model.convert_to_hf model.output_dir model.config_path",
+        "checkpoint.export_hf=true writes Hugging Face's format",
+    ),
     ("model.log_gradient_norm", "it is always logged"),
-    ("model.nsys_profile.*", "profiling has its own script"),
+    ("model.nsys_profile.*", "a run is profiled from outside"),
     ("model.optim.capturable", "the same arithmetic"),
-    ("model.optim.sched.name", "read with the schedule"),
-    ("distributed_strategy.kv_replicator", "heads are shared among ranks as needed"),
-    ("distributed_strategy.pipeline_cuts", "trainer.pipeline_layers says the layers of each stage"),
+    ("model.optim.sched.name", "converted with the schedule"),
+    (f"{LAYOUT}kv_replicator", "key-value heads are replicated as needed"),
+    (f"{LAYOUT}pipeline_cuts", "trainer.pipeline_layers has the layers of each stage"),
     ("*.tokenizer.*", "training reads token ids"),
     ("data.skip_warmup", "files are mapped, not read ahead"),
     ("data.num_workers", "data is read in the rank's own process"),
@@ -206,13 +180,11 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("data.pad_samples_to_global_batch_size", "batches are whole"),
     ("data.dev_choose_samples", "of fine-tuning"),
     ("data.*_ds.*", "of fine-tuning, which is off"),
-    ("precision.*", "read with precision.type"),
-    ("compiler_*", "the compiler's own settings"),
-    ("*async_exec_max_inflight_requests", "the Neuron runtime's own setting"),
-    ("aync_exec_max_inflight_requests", "the Neuron runtime's own setting"),
-    ("bucket_size_collectives", "changes how gradients travel, not the result"),
-    ("neuron_*", "the Neuron runtime's own setting"),
-    ("lnc", "the Neuron runtime's own setting"),
-    ("enable_*", "the log and checkpoints have their own form here"),
-    ("cluster_type", "whoever starts the ranks knows"),
+    ("precision.*", "converted with precision.type"),
+    ("compiler_*", "of the compiler"),
+    ("*async_exec_max_inflight_requests aync_exec_max_inflight_requests", "of the Neuron runtime"),
+    ("bucket_size_collectives", "changes how gradients are communicated, not the result"),
+    ("neuron_* lnc", "of the Neuron runtime"),
+    ("enable_*", "logs and checkpoints have their own format"),
+    ("cluster_type", "known to the launcher"),
 )
