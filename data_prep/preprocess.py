@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from data_prep.lib.run import Options
+    from data_prep.lib.encoding_run import Options
     from megatron_llama.text.encoders import Encoder
 
 # numpy and the encoders are imported where they are needed: --help answers at once.
@@ -136,9 +136,9 @@ def prepare(args: argparse.Namespace) -> tuple["Options", "Encoder"]:
     Raises:
         UserError: something is missing or does not fit.
     """
-    from data_prep.lib.encode import Job
-    from data_prep.lib.run import Options
-    from data_prep.lib.sample import detect_keys, sample_texts
+    from data_prep.lib.encode_text import Job
+    from data_prep.lib.encoding_run import Options
+    from data_prep.lib.input_sample import detect_keys, sample_texts
     from data_prep.lib.sources import find_sources
     from megatron_llama.text.encoders import load_encoder
 
@@ -167,12 +167,12 @@ def prepare(args: argparse.Namespace) -> tuple["Options", "Encoder"]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     args = parser().parse_args(arguments)
-    from data_prep.lib.build import build
+    from data_prep.lib.make_dataset import make_dataset
 
     options, encoder = prepare(args)
     for note in encoder.notes:
         print(f"note: {note}", file=sys.stderr)
-    build(options, encoder, print)
+    make_dataset(options, encoder, print)
     return 0
 
 

@@ -24,7 +24,7 @@ from data_prep.preprocess import cores
 from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from data_prep.lib.examples import Chat
+    from data_prep.lib.encode_examples import Chat
     from data_prep.lib.sources import Source
     from megatron_llama.text.chat_tokenizer import ChatTokenizer
 
@@ -118,7 +118,7 @@ def columns_of(sources: Sequence["Source"], args: argparse.Namespace) -> dict[in
     """
     import re
 
-    from data_prep.lib.splitting import header_of
+    from data_prep.lib.split_lines import header_of
     from megatron_llama.text.conversation import LABELLED
 
     found = {}
@@ -143,7 +143,7 @@ def chat_of(args: argparse.Namespace, sources: Sequence["Source"]) -> "Chat":
     Raises:
         UserError: tokenizer and template don't fit, or a table's template is missing.
     """
-    from data_prep.lib.examples import Chat
+    from data_prep.lib.encode_examples import Chat
     from megatron_llama.text.chat_template import NAMED, own_template
     from megatron_llama.text.chat_tokenizer import load_chat_tokenizer
     from megatron_llama.text.conversation import LABELLED
@@ -199,9 +199,9 @@ def prepare(
     Raises:
         UserError, MachineError, Stopped: as their names say.
     """
-    from data_prep.lib.build import build
-    from data_prep.lib.encode import Job
-    from data_prep.lib.run import Options
+    from data_prep.lib.encode_text import Job
+    from data_prep.lib.encoding_run import Options
+    from data_prep.lib.make_dataset import make_dataset
 
     sources = sources_of(inputs, args, say)
     chat = chat_of(args, sources)
@@ -214,7 +214,7 @@ def prepare(
         checkpoint_seconds=args.checkpoint_seconds,
         chat=chat,
     )
-    return build(options, chat.tokenizer.encoder, say)
+    return make_dataset(options, chat.tokenizer.encoder, say)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sizes:
         prepare(args, args.input, args.output_prefix)
         return 0
-    from data_prep.lib.splitting import PARTS, split_lines
+    from data_prep.lib.split_lines import PARTS, split_lines
 
     sources = sources_of(args.input, args, print)
     tables = {is_table(source, args) for source in sources}

@@ -13,7 +13,7 @@ import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from data_prep.lib.records import BOM
+from data_prep.lib.json_lines import BOM
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
 from megatron_llama.system.errors import UserError
 

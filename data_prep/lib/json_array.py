@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from data_prep.lib.records import BOM
+from data_prep.lib.json_lines import BOM
 from megatron_llama.system.errors import UserError
 
 _OUTSIDE = re.compile(rb'["\[\]{},]|\s+')

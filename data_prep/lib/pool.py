@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from data_prep.lib.blocks import Block, Slots
-from data_prep.lib.encode import Result
+from data_prep.lib.encode_text import Result
 from megatron_llama.system.errors import MachineError, UserError
 
 BLOCKS_PER_WORKER = 2

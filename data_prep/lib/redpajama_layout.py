@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.records import loads
+from data_prep.lib.json_lines import loads
 from data_prep.lib.sources import JSON_SUFFIXES, Source, bare_name, find_sources, read_lines
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.lib.json_array import element_lines
-from data_prep.lib.records import BOM
+from data_prep.lib.json_lines import BOM
 from megatron_llama.system.errors import UserError
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")

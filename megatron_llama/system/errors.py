@@ -15,7 +15,7 @@ class BadLine:
     """Why a line of input was not taken."""
 
     reason: str
-    """A key of ``data_prep.lib.records.REASONS``."""
+    """A key of ``data_prep.lib.json_lines.REASONS``."""
     detail: str
 
 

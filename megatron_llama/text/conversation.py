@@ -1,6 +1,6 @@
 """What a record of a fine-tuning set becomes: a conversation's turns, or the reason why it is no good.
 
-Records are read in formats.py; the lines of labelled tables become questions here.
+Records are read in data_prep/lib/record_formats.py; the lines of labelled tables become questions here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_llama.system.errors import BadLine
 
-# What a bad record is counted under, beside records.REASONS.
+# What a bad record is counted under, beside data_prep.lib.json_lines.REASONS.
 REASONS = {
     "unknown_format": "the record has none of the keys that the formats have",
     "bad_messages": "the list of turns is no list of turns",

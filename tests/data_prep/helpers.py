@@ -21,11 +21,10 @@ from tests.paths import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-# Runs one of data_prep's scripts in a process that kills itself with -9 just before, or after, a function's n-th call.
-KILLER = """
+_KILLER = """
 import os, signal, sys
 sys.path[0] = {root!r}
-from data_prep.lib import build, publish, run, workspace
+from data_prep.lib import encoding_run, publish, workspace
 import megatron_llama.data.indexed_format
 owner, name, count, after = {owner}, {name!r}, {count}, {after}
 original = getattr(owner, name)
@@ -50,6 +49,12 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
+def killer(owner: str, name: str, count: int, *, after: bool = False, script: str = "preprocess") -> str:
+    """Python code that runs one of data_prep's scripts and kills itself with -9 just before, or after, the ``count``-th
+    call of the function ``name`` of ``owner``, a module or class below data_prep/lib."""
+    return _KILLER.format(script=script, root=str(ROOT), owner=owner, name=name, count=count, after=after)
 
 
 def run_script(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.records import REASONS
+from data_prep.lib.json_lines import REASONS
 from tests.data_prep.helpers import Run, assert_refused, listing, manifest, outputs, reference
 
 BAD: dict[str, tuple[bytes, str]] = {
@@ -127,11 +127,11 @@ def test_one_bad_key_of_two_skips_the_whole_record(tmp_path: Path, preprocess: R
 
 
 def test_parsing_without_the_fast_parser_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from data_prep.lib import records
+    from data_prep.lib import json_lines
 
     good = [b'{"text": "a\\u00e9\\n\xc3\xa9"}', b' {"text":"", "x": NaN}\r', b'{"text": "a", "text": "b"}']
     lines = good + [bad for bad, reason in BAD.values() if reason != "line_too_long"]
-    fast = [records.parse_line(line, ["text"]) for line in lines]
-    monkeypatch.setattr(records, "loads", json.loads)
-    assert [records.parse_line(line, ["text"]) for line in lines] == fast
+    fast = [json_lines.parse_line(line, ["text"]) for line in lines]
+    monkeypatch.setattr(json_lines, "loads", json.loads)
+    assert [json_lines.parse_line(line, ["text"]) for line in lines] == fast
     assert fast[: len(good)] == [["aé\né"], [""], ["b"]]

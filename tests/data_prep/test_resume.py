@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.helpers import (
-    KILLER,
     Run,
     assert_refused,
     command,
+    killer,
     listing,
     manifest,
     outputs,
@@ -29,8 +29,8 @@ from tests.paths import ROOT
 
 # (where, function, which call): every phase of a run
 PHASES = {
-    "before the first block": ("run.Run", "_take", 1),
-    "after some blocks": ("run.Run", "_take", 4),
+    "before the first block": ("encoding_run.EncodingRun", "_take", 1),
+    "after some blocks": ("encoding_run.EncodingRun", "_take", 4),
     "between a block's tokens and lengths": ("workspace.Workspace", "append", 10),
     "in a checkpoint": ("workspace.Workspace", "checkpoint", 3),
     "while the journal begins": ("workspace.Workspace", "_write_journal", 1),
@@ -71,7 +71,7 @@ def documents(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("after", [False, True])
 def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: Path, phase: str, after: bool) -> None:
     owner, name, count = PHASES[phase]
-    script = KILLER.format(script="preprocess", root=str(ROOT), owner=owner, name=name, count=count, after=after)
+    script = killer(owner, name, count, after=after)
     args = arguments(tmp_path, tokenizer)
     killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
@@ -95,7 +95,7 @@ def check_complete(tmp_path: Path, documents: list[str], tokenizer: Path) -> Non
 
 def test_it_goes_on_where_it_was(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
     """The second run must not do the first one's work again."""
-    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
+    script = killer("encoding_run.EncodingRun", "_take", 12)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -104,13 +104,13 @@ def test_it_goes_on_where_it_was(tmp_path: Path, documents: list[str], tokenizer
     check_complete(tmp_path, documents, tokenizer)
 
 
-# For KILLER: the worker processes.
+# For killer(): the worker processes.
 CHILDREN = """
 def children():
     from pathlib import Path
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 def killer"""
-# For KILLER: a kill some time after the first checkpoint.
+# For killer(): a kill some time after the first checkpoint.
 TIMER = """
 import threading
 checkpoint = workspace.Workspace.checkpoint
@@ -130,13 +130,11 @@ def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> No
         *("--append-eod", "--workers", 2, "--block-mib", 0.02, "--checkpoint-seconds", 0),
     ]
     # Its own clock runs from its first checkpoint on, so that each attempt gets on; and none comes to its end alive.
-    killer = KILLER.format(
-        script="preprocess", root=str(ROOT), owner="publish", name="write_index", count=1, after=False
-    )
+    kills_itself = killer("publish", "write_index", 1)
     chance, work = random.Random(7), tmp_path / "out/.x_text_document.partial"
     done_before = -1
     for _ in range(12):
-        script = killer.replace(
+        script = kills_itself.replace(
             "from data_prep.preprocess", TIMER.format(seconds=chance.uniform(0, 0.1)) + "from data_prep.preprocess"
         )
         killed = subprocess.run(
@@ -152,7 +150,7 @@ def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> No
 
 
 def as_a_script(killer: str) -> str:
-    """KILLER whose errors become a message and a status, as the script's do."""
+    """A killer() whose errors become a message and a status, as the script's do."""
     return killer.replace(
         "sys.exit(main(sys.argv[1:]))",
         "from megatron_llama.system.errors import run_main\nrun_main(lambda: main(sys.argv[1:]))",
@@ -164,9 +162,7 @@ def test_a_signal_ends_it_with_75_and_it_goes_on(
     tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals
 ) -> None:
     args = [*arguments(tmp_path, tokenizer)[:-2], "--checkpoint-seconds", "1000"]
-    script = KILLER.replace("SIGKILL", which.name).format(
-        script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=9, after=True
-    )
+    script = killer("encoding_run.EncodingRun", "_take", 9, after=True).replace("SIGKILL", which.name)
     stopped = subprocess.run(
         [sys.executable, "-c", as_a_script(script), *args], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
@@ -181,7 +177,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", some_texts(2000, seed=3))
     args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer]
     args += ["--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1]
-    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=3, after=False)
+    script = killer("encoding_run.EncodingRun", "_take", 3)
     script = script.replace("os.kill(", "print(*children(), flush=True)\n        os.kill(", 1).replace(
         "def killer", CHILDREN
     )
@@ -210,7 +206,7 @@ def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, tokenizer:
         *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer),
         *("--append-eod", "--workers", 2, "--encoder", "sentencepiece", "--block-mib", 0.1),
     ]
-    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=3, after=False)
+    script = killer("encoding_run.EncodingRun", "_take", 3)
     script = script.replace("os.kill(os.getpid()", "os.kill(int(children()[1])", 1).replace(
         "    if calls == count:\n        os.kill(os.getpid(), signal.SIGKILL)\n", ""
     )
@@ -254,7 +250,7 @@ def test_files_of_another_program_are_not_overwritten(tmp_path: Path, preprocess
 
 
 def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=9, after=False)
+    script = killer("encoding_run.EncodingRun", "_take", 9)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     args.remove("--append-eod")
@@ -264,7 +260,7 @@ def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documen
 
 def test_a_damaged_work_folder_is_noticed(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
     """After a power cut the data may not be what the journal says: then it starts over, rather than go on wrongly."""
-    script = KILLER.format(script="preprocess", root=str(ROOT), owner="run.Run", name="_take", count=12, after=False)
+    script = killer("encoding_run.EncodingRun", "_take", 12)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     binary = tmp_path / "out/.x_text_document.partial/x_text_document.bin"

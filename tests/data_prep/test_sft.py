@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from data_prep import sft
-from data_prep.lib import formats
-from data_prep.lib.records import REASONS as LINE_REASONS
+from data_prep.lib import record_formats
+from data_prep.lib.json_lines import REASONS as LINE_REASONS
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import own_template
 from megatron_llama.text.chat_tokenizer import HuggingFace, encode_pieces
 from megatron_llama.text.conversation import REASONS, Turn
-from tests.data_prep.helpers import BAD_LINES, GOOD, KILLER, assert_refused, command, read, run_script, say
+from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, read, run_script, say
 from tests.paths import ROOT
 
 
@@ -57,7 +57,7 @@ def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monk
     """Whatever a record makes of the readers, the others are taken."""
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
-    monkeypatch.setitem(formats._READERS, "gsm8k", lambda record: record["answer"]["no"])
+    monkeypatch.setitem(record_formats._READERS, "gsm8k", lambda record: record["answer"]["no"])
     made = ["--input", source, "--tokenizer-model", folder, "--output-prefix", tmp_path / "out", "--seq-length", 128]
     assert sft.main([*map(str, made), "--workers", "1", "--on-bad-line", "skip"]) == 0
     manifest = read(tmp_path / "out")[2]
@@ -148,10 +148,8 @@ def test_kill_9_and_again(folder: Path, tmp_path: Path) -> None:
     whole = run_script("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     again = command("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "killed")
-    killer = KILLER.format(
-        script="sft", root=str(ROOT), owner="workspace.Workspace", name="checkpoint", count=1, after=True
-    )
-    killed = subprocess.run([sys.executable, "-c", killer, *again[2:]], cwd=ROOT, capture_output=True, timeout=120)
+    script = killer("workspace.Workspace", "checkpoint", 1, after=True, script="sft")
+    killed = subprocess.run([sys.executable, "-c", script, *again[2:]], cwd=ROOT, capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert (tmp_path / ".killed_sft+killed_sft_mask.partial" / "journal.jsonl").exists()
     done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_prep.lib.blocks import Block, Slots, segment_lines
-from data_prep.lib.records import BadLine, parse_line, parse_text
+from data_prep.lib.json_lines import BadLine, parse_line, parse_text
 from data_prep.lib.sources import Source
 from megatron_llama.data.indexed_format import token_dtype
 from megatron_llama.text.encoders import Encoder, check_same

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.blocks import Block, Slots, segment_lines
-from data_prep.lib.encode import KEEP_BAD_BYTES, BadRecord, Job, Result
-from data_prep.lib.formats import turns_of
-from data_prep.lib.records import BadLine, parse_object
+from data_prep.lib.encode_text import KEEP_BAD_BYTES, BadRecord, Job, Result
+from data_prep.lib.json_lines import BadLine, parse_object
+from data_prep.lib.record_formats import turns_of
 from megatron_llama.data.indexed_format import token_dtype
 from megatron_llama.text.chat_template import Piece
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces

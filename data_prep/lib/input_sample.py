@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data_prep.lib.records import BOM, BadLine, loads, parse_line
+from data_prep.lib.json_lines import BOM, BadLine, loads, parse_line
 from data_prep.lib.sources import Source, read_pieces
 from megatron_llama.system.errors import UserError
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.lib.blocks import BLOCK_BYTES, Block, Position, Slots, cut_blocks
-from data_prep.lib.encode import BlockEncoder, Job, Result
-from data_prep.lib.examples import Chat, ExampleEncoder
+from data_prep.lib.encode_examples import Chat, ExampleEncoder
+from data_prep.lib.encode_text import BlockEncoder, Job, Result
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.pool import Pool, slots_for
 from data_prep.lib.progress import Progress, short_time
@@ -51,7 +51,7 @@ class Options:
         return Path(os.path.abspath(self.output_prefix)).parent
 
 
-class Run:
+class EncodingRun:
     """The encoding of one run."""
 
     def __init__(self, options: Options, encoder: Encoder, workspace: Workspace, ledger: Ledger) -> None:

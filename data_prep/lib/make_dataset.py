@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.examples import MASK_DTYPE, Chat
+from data_prep.lib.encode_examples import MASK_DTYPE, Chat
+from data_prep.lib.encoding_run import EncodingRun, Options
 from data_prep.lib.ledger import KeyCounts, Ledger
 from data_prep.lib.publish import (
     MANIFEST_FORMAT,
@@ -21,7 +22,6 @@ from data_prep.lib.publish import (
     read_finished,
     write_outputs,
 )
-from data_prep.lib.run import Options, Run
 from data_prep.lib.workspace import Workspace
 from megatron_llama.data.indexed_format import token_dtype
 from megatron_llama.system.errors import UserError
@@ -48,7 +48,7 @@ def identity(options: Options, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any]:
+def make_dataset(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any]:
     """Does the run, or what is left of it; returns the manifest of the first JSON key.
 
     Raises:
@@ -63,7 +63,7 @@ def build(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dic
         return finished
     workspace = Workspace(folder, options.names)
     ledger = _open(workspace, wanted, options, say)
-    run = Run(options, encoder, workspace, ledger)
+    run = EncodingRun(options, encoder, workspace, ledger)
     try:
         run.encode()
     except EncoderMismatch:
