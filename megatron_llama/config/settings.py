@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-DEVICES = ("auto", "cpu", "cuda", "neuron", "hpu")
+DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # in the order in which auto tries them
 RECOMPUTE = ("none", "selective", "full")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 ZERO_STAGES = (0, 1, 2, 3)

@@ -62,6 +62,7 @@ class Hpu(Device):
     backend = "hccl"
     is_accelerator = True
     forkable = False  # an acquired card does not survive a fork
+    variable_prefixes = ("HABANA_", "PT_HPU_", "HLS_")
 
     def probe(self) -> str | None:
         missing = package_missing(PACKAGE, SOURCE)

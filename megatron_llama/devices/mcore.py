@@ -1,15 +1,16 @@
-"""megatron-core's CUDA calls, sent to whatever device the run is on. Nothing else in the project patches megatron-core.
+"""Makes megatron-core run on any device. Nothing else in the project patches megatron-core.
 
-megatron-core asks ``torch.cuda`` for "the current device" when it allocates communication buffers, wherever its
-layers run. Each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls replaced:
+megatron-core allocates buffers on ``torch.cuda.current_device()``, whatever device its layers and pipeline
+schedules run on. So each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls
+replaced:
 
-    torch.cuda.current_device()       buffers of sequence parallelism and of point-to-point transfers
-    torch.cuda.synchronize()          after batched point-to-point transfers (a race in NCCL; nothing to wait for
-    elsewhere) torch.zeros(..., device="cuda")   the schedules' token counter
+    torch.cuda.current_device()        buffers of sequence parallelism and of point-to-point transfers
+    torch.cuda.synchronize()           after batched point-to-point transfers: works around a race in NCCL
+    torch.zeros(..., device="cuda")    the schedules' token counter
 
-Where the device's process group has no send and recv, ``point_to_point_by`` puts other transfers between the stages.
-The real ``torch.cuda`` is untouched. tests/devices/test_mcore.py reads megatron-core's sources and fails when a
-module that we use makes a CUDA call that is not accounted for here.
+The real ``torch.cuda`` is untouched. ``point_to_point_by`` replaces the transfers between pipeline stages, for process
+groups without send and recv. tests/devices/test_mcore.py reads megatron-core's sources and fails if a module that we
+use makes a CUDA call that is not accounted for here.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ ROUTED = (
 
 
 def route(device: torch.device) -> None:
-    """Make megatron-core work on ``device``. On CUDA only its warnings are settled."""
-    _settle_warnings()
+    """Makes megatron-core run on ``device``. On CUDA, only silences two warnings that would break graphs."""
+    _silence_warnings()
     if device.type == "cuda":
         return
     routed = _routed_torch(device)
@@ -44,27 +45,27 @@ def route(device: torch.device) -> None:
         importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
 
 
-def _settle_warnings() -> None:
-    """Two warnings fire inside a linear's forward and would split its compiled graph in two, each time."""
+def _silence_warnings() -> None:
+    """Silences two warnings inside the forward of a parallel linear, each of which would be a graph break."""
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    # About launch order: devices/cuda.py sets what it asks for.
+    # About CUDA_DEVICE_MAX_CONNECTIONS, which devices/cuda.py sets.
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
-    # About a group that is not passed: the row-parallel linear does not pass it on, and rank 0 alone warns, so that it
-    # would compile graphs of its own.
+    # About a missing tp_group, which RowParallelLinear does not pass on. Only rank 0 warns, so it alone would compile
+    # other graphs than the rest.
     layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group  # type: ignore[attr-defined]
 
 
 def _tensor_parallel_group(
     tp_group: dist.ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> dist.ProcessGroup | None:
-    """What megatron-core's ``get_tensor_model_parallel_group_if_none`` returns for a dense model, without a word."""
+    """megatron-core's ``get_tensor_model_parallel_group_if_none`` for a dense model, without the warning."""
     if tp_group is None and parallel_state.is_initialized():
         return parallel_state.get_tensor_model_parallel_group(check_initialized=check_initialized)
     return tp_group
 
 
 def _routed_torch(device: torch.device) -> types.ModuleType:
-    """A module with torch's attributes, except for the calls listed above."""
+    """A copy of the torch module with the calls listed above replaced."""
     routed = types.ModuleType("torch")
     routed.__dict__.update(torch.__dict__)
     cuda = types.ModuleType("torch.cuda")
@@ -84,9 +85,9 @@ def _routed_torch(device: torch.device) -> types.ModuleType:
 
 @contextmanager
 def point_to_point_by(exchange: Callable[..., dict[str, dist.Work]]) -> Iterator[None]:
-    """Have the pipeline schedules call ``exchange`` for what they would send and receive.
+    """Inside the context, megatron-core's pipeline schedules call ``exchange`` in place of send and recv.
 
-    It gets the arguments of megatron-core's ``_p2p_ops`` and returns, like it, what to wait for by "send_next",
+    It has the interface of megatron-core's ``_p2p_ops``: it returns the handles to wait for, under "send_next",
     "recv_prev", "send_prev" and "recv_next".
     """
     module = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")

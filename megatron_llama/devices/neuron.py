@@ -7,15 +7,18 @@ starter asks is read from the driver's files, since a process that touches the r
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing, point_to_point_works
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_llama.plan import Plan
+    from megatron_llama.topology import Topology
 
 ROOT = Path("/")  # of the driver's files
 PACKAGE = "torch_neuronx"
@@ -96,6 +99,7 @@ class Neuron(Device):
     backend = "neuron"
     is_accelerator = True
     forkable = False  # the runtime refuses a forked process
+    variable_prefixes = ("NEURON_", "XLA_")
 
     def probe(self) -> str | None:
         missing = package_missing(PACKAGE, SOURCE)
@@ -134,9 +138,11 @@ class Neuron(Device):
         torch.manual_seed(seed)
         torch.neuron.manual_seed_all(seed)  # type: ignore[attr-defined]
 
-    def has_point_to_point(self) -> bool:
-        """Probed: there have been releases without send and recv."""
-        return point_to_point_works(torch_device())
+    def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
+        """Probes send and recv first: some releases of the process group lack them."""
+        from megatron_llama.devices.pair_transfers import send_recv_or_pairs
+
+        return send_recv_or_pairs(topology, torch_device())
 
     def peak_flops(self, precision: str) -> Peak:
         target = _target()
@@ -170,8 +176,6 @@ class Neuron(Device):
         variable = "NEURON_PLATFORM_TARGET_OVERRIDE"
         if target := os.environ.get(variable) or _target():
             return {"TORCH_NEURONX_COMPILE_ONLY": "1", variable: target}
-        from megatron_llama.config import ConfigError, Problem
-
         rule = "no chip of this machine says what to compile for, and graphs for another one would be of no use"
         instead = f"export {variable}={' or '.join(_CHIPS)}, whichever the run will have"
         raise ConfigError([Problem(variable, None, rule, instead)])

@@ -1,30 +1,40 @@
-"""Transfers between pipeline stages on devices whose process group has no send and recv: all-reduces of two ranks.
+"""Pipeline transfers on process groups without send and recv, by all-reduces between two ranks.
 
-The sender brings its tensor, the receiver minus zeros, the one number that leaves every other as it is when added
-(0 + -0 is 0, and would turn a sent -0 into 0). What arrives is what was sent, to the last bit. It moves twice the bytes
-of a send. AWS's own Megatron recipe for Trainium transferred in this way, with zeros.
+The sender contributes its tensor, the receiver -0.0 everywhere: x + -0.0 is x for every float, while 0.0 would turn a
+sent -0.0 into 0.0. So the receiver gets exactly the bits that were sent, for twice the traffic of a send. The Megatron
+recipe of AWS for Trainium (neuronx-nemo-megatron) transfers in this way too, with zeros.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 
+from megatron_llama.devices.mcore import point_to_point_by
 from megatron_llama.topology import Topology
 
 
-class PairTransfers:
-    """Groups of neighbouring stages, and the exchange over them.
+def send_recv_or_pairs(topology: Topology, torch_device: torch.device) -> AbstractContextManager[None]:
+    """A context for pipeline transfers by send and recv if they work, else by ``PairTransfers``. A collective."""
+    if point_to_point_works(torch_device):
+        return nullcontext()
+    return point_to_point_by(PairTransfers(topology).exchange)
 
-    Each pair has a group for activations and one for gradients. In either the k-th all-reduce of one rank is the k-th
-    of the other, whatever else the two have under way, so nothing can be taken for something else.
+
+class PairTransfers:
+    """Process groups of neighbouring stages, and the exchange over them.
+
+    Each pair has one group for activations and one for gradients. All-reduces carry no tag, they match by order: within
+    each of the two groups, both ranks make the same calls in the same order.
     """
 
     def __init__(self, topology: Topology) -> None:
-        """All ranks of the world must make one together: groups are made by all."""
+        """A collective: torch needs every rank of the world to take part in making a group."""
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         ranks_per_stage = topology.tp * topology.dp
-        # Interleaved schedules go around: from the last stage to the first for the next chunk of layers.
+        # Interleaved schedules wrap around: the last stage sends to the first, which has the next chunk of layers.
         pairs = topology.pp if topology.vpp > 1 else topology.pp - 1
         for column in range(ranks_per_stage):
             for stage in range(pairs):
@@ -46,10 +56,10 @@ class PairTransfers:
         prev_pipeline_rank: int,
         next_pipeline_rank: int,
     ) -> dict[str, dist.Work]:
-        """Start the transfers that are asked for; returns what to wait for, by name.
+        """Starts the requested transfers; returns the handles to wait for, by name, as megatron-core's ``_p2p_ops``.
 
-        Activations go first, on both sides: so two stages that exchange both agree on the order, and a device that
-        runs its collectives one after the other does not lock.
+        Activations go before gradients on both sides. So two stages that exchange both use the same order, and a device
+        that runs one collective at a time does not deadlock.
         """
         rank = dist.get_rank()
         before, after = (prev_pipeline_rank, rank), (rank, next_pipeline_rank)
@@ -64,8 +74,36 @@ class PairTransfers:
             if tensor is None:
                 continue
             if name.startswith("send"):
-                buffer = tensor.detach().clone()  # the sum is written into it, and the schedule still needs the tensor
+                buffer = tensor.detach().clone()  # all_reduce overwrites it, and the backward pass needs the tensor
             else:
                 buffer = tensor.detach().fill_(-0.0)
             works[name] = dist.all_reduce(buffer, group=self._groups[kind, *pair], async_op=True)
         return works
+
+
+def point_to_point_works(torch_device: torch.device) -> bool:
+    """Whether a number sent from rank 2k to 2k+1 arrives, for all pairs. A collective.
+
+    No rank waits for its message before all have started theirs, so no rank hangs if another one's send raises.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    peer = rank ^ 1
+    number = torch.full((1,), 7.0 if rank % 2 == 0 else 0.0, device=torch_device)
+    work = None
+
+    def everywhere(good: bool) -> bool:
+        flag = torch.full((1,), float(good), device=torch_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return flag.item() == 1.0
+
+    try:
+        if peer < world:
+            work = dist.isend(number, peer) if rank % 2 == 0 else dist.irecv(number, peer)
+        started = True
+    except (RuntimeError, NotImplementedError, AttributeError):  # what backends raise for lack of send or recv
+        started = False
+    if not everywhere(started):
+        return False
+    if work is not None:
+        work.wait()
+    return everywhere(peer >= world or number.item() == 7.0)

@@ -22,14 +22,14 @@ from types import FrameType
 from typing import IO, Any
 
 from megatron_llama.config import Config, ConfigError, Host, Problem, hostfile_hosts, listed_hosts
-from megatron_llama.devices import VARIABLES
+from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.process_context import NODE, NODES, RUN_ID, SLOTS, free_port_of
 from megatron_llama.launch.rank_process import WATCHED
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 # Variables that go along to the hosts; what else they need comes from their own login environment.
-FORWARDED = (*VARIABLES, *"FI_ GLOO_ LD_LIBRARY_PATH MASTER_ MKL_ OMP_ PYTHON RDMAV_ TORCH UCX_".split())
+FORWARDED = (*variable_prefixes(), *"FI_ GLOO_ LD_LIBRARY_PATH MASTER_ MKL_ OMP_ PYTHON RDMAV_ TORCH UCX_".split())
 # After the first host that ended badly: the others may have a word to say, the cause among them.
 GRACE_SECONDS = 1.5
 INTERRUPT_GRACE_SECONDS = 4.0

@@ -1,4 +1,4 @@
-"""Start and end of torch.distributed and of megatron-core's process groups in this process."""
+"""The process groups of a rank: torch.distributed and megatron-core's groups for each parallel axis."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import _register_process_group
 
 from megatron_llama.devices import Device
-from megatron_llama.devices.mcore import point_to_point_by, route
-from megatron_llama.devices.pair_transfers import PairTransfers
+from megatron_llama.devices.mcore import route
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 
 @contextmanager
 def process_groups(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> Iterator[None]:
-    """Join the other ranks, which MASTER_ADDR and MASTER_PORT lead to, for the time of the context."""
+    """Process groups that exist inside the context. MASTER_ADDR and MASTER_PORT tell how to reach the other ranks."""
     route(torch_device)
     trainer = plan.config.trainer
     if not dist.is_initialized():
@@ -34,13 +33,12 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
         create_gloo_process_groups=False,
     )
     _rename(parallel_state.get_tensor_model_parallel_group(), "tensor-parallel")
-    # megatron-core and we must see the same grid, or weights would be cut for other ranks than they are reduced over.
+    # If megatron-core ordered the grid differently, gradients would be reduced over ranks that hold other weights.
     assert parallel_state.get_tensor_model_parallel_rank() == topology.tp_rank
     assert parallel_state.get_data_parallel_rank() == topology.dp_rank
     assert parallel_state.get_pipeline_model_parallel_rank() == topology.pp_rank
-    lacking = trainer.pp > 1 and not device.has_point_to_point()
     try:
-        with point_to_point_by(PairTransfers(topology).exchange) if lacking else nullcontext():
+        with device.pipeline_transfers(topology) if trainer.pp > 1 else nullcontext():
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -48,10 +46,10 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
 
 
 def _rename(group: dist.ProcessGroup, name: str) -> None:
-    """Gives a group a name that is the same on all ranks.
+    """Gives a group a name that is the same on all ranks, so that they share compiled graphs.
 
-    torch counts groups, and the count is a constant in a compiled graph that uses the group: ranks of different
-    groups would compile the same graph again, each under its number.
+    torch names groups by a running number, and the name is a constant in a compiled graph that uses the group. Ranks of
+    different groups would compile the same graph again, each with its own number.
     """
     group._set_group_name(name)  # type: ignore[arg-type]
     _register_process_group(name, group)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from tests.config.helpers import make
 
 
 def test_an_unknown_device_is_told_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"unknown device 'tpu': choose one of auto, cpu, cuda"):
+    with pytest.raises(ValueError, match=r"unknown device 'tpu': choose one of auto, cuda, neuron, hpu, cpu"):
         get_device("tpu")
 
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import tests.oracle
 from megatron_llama.devices import cpu, cuda, hpu
-from megatron_llama.devices.base import point_to_point_works
-from megatron_llama.devices.pair_transfers import PairTransfers
+from megatron_llama.devices.pair_transfers import PairTransfers, point_to_point_works, send_recv_or_pairs
 from megatron_llama.topology import Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import TOLERANCE, oracle, run_layout, worst
@@ -67,7 +66,7 @@ def test_the_same_bits(
             join_without_point_to_point(rank, folder)
             return train_rank(rank, *arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(cpu.Cpu, "has_point_to_point", lambda self: point_to_point_works(CPU))
+        monkeypatch.setattr(cpu.Cpu, "pipeline_transfers", lambda self, topology: send_recv_or_pairs(topology, CPU))
         monkeypatch.setattr(tests.oracle, "train_rank", train_without)
         reduced = run_layout(ranks, *layout, *model)
         monkeypatch.setattr(tests.oracle, "train_rank", train_rank)
@@ -159,4 +158,5 @@ def test_the_probe(ranks: int, log: Path, tmp_path: Path) -> None:
 def test_devices_that_know_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "isend", lambda *_: pytest.fail("it was tried"))
     for module in (cpu, cuda, hpu):
-        assert module.DEVICE.has_point_to_point()
+        with module.DEVICE.pipeline_transfers(Topology(rank=0, tp=1, dp=1, pp=2, vpp=1, shard_size=1)):
+            pass
