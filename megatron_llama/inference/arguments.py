@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
@@ -21,6 +20,14 @@ if TYPE_CHECKING:
     from megatron_llama.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+# What ranks run with; imported once, before they are forked.
+IMPORTS = ("megatron_llama.inference.accuracy", "megatron_llama.inference.chat")
+
+
+class Start(Protocol):
+    """Starts the ranks of a plan and returns the exit status, as ``launch.start.run_on_this_machine`` does."""
+
+    def __call__(self, work: Callable[[], None], plan: Plan, *, imports: Sequence[str]) -> int: ...
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,18 +144,3 @@ def run(main: Callable[[], int]) -> int:
     except CorruptFile as error:
         sys.stderr.write(f"damaged: {error}\n")
         return EXIT_FAILED
-
-
-def start(work: Callable[[], None], plan: Plan) -> int:
-    """Runs ``work`` on the plan's ranks, on this machine; returns the exit status."""
-    from megatron_llama.devices import get_device
-    from megatron_llama.launch.start import start_ranks
-    from megatron_llama.launch.variables import variables
-
-    device = get_device(plan.config.device.name)
-    environment = variables(device, plan)
-    if device.forkable:
-        os.environ.update(environment)
-        import megatron_llama.inference.accuracy
-        import megatron_llama.inference.chat  # noqa: F401  imported once here, and not in each rank
-    return start_ranks(work, plan.world_size, fork=device.forkable, environment=environment)

@@ -51,10 +51,10 @@ class Task:
     output: Path | None
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], start: inference.Start) -> int:
     """Runs ``scripts/evaluate.py`` with ``argv``; returns the exit status."""
     arguments = parser().parse_args(argv)  # first: --help needs no torch
-    return inference.run(lambda: _main(arguments))
+    return inference.run(lambda: _main(arguments, start))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,14 +80,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _main(arguments: argparse.Namespace) -> int:
+def _main(arguments: argparse.Namespace, start: inference.Start) -> int:
     problems = inference.Problems()
     _check(arguments, problems)
     loaded = inference.open_model(arguments, problems, needs_text=arguments.dataset is None)
     task = None if loaded is None else _task(arguments, loaded, problems)
     problems.check()
     assert loaded is not None and task is not None, "where there is no problem there is a task"
-    return inference.start(partial(evaluate_rank, loaded, task), loaded.plan)
+    return start(partial(evaluate_rank, loaded, task), loaded.plan, imports=inference.IMPORTS)
 
 
 def _check(arguments: argparse.Namespace, problems: Problems) -> None:

@@ -38,10 +38,10 @@ class Request:
     chat: bool
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], start: inference.Start) -> int:
     """Runs ``scripts/generate.py`` with ``argv``; returns the exit status."""
     arguments = parser().parse_args(argv)  # first: --help needs no torch
-    return inference.run(lambda: _main(arguments))
+    return inference.run(lambda: _main(arguments, start))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _main(arguments: argparse.Namespace) -> int:
+def _main(arguments: argparse.Namespace, start: inference.Start) -> int:
     problems = inference.Problems()
     request = _request(arguments, problems)
     loaded = inference.open_model(arguments, problems)
@@ -71,7 +71,7 @@ def _main(arguments: argparse.Namespace) -> int:
         _check_texts(loaded, request, problems)
     problems.check()
     assert loaded is not None, "where there is no problem there is a model"
-    return inference.start(partial(answer_rank, loaded, request), loaded.plan)
+    return start(partial(answer_rank, loaded, request), loaded.plan, imports=inference.IMPORTS)
 
 
 def _ask_in(loaded: Loaded, arguments: argparse.Namespace, problems: Problems) -> None:

@@ -13,6 +13,8 @@ import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
 import megatron_llama.inference.chat  # noqa: F401  the same
+from megatron_llama.inference import evaluate_cli, generate_cli
+from megatron_llama.launch.start import run_on_this_machine
 
 Main = Callable[[Sequence[str]], int]
 
@@ -64,3 +66,13 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
 
 
 CPU = ("--device", "cpu")
+
+
+def generate(argv: Sequence[str]) -> int:
+    """scripts/generate.py."""
+    return generate_cli.main(argv, run_on_this_machine)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """scripts/evaluate.py."""
+    return evaluate_cli.main(argv, run_on_this_machine)

@@ -16,14 +16,13 @@ import torch
 from megatron_llama.config import ConfigError
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference import accuracy as answers
-from megatron_llama.inference import evaluate_cli as evaluate
 from megatron_llama.inference.accuracy import Asked, ask, final_number, share
 from megatron_llama.inference.eval_data import TEMPLATES, Template, find_template, read_records
 from megatron_llama.inference.perplexity import windows
 from megatron_llama.inference.prompts import PromptBuilder
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.helpers import run_script
-from tests.inference.commands import CPU, command
+from tests.inference.commands import CPU, command, evaluate
 from tests.inference.models import make_folder
 from tests.ranks import run_ranks
 
@@ -54,7 +53,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray]:
 def report(tmp_path: Path, *arguments: object) -> dict[str, Any]:
     """The JSON of a run of the script."""
     path = tmp_path / "report.json"
-    done = command(evaluate.main, *arguments, *CPU, "--output", path)
+    done = command(evaluate, *arguments, *CPU, "--output", path)
     assert done.status == 0, done.err
     return json.loads(path.read_text())
 
@@ -265,7 +264,7 @@ def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, templat
 
 
 def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
-    done = command(evaluate.main, folder, *CPU, "--tp", 3, "--batch-size", 0, "--output", tmp_path / "no" / "file")
+    done = command(evaluate, folder, *CPU, "--tp", 3, "--batch-size", 0, "--output", tmp_path / "no" / "file")
     assert done.status == 2 and "Traceback" not in done.err
     for named in ("--tp", "--batch-size", "--output", "nothing is asked for"):
         assert named in done.err, named
@@ -277,9 +276,9 @@ def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tm
         (["--labelled", tmp_path / "nothing.tsv", "--template", "gsm8k"], "no labels"),
         (["--generative", tmp_path / "x.jsonl", "--dataset", dataset[0]], "one is evaluated at a time"),
     ):
-        done = command(evaluate.main, folder, *CPU, *arguments)
+        done = command(evaluate, folder, *CPU, *arguments)
         assert done.status == 2 and named in done.err, (arguments, done.err)
-    done = command(evaluate.main, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
+    done = command(evaluate, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
     assert done.status == 2 and "vocabulary ends at 99" in done.err
 
 
@@ -297,7 +296,7 @@ def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_pat
     theirs = [one for scores in run_ranks(_their_label_scores, 1, folder, split)[0] for one in scores]
     assert found["tokens"] == len(theirs) == sum(map(sum, masks_of(pairs))) and found["windows"] == 3
     assert found["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
-    refused = command(evaluate.main, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
+    refused = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
     assert refused.status == 2 and "whole examples" in refused.err
 
 

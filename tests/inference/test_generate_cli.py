@@ -10,10 +10,9 @@ import pytest
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
 import megatron_llama.inference.chat  # noqa: F401  the same
-from megatron_llama.inference import generate_cli as generate
 from tests.checkpoint.jobs import Job
 from tests.cpu import children_cpu_seconds
-from tests.inference.commands import CPU, command
+from tests.inference.commands import CPU, command, generate
 from tests.inference.models import make_folder
 from tests.paths import SCRIPTS
 
@@ -28,37 +27,37 @@ def test_help_is_quick(script: str) -> None:
     with children_cpu_seconds(5.0):
         done = subprocess.run([sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "CHECKPOINT" in done.stdout
-    module = f"megatron_llama.launch.{script[:-3]}"
+    module = f"megatron_llama.inference.{script[:-3]}_cli"
     code = f"import sys; from {module} import parser; parser(); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent).returncode == 0
 
 
 def test_prompts(folder: Path) -> None:
     asked = [folder, *CPU, "--prompt", "the cat", "a dog and a", "--max-new-tokens", 12, "--greedy"]
-    one = command(generate.main, *asked)
+    one = command(generate, *asked)
     assert one.status == 0, one.err
     assert one.out.startswith("the cat") and "\n\na dog and a" in one.out
     assert "tokens/s" in one.err
-    two = command(generate.main, *asked, "--tp", 2)
+    two = command(generate, *asked, "--tp", 2)
     assert (two.status, two.out) == (0, one.out), two.err
 
 
 def test_chat(folder: Path) -> None:
     asked = [folder, *CPU, "--chat", "--system", "answer", "--max-new-tokens", 8, "--greedy"]
-    done = command(generate.main, *asked, stdin="Hello cat\nHello cat\n\n/reset\nHello cat\n")
+    done = command(generate, *asked, stdin="Hello cat\nHello cat\n\n/reset\nHello cat\n")
     assert done.status == 0, done.err
-    single = command(generate.main, *asked, stdin="Hello cat").out
+    single = command(generate, *asked, stdin="Hello cat").out
     # Begun anew, the same question has the same answer; as a second one it has another.
     assert len(single) > 4 and done.out.startswith(single) and done.out.endswith(single)
     middle = done.out[len(single) : -len(single)]
     assert middle and middle != single
     assert "[begun anew]" in done.err
-    assert command(generate.main, *asked, "--tp", 2, stdin="Hello cat").out == single
+    assert command(generate, *asked, "--tp", 2, stdin="Hello cat").out == single
 
 
 def test_a_conversation_that_is_full(folder: Path) -> None:
     asked = [folder, *CPU, "--chat", "--max-new-tokens", 4]
-    done = command(generate.main, *asked, stdin="cat " * 200 + "\nHello\n")
+    done = command(generate, *asked, stdin="cat " * 200 + "\nHello\n")
     assert done.status == 0 and "of the model's 128 tokens: /reset" in done.err
     assert done.out  # what did not fit was not kept
 
@@ -77,41 +76,41 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
     )
     assert job.wait() == 0, job.said
     asked = [*CPU, "--prompt", "the cat sat", "--greedy", "--max-new-tokens", 16]
-    theirs = command(generate.main, folder, *asked)
+    theirs = command(generate, folder, *asked)
     assert theirs.status == 0
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000000"):
-        ours = command(generate.main, path, *asked)
+        ours = command(generate, path, *asked)
         assert (ours.status, ours.out) == (0, theirs.out), ours.err
     weights = next((tmp_path / "run" / "checkpoints" / "step_00000000").glob("rank_00001.*"))
     content = bytearray(weights.read_bytes())
     content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first value
     weights.write_bytes(content)
-    broken = command(generate.main, tmp_path / "run", *asked)
+    broken = command(generate, tmp_path / "run", *asked)
     assert broken.status == 1 and "not what was written" in broken.err
 
 
 def test_every_mistake_at_once(folder: Path, tmp_path: Path) -> None:
     done = command(
-        generate.main, folder, *CPU, "--tp", 3, "--chat", "--prompt", "x", "--temperature", 0, "--top-p", 1.5,
+        generate, folder, *CPU, "--tp", 3, "--chat", "--prompt", "x", "--temperature", 0, "--top-p", 1.5,
         "--max-new-tokens", 0,
     )  # fmt: skip
     assert done.status == 2 and "Traceback" not in done.err
     for named in ("--tp", "--chat", "--temperature", "--top-p", "--max-new-tokens", "7 reasons"):
         assert named in done.err, named
-    done = command(generate.main, tmp_path / "nothing", *CPU, "--greedy", "--seed", 4, "--system", "x")
+    done = command(generate, tmp_path / "nothing", *CPU, "--greedy", "--seed", 4, "--system", "x")
     assert done.status == 2
     for named in ("there is no such folder", "--seed", "--system", "--prompt"):
         assert named in done.err, named
-    done = command(generate.main, folder, *CPU, "--prompt", "cat " * 300, "")
+    done = command(generate, folder, *CPU, "--prompt", "cat " * 300, "")
     assert (
         done.status == 2
         and "128 positions" in " ".join(done.err.split())
         and "has no token" in " ".join(done.err.split())
     )
-    assert command(generate.main, tmp_path, *CPU, "--prompt", "x").status == 2
+    assert command(generate, tmp_path, *CPU, "--prompt", "x").status == 2
 
 
 def test_chat_without_a_template(tmp_path: Path) -> None:
     plain = make_folder(tmp_path / "plain", template=False)
-    done = command(generate.main, plain, *CPU, "--chat", stdin="Hello\n")
+    done = command(generate, plain, *CPU, "--chat", stdin="Hello\n")
     assert done.status == 2 and "has no chat template" in " ".join(done.err.split())

@@ -15,12 +15,10 @@ from megatron_llama.checkpoint.adapter import open_base
 from megatron_llama.checkpoint.export import export, find_checkpoint, model_of
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError
-from megatron_llama.inference import evaluate_cli as evaluate
-from megatron_llama.inference import generate_cli as generate
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.load import inference_plan, open_source
 from tests.checkpoint.jobs import Job
-from tests.inference.commands import CPU, command
+from tests.inference.commands import CPU, command, evaluate, generate
 from tests.inference.models import NOTHING, PROMPTS, in_generator, make_folder, with_generator
 from tests.oracle import distance
 from tests.ranks import run_ranks
@@ -73,10 +71,10 @@ def test_bf16_weights_are_rounded_once(folders: Path) -> None:
 
 
 def test_it_writes_what_the_merged_model_writes(folders: Path) -> None:
-    theirs = command(generate.main, folders / "merged", "--tokenizer", folders / "base", *ASKED)
+    theirs = command(generate, folders / "merged", "--tokenizer", folders / "base", *ASKED)
     assert theirs.status == 0 and len(theirs.out) > 20, theirs.err
     for path, tp in ((folders / "run", 1), (folders / "run/checkpoints/step_00000002", 2)):  # with the base's tokenizer
-        ours = command(generate.main, path, *ASKED, "--tp", tp)
+        ours = command(generate, path, *ASKED, "--tp", tp)
         assert (ours.status, ours.out) == (0, theirs.out), ours.err
 
 
@@ -97,7 +95,7 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
             assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
             found = open_source(folders / name, moved)
             assert (found.stored.folder, found.tokenizer, found.token_ids) == (moved, moved, {"eos_token_id": 0})
-        for main, asked in ((generate.main, ASKED), (evaluate.main, (*CPU, "--dataset", tmp_path / "none"))):
+        for main, asked in ((generate, ASKED), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
             done = command(main, folders / "run", *asked)
             assert (
                 done.status == 2
@@ -110,7 +108,7 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
 
 def test_another_base_is_refused(folders: Path) -> None:
     run, merged = folders / "run", folders / "merged"
-    for main, asked in ((generate.main, ASKED), (evaluate.main, (*CPU, "--dataset", "none"))):
+    for main, asked in ((generate, ASKED), (evaluate, (*CPU, "--dataset", "none"))):
         done = command(main, run, *asked, "--base", merged)
         assert done.status == 2 and "does not hold the weights" in " ".join(done.err.split())
     assert "these weights are whole" in refused(merged, folders / "base")
