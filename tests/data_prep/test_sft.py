@@ -17,7 +17,7 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import own_template
 from megatron_llama.text.chat_tokenizer import HuggingFace, encode_pieces
 from megatron_llama.text.conversation import REASONS, Turn
-from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, read, run_script, say
+from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, killer, read, run_script, say
 from tests.paths import ROOT
 
 
