@@ -1,6 +1,6 @@
-"""``scripts/compile.py``: the ranks of a run are started to compile its graphs, not to train.
+"""``scripts/compile.py``: starts the ranks of a run to compile its graphs, not to train.
 
-With ``--one-per-stage``, one process for each kind of pipeline stage stands for the whole world.
+With ``--one-per-stage``, one process for each kind of pipeline stage represents the whole world.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
-    from megatron_llama.devices import Device
     from megatron_llama.plan import Plan
 
 ONE_PER_STAGE = "--one-per-stage"
@@ -26,7 +25,7 @@ USAGE = f"""\
 python scripts/compile.py [{ONE_PER_STAGE}] [group=choice ...] [section.setting=value ...]
 
 Compiles every graph that `python train.py` with the same settings will need, without training: no TensorBoard, no
-checkpoints, made-up data. The graphs go to trainer.compile_cache; a run with trainer.compile=true finds them there.
+checkpoints, random data. The graphs go to trainer.compile_cache; a run with trainer.compile=true finds them there.
 Starts its own ranks, or takes its place under torchrun and srun (sbatch compile.slurm ...), as train.py does.
 
   {ONE_PER_STAGE}  on this machine alone, for a run of any size: one process for each kind of pipeline stage
@@ -39,10 +38,10 @@ Examples
 
 Ends with the numbers of graphs, of successful and of failed compilations. Where run.dir is given, that run's own
 files stay as they are: all of this, the report compile.json too, goes to <run.dir>/compile.
-Exit status: 0 all graphs were compiled, 2 a mistake in what was asked, else a failure.
+Exit status: 0 all graphs were compiled, 2 a config that can't work, else a failure.
 """
 FOLDER = "compile"
-"""In the run's folder, whose config.yaml, plan.txt and compile.json are the run's."""
+"""Inside the run's folder, where config.yaml, plan.txt and compile.json belong to the run itself."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,51 +57,44 @@ def main(argv: Sequence[str]) -> int:
         _need_no_device(words)
         if len(overrides) == len(argv):
             return cli.main(words, work=compile_one_rank, inside=FOLDER)
-        plan, device = _plan(cli.composed(words, inside=FOLDER))
-        return _start(plan, device)
+        return _start(_plan(cli.composed(words, inside=FOLDER)))
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
 
 
-def compile_one_rank(plan: Plan) -> None:
-    """What each rank does."""
-    _prepare(plan)
-    from megatron_llama.tools.compile.compile_rank import compile_rank
-
-    compile_rank(plan)
-
-
-def compile_one_representative(plan: Plan) -> None:
-    """What each process does that stands for a stage."""
-    _prepare(plan)
-    from megatron_llama.tools.compile.compile_rank import compile_representative
-
-    compile_representative(plan)
-
-
-def _prepare(plan: Plan) -> None:
+def compile_one_rank(plan: Plan, representatives: Sequence[int] | None = None) -> None:
+    """What each process does that is started."""
     from megatron_llama.devices import get_device
 
     for name, value in get_device(plan.config.device.name).ahead_of_time_environment().items():
         os.environ.setdefault(name, value)
+    from megatron_llama.tools.compile.compile_rank import compile_rank
+
+    compile_rank(plan, representatives)
+
+
+def representatives(plan: Plan) -> list[int]:
+    """One rank for each kind of pipeline stage: the first, one in the middle, the last."""
+    pp = plan.config.trainer.pp
+    return [stage * (plan.world_size // pp) for stage in sorted({0, min(1, pp - 1), pp - 1})]
 
 
 def _need_no_device(overrides: list[str]) -> None:
-    """Sets what lets the device that is asked for compile without being here, before it is asked whether it is."""
+    """Sets the variables with which the requested device compiles without being here, before it is looked for."""
     from megatron_llama.config import ConfigError, load_config
     from megatron_llama.devices import ahead_of_time_environment
 
     try:
         name = load_config(overrides, cli.CONF_DIR).device.name
     except ConfigError:
-        return  # it will be said with all else that is wrong
+        return  # reported later, with all other problems
     for variable, value in ahead_of_time_environment(name).items():
         os.environ.setdefault(variable, value)
 
 
-def _plan(config: Config) -> tuple[Plan, Device]:
-    """The plan of the whole world, and this machine's device."""
+def _plan(config: Config) -> Plan:
+    """The plan of the whole world, on this machine's device."""
     from megatron_llama.config import ConfigError, Problem
     from megatron_llama.devices import get_device
     from megatron_llama.plan import Machine, resolve
@@ -114,26 +106,21 @@ def _plan(config: Config) -> tuple[Plan, Device]:
     except ValueError as error:
         raise ConfigError([Problem("device", config.device.name, str(error), "write device=auto")]) from None
     config.device.name = device.name
-    # As many as are started here share this machine's memory; an accelerator has one each.
+    # Representatives on a CPU share this machine's memory; accelerators have their own.
     together = 1 if device.is_accelerator else min(3, max(1, trainer.pp))
-    machine = Machine(device.memory_bytes(), together, f"this machine's {device.name}")
-    return resolve(config, world_size, machine), device
+    return resolve(config, world_size, Machine(device.memory_bytes(), together, f"this machine's {device.name}"))
 
 
-def _start(plan: Plan, device: Device) -> int:
+def _start(plan: Plan) -> int:
     """Runs the representatives, all at once."""
     from megatron_llama.launch import run_dir
-    from megatron_llama.launch.start import start_ranks
-    from megatron_llama.launch.variables import variables
+    from megatron_llama.launch.start import run_on_this_machine
 
     plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_by_time(plan.config)
-    folder = Path(plan.config.run.dir)
+    folder, ranks = Path(plan.config.run.dir), representatives(plan)
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
-        environment = variables(device, plan)
-        os.environ.update(environment)
-        from megatron_llama.tools.compile.compile_rank import representatives
-
-        work, count = partial(compile_one_representative, plan), len(representatives(plan))
-        with run_dir.outputs(folder, range(count)) as output_dir:
-            return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
+        work = partial(compile_one_rank, plan, ranks)
+        with run_dir.outputs(folder, range(len(ranks))) as output_dir:
+            imports = ["megatron_llama.tools.compile.compile_rank"]
+            return run_on_this_machine(work, plan, ranks=len(ranks), imports=imports, output_dir=output_dir)

@@ -1,7 +1,7 @@
-"""Compilation ahead of time: two steps and a validation on made-up data, to have every graph of a run in the cache.
+"""Ahead-of-time compilation: two steps and a validation on random data bring every graph of a run into the cache.
 
-Nothing is trained, logged or saved. The graphs are those of the run: layout, micro batch, sequence and precision are
-its own; only the number of micro batches is cut to what the pipeline needs to get steady.
+Nothing is trained, logged or saved. Layout, micro batch size, sequence length and precision are the run's, and so are
+the graphs; only the number of micro batches is reduced to what the pipeline needs to reach its steady state.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,39 +33,31 @@ class NotCompiled(RuntimeError):
     """Some graphs could not be compiled; the report says which."""
 
 
-def compile_rank(plan: Plan) -> None:
-    """This process's part of compiling for ``plan``, as one of all its ranks.
+def compile_rank(plan: Plan, representatives: Sequence[int] | None = None) -> None:
+    """This process's part of compiling for ``plan``: as rank RANK, or with ``representatives`` as
+    ``representatives[RANK]`` of a world whose other ranks are not there.
 
-    RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which. Rank 0 prints the totals and writes
-    ``compile.json`` to its folder. Raises NotCompiled, on all ranks, where a compilation failed.
+    The launcher has set RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. RANK 0 prints the totals and
+    writes ``compile.json`` to the run's folder.
+
+    Raises:
+        NotCompiled: on all ranks, where a compilation failed.
     """
     start = time.perf_counter()
-    _finish(_compile(plan, int(os.environ["RANK"]), gather), plan, start)
+    if representatives is None:
+        compilations = _compile(plan, int(os.environ["RANK"]), gather)
+    else:
+        # Collectives of torch's fake process group go nowhere: the numbers are meaningless, the graphs are the run's.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        rank = representatives[int(os.environ["RANK"])]
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+        compilations = _compile(plan, rank, partial(_gather_through_store, representatives))
+    _report(compilations, plan, start)
 
 
-def compile_representative(plan: Plan) -> None:
-    """Compiles for a whole world as one of the ``representatives`` of its stages; the others are not there.
-
-    RANK says which one, MASTER_ADDR and MASTER_PORT where they meet. The world's collectives go nowhere (torch's fake
-    process group), so the numbers are nonsense and the graphs are right.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    start = time.perf_counter()
-    rank = representatives(plan)[int(os.environ["RANK"])]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
-    _finish(_compile(plan, rank, lambda graphs: _meet(graphs, plan)), plan, start)
-
-
-def representatives(plan: Plan) -> list[int]:
-    """One rank for each kind of pipeline stage: the first, one in the middle, the last."""
-    per_stage = plan.world_size // plan.config.trainer.pp
-    stages = sorted({0, min(1, plan.config.trainer.pp - 1), plan.config.trainer.pp - 1})
-    return [stage * per_stage for stage in stages]
-
-
-def _compile(plan: Plan, rank: int, meet: Callable[[Sequence[Graph]], Compilations]) -> Compilations:
-    """Has every graph of ``rank`` compiled; returns those of all ranks, which ``meet`` brings together."""
+def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compilations]) -> Compilations:
+    """Compiles every graph of ``rank``; returns the graphs of all ranks, as ``gathered`` collects them."""
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = build_topology(plan, rank)
@@ -79,31 +72,31 @@ def _compile(plan: Plan, rank: int, meet: Callable[[Sequence[Graph]], Compilatio
             optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
             model.forward_backward(data.validation.at(0)[:count], train=False)
-        return meet(compiler.graphs)
+        return gathered(compiler.graphs)
 
 
 def steady_microbatches(plan: Plan) -> int:
-    """Micro batches after which nothing new comes: a first, a steady and a last one, in whole pipeline rounds."""
+    """Micro batches after which no new graph is needed: a first, a steady and a last one, in whole pipeline rounds."""
     pp = plan.config.trainer.pp
-    rounds = -(-3 // pp)
-    return min(plan.num_microbatches, rounds * pp)
+    return min(plan.num_microbatches, -(-3 // pp) * pp)
 
 
-def _meet(graphs: Sequence[Graph], plan: Plan) -> Compilations:
+def _gather_through_store(ranks: Sequence[int], graphs: Sequence[Graph]) -> Compilations:
     """The graphs of all representatives, through the store of the process that started them."""
-    number, everyone = int(os.environ["RANK"]), representatives(plan)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store.set(f"graphs/{number}", json.dumps([asdict(graph) for graph in graphs]))
-    found = [json.loads(store.get(f"graphs/{other}")) for other in range(len(everyone))]
-    store.set(f"read/{number}", "")
-    store.wait([f"read/{other}" for other in range(len(everyone))])
-    return Compilations(
-        {rank: [Graph(**graph) for graph in theirs] for rank, theirs in zip(everyone, found, strict=True)}
-    )
+    store.set(f"graphs/{os.environ['RANK']}", json.dumps([asdict(graph) for graph in graphs]))
+    found = {
+        rank: [Graph(**graph) for graph in json.loads(store.get(f"graphs/{number}"))]
+        for number, rank in enumerate(ranks)
+    }
+    # A process that fails has the others killed soon after: by then all must have read.
+    store.set(f"read/{os.environ['RANK']}", "")
+    store.wait([f"read/{number}" for number in range(len(ranks))])
+    return Compilations(found)
 
 
-def _finish(compilations: Compilations, plan: Plan, start: float) -> None:
-    """Says what was compiled, on the first rank, and fails where something was not."""
+def _report(compilations: Compilations, plan: Plan, start: float) -> None:
+    """Prints what was compiled, on the first rank; raises NotCompiled on all."""
     if int(os.environ["RANK"]) == 0:
         path = write_report(compilations, plan)
         sys.stdout.write("\n".join(_lines(compilations, plan, time.perf_counter() - start, path)) + "\n")

@@ -12,10 +12,10 @@ from typing import Any
 from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import ModelConfig
+from megatron_llama.text.tokenizer import vocabulary_size
 from megatron_llama.tools.import_nemo import nemo_keys as keys
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of
 from megatron_llama.tools.import_nemo.read_yaml import flat, load
-from megatron_llama.tools.import_nemo.vocabulary import pieces
 
 TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
 UNSUPPORTED = "not supported: the training will differ"
@@ -190,7 +190,7 @@ class _Conversion:
         if "model.vocab_size" in self.result.settings:
             return
         paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
-        counts = [count for path in paths if path and (count := pieces(str(path))) is not None]
+        counts = [count for path in paths if path and (count := _vocab_size(str(path))) is not None]
         self.result.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_VOCAB_SIZE
         if not counts:
             self.result.assumed.append(
@@ -346,6 +346,16 @@ class _Conversion:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
         if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
             self.result.world_size = devices * nodes
+
+
+def _vocab_size(path: str) -> int | None:
+    """Rows of the embedding in a Hugging Face folder, which can be more than its tokenizer has ids; else the number of
+    ids of a tokenizer; None where it is not here."""
+    try:
+        rows = read_hf_config(path).get("vocab_size")
+    except ValueError:
+        return vocabulary_size(path)
+    return rows if isinstance(rows, int) else None
 
 
 def _unread(key: str, value: Any) -> Found:
