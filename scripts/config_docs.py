@@ -90,9 +90,10 @@ def _table(section: str, docs: dict[str, str]) -> Iterator[str]:
 
 
 def _type(setting: Setting) -> str:
-    """The type as a user would name it."""
+    """The type as a user would name it, and what limits the value."""
     items = f" of {setting.item_kind.__name__}" if setting.item_kind else ""
-    return setting.kind.__name__ + items + (" or null" if setting.optional else "")
+    limit = f", {setting.limit.rule.removeprefix('must be ')}" if setting.limit else ""
+    return setting.kind.__name__ + items + (" or null" if setting.optional else "") + limit
 
 
 def _cell(text: str) -> str:

@@ -1,14 +1,17 @@
-"""The settings as a flat table: ``trainer.tp`` -> its type and default, read from the dataclasses."""
+"""The settings as a flat table, read from the dataclasses: ``trainer.tp`` -> its type, default and limit."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import typing
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
-from megatron_llama.config.problems import shown
+from megatron_llama.config.limits import Limit
+from megatron_llama.config.problems import Problem, nearest, shown, typed
 from megatron_llama.config.settings import Config
 
 # The one section whose keys are not ours: the arguments of whatever schedule class it names.
@@ -22,17 +25,21 @@ KINDS = {
     dict: "a mapping",
 }
 EXAMPLES = {int: "1", float: "0.1", bool: "true", str: "name", list: "[...]", dict: "{...}"}
+TOO_LARGE = 1e18
+"""No setting is meant to be so large: it is a typing error, or infinity."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: where it stands, what it may be, and what it is when nothing is said."""
+    """One setting."""
 
     name: str
     kind: type
     item_kind: type | None
+    """Type of a list's items."""
     optional: bool
     default: Any
+    limit: Limit | None
 
     @property
     def kind_in_words(self) -> str:
@@ -49,6 +56,18 @@ class Setting:
         example = EXAMPLES[self.kind] if self.default in (None, [], {}) else shown(self.default)
         return f"write {self.kind_in_words}, such as {self.name}={example}"
 
+    def problem(self, value: Any) -> Problem | None:
+        """What is wrong with ``value``, which has the right type; None where nothing is."""
+        if self.limit is None or (value is None and self.optional):
+            return None
+        too_large = self.kind in (int, float) and abs(value) >= TOO_LARGE
+        if self.limit.holds(value) and not too_large:
+            return None
+        example = self.limit.example if self.default in (None, []) else typed(self.default)
+        example = nearest(str(value), self.limit.choices) or example
+        rule = f"must be below {TOO_LARGE:.0g}" if too_large else self.limit.rule
+        return Problem(self.name, value, rule, f"write {self.name}={example}")
+
 
 @dataclass(frozen=True)
 class Section:
@@ -62,42 +81,64 @@ class Section:
 @functools.cache
 def settings_by_name() -> dict[str, Setting]:
     """Every setting under its full name."""
-    return {setting.name: setting for setting in _walk(Config, "")}
+    return {part.name: part for part in _walk(Config, "") if isinstance(part, Setting)}
 
 
 @functools.cache
 def sections() -> dict[str, Section]:
     """Every section (``trainer``, ``model.rope_scaling``) under its full name."""
-    return {section.name: section for section in _sections(Config, "")}
+    return {part.name: part for part in _walk(Config, "") if isinstance(part, Section)}
 
 
-def parts(hint: Any) -> tuple[type, type | None, bool]:
-    """A field's type hint as (type, type of a list's items, may it be None)."""
-    optional = False
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        members = [member for member in typing.get_args(hint) if member is not type(None)]
-        assert len(members) == 1, f"settings have one type, or that and None; not {hint}"
-        hint, optional = members[0], True
-    arguments = typing.get_args(hint)
-    item_type = arguments[0] if typing.get_origin(hint) is list and isinstance(arguments[0], type) else None
-    return typing.get_origin(hint) or hint, item_type, optional
+def check_limits(config: Config) -> list[Problem]:
+    """The settings whose value is impossible whatever the others are."""
+    found = [
+        setting.problem(get(config, name))
+        for name, setting in settings_by_name().items()
+        if get(config, name.rpartition(".")[0]) is not None  # a section that is null has no values
+    ]
+    return [problem for problem in found if problem is not None]
 
 
-def _walk(owner: type, prefix: str) -> typing.Iterator[Setting]:
-    hints = typing.get_type_hints(owner)
+def with_defaults_for(config: Config, problems: Iterable[Problem]) -> Config:
+    """A copy in which the settings that ``problems`` name have their default value."""
+    config = copy.deepcopy(config)
+    for problem in problems:
+        section, _, key = problem.field.rpartition(".")
+        setattr(get(config, section), key, copy.deepcopy(settings_by_name()[problem.field].default))
+    return config
+
+
+def get(config: Config, name: str) -> Any:
+    """The value of a setting or section by its full name, the whole config for ""; None inside a section that is
+    null."""
+    value: Any = config
+    for key in name.split(".") if name else ():
+        value = getattr(value, key) if value is not None else None
+    return value
+
+
+def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
+    hints = typing.get_type_hints(owner, include_extras=True)
     for field in fields(owner):
-        kind, item_type, optional = parts(hints[field.name])
+        name = prefix + field.name
+        kind, item_kind, optional, limit = _parts(hints[field.name])
         if is_dataclass(kind):
-            yield from _walk(kind, f"{prefix}{field.name}.")
+            yield Section(name, kind, optional)
+            yield from _walk(kind, f"{name}.")
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            yield Setting(prefix + field.name, kind, item_type, optional, default)
+            yield Setting(name, kind, item_kind, optional, default, limit)
 
 
-def _sections(owner: type, prefix: str) -> typing.Iterator[Section]:
-    hints = typing.get_type_hints(owner)
-    for field in fields(owner):
-        kind, _, optional = parts(hints[field.name])
-        if is_dataclass(kind):
-            yield Section(prefix + field.name, kind, optional)
-            yield from _sections(kind, f"{prefix}{field.name}.")
+def _parts(hint: Any) -> tuple[type, type | None, bool, Limit | None]:
+    """A field's type hint as (type, type of a list's items, may it be None, limit)."""
+    limit, optional = None, False
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, limit = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        (hint,) = [member for member in typing.get_args(hint) if member is not type(None)]
+        optional = True
+    arguments = typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    return kind, arguments[0] if kind is list and isinstance(arguments[0], type) else None, optional, limit

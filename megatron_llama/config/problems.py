@@ -66,6 +66,11 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def typed(value: Any) -> str:
+    """``value`` ready for a shell and for Hydra's grammar, in which a comma outside of brackets asks for a sweep."""
+    return f"'\"{value}\"'" if isinstance(value, str) and "," in value else shown(value)
+
+
 def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The name in ``known`` that ``wanted`` was probably meant to be, or None; ``cutoff`` is how like it must be."""
     by_lower_case = {name.lower(): name for name in known}

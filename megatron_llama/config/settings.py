@@ -8,36 +8,46 @@ in ``conf/``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from megatron_llama.config.limits import (
+    above_zero,
+    at_least,
+    between,
+    blend,
+    not_blank,
+    one_of,
+    share,
+    some_of,
+    three_shares,
+    two_betas,
+)
+from megatron_llama.config.precision import PRECISIONS
 
 DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # in the order in which auto tries them
-RECOMPUTE = ("none", "selective", "full")
-OPTIMIZERS = ("adamw", "adam", "sgd")
-ZERO_STAGES = (0, 1, 2, 3)
-FINETUNE_METHODS = ("none", "full", "lora")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 """PEFT's name of all of them."""
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
-FROZEN_DTYPES = ("fp32", "bf16", "int8", "nf4")
-DATA_KINDS = ("pretrain", "sft")
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
+LARGEST_SEED = 2**31 - 1
+"""Ranks add to the seed, and libraries take 32 bits of it."""
 
 
 @dataclass
 class RopeScaling:
     """Llama 3's frequency scaling of rotary embeddings (Hugging Face's ``rope_type: llama3``)."""
 
-    rope_type: str = "llama3"
+    rope_type: Annotated[str, one_of("llama3")] = "llama3"
     """Kind of scaling; only ``llama3`` exists here."""
-    factor: float = 8.0
+    factor: Annotated[float, at_least(1)] = 8.0
     """Low frequencies are divided by this."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, above_zero()] = 1.0
     """Wavelengths above original_max_position_embeddings / this are scaled fully."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, above_zero()] = 4.0
     """Wavelengths below original_max_position_embeddings / this are left alone."""
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: Annotated[int, at_least(1)] = 8192
     """Sequence length before scaling, tokens."""
 
 
@@ -47,31 +57,31 @@ class ModelConfig:
 
     name: str = "llama"
     """Preset's name; shown in plans and used for the default run folder."""
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, at_least(2)] = 4096
     """Rows of the embedding table that mean something; padding for tensor parallelism is added and hidden by us."""
-    hidden_size: int = 192
+    hidden_size: Annotated[int, at_least(1)] = 192
     """Width of the residual stream."""
-    intermediate_size: int = 512
+    intermediate_size: Annotated[int, at_least(1)] = 512
     """Width of the SwiGLU feed-forward."""
-    num_hidden_layers: int = 4
+    num_hidden_layers: Annotated[int, at_least(1)] = 4
     """Transformer blocks."""
-    num_attention_heads: int = 4
+    num_attention_heads: Annotated[int, at_least(1)] = 4
     """Query heads."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: Annotated[int | None, at_least(1)] = None
     """Key and value heads (grouped-query attention). Derived: num_attention_heads."""
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, at_least(1)] = None
     """Width of a head. Derived: hidden_size / num_attention_heads."""
-    max_position_embeddings: int = 4096
+    max_position_embeddings: Annotated[int, at_least(1)] = 4096
     """Longest sequence the model is meant for, tokens."""
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: Annotated[float, above_zero()] = 1e-5
     """Added to the mean square inside RMSNorm."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, above_zero()] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Frequency scaling for long contexts; none for Llama 2."""
     tie_word_embeddings: bool = False
     """The output head is the embedding table."""
-    initializer_range: float = 0.02
+    initializer_range: Annotated[float, above_zero()] = 0.02
     """Standard deviation of initial weights; o_proj and down_proj get it divided by sqrt(2 * num_hidden_layers)."""
 
 
@@ -81,7 +91,7 @@ class DataConfig:
 
     name: str = "python_stdlib"
     """The data's name; shown in plans and used for the default run folder."""
-    kind: str = "pretrain"
+    kind: Annotated[str, one_of("pretrain", "sft")] = "pretrain"
     """pretrain (documents run on from sequence to sequence) or sft (whole examples with loss masks, as data_prep/sft.py
     writes them)."""
     pack: bool = False
@@ -89,19 +99,19 @@ class DataConfig:
     sft."""
     mock: bool = False
     """Make up tokens of the model's vocabulary instead of reading files."""
-    prefixes: list[Any] = field(default_factory=list)
+    prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
     """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is a
     share of the samples). For sft also files of records (.jsonl, .tsv; .gz, .zst), prepared at the start."""
     validation_prefixes: list[str] = field(default_factory=list)
     """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` says nothing. For sft."""
-    chat_template: str = "own"
+    chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"
     """For files of records: how conversations become text, own (the tokenizer's), chatml, prompter, dialogue or plain;
     see docs/sft_data.md."""
-    template: str | None = None
+    template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
     """For .tsv files: how their lines are asked, qnli or sst2."""
-    split: str = "969,30,1"
+    split: Annotated[str, three_shares()] = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
-    seq_length: int = 256
+    seq_length: Annotated[int, at_least(1)] = 256
     """Tokens in a training sequence."""
     tokenizer: str | None = None
     """sentencepiece model, or Hugging Face folder, that made the dataset; checked against it, and used to print samples
@@ -117,38 +127,38 @@ class DataConfig:
 class TrainerConfig:
     """How the work is laid out over devices, and how long it goes on."""
 
-    tp: int = 1
+    tp: Annotated[int, at_least(1)] = 1
     """Tensor-parallel size: devices that share each matrix."""
-    pp: int = 1
+    pp: Annotated[int, at_least(1)] = 1
     """Pipeline-parallel size: stages of layers."""
-    vpp: int = 1
+    vpp: Annotated[int, at_least(1)] = 1
     """Virtual stages per device (interleaved schedule); 1 is plain 1F1B."""
     pipeline_layers: list[int] | None = None
     """Layers of each stage, pp numbers. Derived: spread evenly, the first stages taking what is left over."""
     sp: bool | None = None
     """Sequence parallelism: activations between the matrices are split over tp along the sequence. Derived: tp > 1."""
-    zero: int = 1
+    zero: Annotated[int, one_of(0, 1, 2, 3)] = 1
     """Data-parallel sharding: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
-    dp: int | None = None
+    dp: Annotated[int | None, at_least(1)] = None
     """Data-parallel size. Derived: world / (tp * pp); if given it is checked, and sets the world on CPU and in dry
     runs."""
-    shard_group: int | None = None
+    shard_group: Annotated[int | None, at_least(1)] = None
     """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
-    micro_batch_size: int = 1
+    micro_batch_size: Annotated[int, at_least(1)] = 1
     """Sequences one device (group) works on at a time."""
-    global_batch_size: int = 8
+    global_batch_size: Annotated[int, at_least(1)] = 8
     """Sequences per optimizer step, over all devices."""
-    steps: int = 100
+    steps: Annotated[int, at_least(0)] = 100
     """Optimizer steps of the whole run; 0 initialises (or loads), saves and ends."""
-    epochs: int | None = None
+    epochs: Annotated[int | None, at_least(1)] = None
     """Instead of steps: how often the run sees its training data; steps are epochs * samples // global_batch_size."""
-    seed: int = 1234
+    seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
     """Seeds initial weights and data order."""
-    precision: str = "fp32"
+    precision: Annotated[str, one_of(*PRECISIONS, note="; there is no fp8 yet")] = "fp32"
     """fp32, bf16 (products in bf16; master weights, gradient sums and optimizer in fp32), bf16_sr (all in bf16, updates
     rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of the Trainium recipe's
     bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2; see docs/precision.md."""
-    recompute: str = "none"
+    recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
     """Activations made again in the backward pass: none, selective (attention core and SwiGLU product), full (each
     block)."""
     compile: bool = False
@@ -160,15 +170,15 @@ class TrainerConfig:
     """
     deterministic: bool = False
     """Refuse operations whose result can differ between two identical runs."""
-    skip_nonfinite_steps: int = 0
+    skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Steps that may be left out because loss or gradient is no number; the next one stops the run."""
-    hang_timeout_seconds: float | None = 1800.0
+    hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
     """Seconds without progress after which every rank's stacks are printed and the job fails; none waits for ever."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, at_least(0)] = 0
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
-    val_every_steps: int | None = None
+    val_every_steps: Annotated[int | None, at_least(1)] = None
     """Steps between validations; none means never."""
-    val_steps: int | None = None
+    val_steps: Annotated[int | None, at_least(1)] = None
     """Global batches per validation. Derived: 4; for data.kind=sft null stays, and means the whole set, each example
     once."""
 
@@ -177,26 +187,26 @@ class TrainerConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: str = "adamw"
+    name: Annotated[str, one_of("adamw", "adam", "sgd")] = "adamw"
     """adamw, adam or sgd, from torch.optim."""
-    lr: float = 3e-4
+    lr: Annotated[float, above_zero()] = 3e-4
     """Highest learning rate."""
-    min_lr: float | None = None
+    min_lr: Annotated[float | None, at_least(0)] = None
     """Lowest learning rate after the decay. Derived: lr / 10."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int | None, at_least(0)] = None
     """Steps of linear warm-up. Derived: a tenth of the steps, at most 2000."""
-    warmup_ratio: float | None = None
+    warmup_ratio: Annotated[float | None, between(0, 1, "0.03")] = None
     """Instead of warmup_steps: the share of the run's steps that is warm-up, rounded up as transformers does."""
-    constant_steps: int | None = None
+    constant_steps: Annotated[int | None, at_least(0)] = None
     """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0; for
     wsd a tenth of the steps."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[float], two_betas()] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors for gradient and squared gradient."""
-    eps: float = 1e-8
+    eps: Annotated[float, above_zero()] = 1e-8
     """Added to the denominator of Adam's update."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decoupled weight decay; norms are exempt."""
-    clip: float | None = 1.0
+    clip: Annotated[float | None, above_zero()] = 1.0
     """Largest global gradient norm; larger gradients are scaled down. None: no clipping."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """What Hydra instantiates as the schedule: _target_ and its arguments, beside the optimizer. Derived: a cosine."""
@@ -206,22 +216,24 @@ class OptimConfig:
 class FinetuneConfig:
     """Which weights are trained. Names and meanings are PEFT's."""
 
-    method: str = "none"
+    method: Annotated[str, one_of("none", "full", "lora")] = "none"
     """none and full train every weight, full a model that is there already (init_from); lora trains low-rank additions
     to matrices that stay as they are."""
-    lora_rank: int = 8
+    lora_rank: Annotated[int, at_least(1)] = 8
     """Rank of the additions (PEFT's r)."""
-    lora_alpha: float = 16.0
+    lora_alpha: Annotated[float, above_zero()] = 16.0
     """What is added is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: Annotated[float, share()] = 0.0
     """Share of the additions' inputs that is dropped in training; the masks depend on the layout."""
-    lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    lora_target_modules: Annotated[list[str], some_of(LORA_TARGETS, least=1)] = field(
+        default_factory=lambda: list(LORA_TARGETS[:4])
+    )
     """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear names
     all seven."""
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
     input_layernorm, post_attention_layernorm."""
-    frozen_dtype: str | None = None
+    frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
     """How LoRA keeps what is not trained: fp32, bf16, or the blocks' matrices in int8 or nf4 and the rest in the
     precision's dtype, which is also the default. Products run in that dtype whatever this is."""
     adapter: str | None = None
@@ -233,11 +245,11 @@ class FinetuneConfig:
 class DeviceConfig:
     """The kind of device and what is known of it."""
 
-    name: str = "auto"
+    name: Annotated[str, one_of(*DEVICES)] = "auto"
     """auto takes the best device found here; cpu is always there."""
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float | None, above_zero()] = None
     """Dense TFLOP/s of one device at the run's precision, for MFU. Derived: by model name; measured on CPU."""
-    memory_gib: float | None = None
+    memory_gib: Annotated[float | None, above_zero()] = None
     """Memory of one device, GiB; a layout that can't fit is refused. Derived: asked of the device."""
 
 
@@ -245,7 +257,7 @@ class DeviceConfig:
 class LoggingConfig:
     """What is shown and written while training."""
 
-    every_steps: int = 1
+    every_steps: Annotated[int, at_least(1)] = 1
     """Steps between lines on the console (metrics.jsonl and TensorBoard get every step)."""
     tensorboard: bool = True
     """Write TensorBoard events to <run.dir>/tensorboard."""
@@ -253,7 +265,7 @@ class LoggingConfig:
     """Also log parameter_norm, the global 2-norm of all weights (one more pass over them)."""
     sample_prompts: list[str] = field(default_factory=list)
     """Prompts continued and printed at the end of the run; needs data.tokenizer."""
-    sample_tokens: int = 48
+    sample_tokens: Annotated[int, at_least(1)] = 48
     """Tokens generated for each prompt."""
 
 
@@ -261,16 +273,16 @@ class LoggingConfig:
 class CheckpointConfig:
     """What is kept of a run."""
 
-    every_steps: int | None = None
+    every_steps: Annotated[int | None, at_least(1)] = None
     """Steps between checkpoints; none means only at the end."""
-    keep: int | None = None
+    keep: Annotated[int | None, at_least(1)] = None
     """Checkpoints kept, newest first; none keeps all."""
-    keep_every: int | None = None
+    keep_every: Annotated[int | None, at_least(1)] = None
     """Checkpoints at multiples of this many steps are kept for good, whatever ``keep`` says."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss too; checkpoints/best names it. Counts those of steps that
     trainer.val_every_steps validates."""
-    resume: str = "auto"
+    resume: Annotated[str, not_blank("must be auto, never or the path of a checkpoint", "auto")] = "auto"
     """auto goes on from the newest good checkpoint in run.dir, never starts anew, a path loads that checkpoint."""
     save_last: bool = True
     """Save the last step."""

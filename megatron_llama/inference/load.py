@@ -21,6 +21,7 @@ from megatron_llama.config import (
     Problem,
     TrainerConfig,
 )
+from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     fill_from_adapter,
@@ -29,7 +30,6 @@ from megatron_llama.config.hf_config import (
     read_hf_config,
     shape_from_hf,
 )
-from megatron_llama.config.limits import check_limits
 from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.parameters import head_dim, kv_heads

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from megatron_llama.config.data_prefixes import record_files, weights_and_paths
-from megatron_llama.config.limits import check_limits, with_defaults_for
+from megatron_llama.config.fields import check_limits, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import epochs_of, samples_per_epoch

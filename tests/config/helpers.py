@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megatron_llama.config import Config, ConfigError, Problem, RopeScaling
 from megatron_llama.plan import Machine, resolve
@@ -36,3 +39,16 @@ def problems_of(config: Config, world: int = 1, machine: Machine | None = None, 
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def as_typed(advice: str) -> tuple[str, Any]:
+    """``name=value`` from a message, as a shell and then Hydra's grammar read it."""
+    (word,) = shlex.split(advice)
+    override = OverridesParser.create().parse_override(word)
+    assert not override.is_sweep_override(), f"{advice} would be refused"
+    return override.key_or_group, override.value()
+
+
+def everything_exists(path: str) -> bool:
+    """Stands in for os.path.exists, for plans of other machines."""
+    return True

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records, weights_and_paths
-from megatron_llama.config.limits import GOOD_SPLIT
-from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.problems import Problem, shown, typed
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
 from megatron_llama.plan.rules.rule import reads
 
@@ -57,7 +56,9 @@ def validation_has_documents(config: Config, world_size: int) -> Iterator[Proble
     own = config.data.mock or config.data.validation_prefixes
     if every is not None and not own and float(split.split(",")[1]) == 0:
         rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
-        yield Problem("data.split", split, rule, f"write data.split={GOOD_SPLIT}, or trainer.val_every_steps=null")
+        yield Problem(
+            "data.split", split, rule, f"write data.split={typed(DataConfig.split)}, or trainer.val_every_steps=null"
+        )
 
 
 @reads("logging.sample_prompts", "data.tokenizer")

@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from megatron_llama.config.fields import sections
+from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
-from megatron_llama.config.limits import get
 from megatron_llama.config.load_config import EXPERIMENT, load_config
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import Config, ModelConfig
