@@ -1,4 +1,4 @@
-"""Which of our precisions a file of theirs asks for: it takes up to seven keys to say."""
+"""Which ``trainer.precision`` a NeMo, neuronx-nemo-megatron or NxDT config means; up to seven of its keys decide."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Precision:
     why: str = ""
     supported: bool = True
     assumed: str = ""
-    """What the file does not say and was assumed."""
+    """What was assumed because the file leaves it open."""
 
 
 def precision_of(values: Mapping[str, Any]) -> Precision:
-    """The precision that the flat keys ``values`` ask for."""
+    """The precision that the flat keys ``values`` mean."""
     stated = str(values.get("trainer.precision", "32"))
     if stated in PRESETS or stated == "bf16_sr":
         return Precision(stated, "trainer.precision")
@@ -56,13 +56,13 @@ def _nxdt(values: Mapping[str, Any]) -> Precision:
         return Precision("bf16", key, "computes in bf16, keeps fp32")
     if kind in ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR"):
         if not zero:
-            why = "without zero1 it keeps no master weights, in no way that there is here; bf16 keeps them"
+            why = "without zero1 it keeps no master weights, which is not supported; bf16 keeps them"
             return Precision("bf16", key, why, supported=False)
-        sr = "; rounding of activations is to nearest here" if kind != "mixed_precision" else ""
+        sr = "; activations are rounded to nearest" if kind != "mixed_precision" else ""
         return Precision("fp32_ZeroOptMasterGradAcc", key, f"master weights and gradient sums in fp32{sr}")
     if kind == "manual":
         return _manual(values, zero)
-    return Precision("bf16", key, "is no precision of NxDT's; bf16 is taken", supported=False)
+    return Precision("bf16", key, "is not a precision of NxDT; bf16 is taken", supported=False)
 
 
 def _manual(values: Mapping[str, Any], zero: bool) -> Precision:
@@ -76,8 +76,8 @@ def _manual(values: Mapping[str, Any], zero: bool) -> Precision:
         sums = on(values, "precision.fp32_grad_acc")
         return Precision("fp32_ZeroOptMasterGradAcc" if sums else "fp32_ZeroOptMaster", key, "master weights in fp32")
     if not half and not down:
-        return Precision("fp32", key, "nothing is lowered to bf16")
-    why = "bf16 without master weights and without stochastic rounding forgets small updates; bf16 is taken"
+        return Precision("fp32", key, "nothing is in bf16")
+    why = "bf16 without master weights and without stochastic rounding loses small updates; bf16 is taken"
     return Precision("bf16", key, why, supported=False)
 
 
@@ -103,8 +103,8 @@ def _nemo(stated: str, amp: bool) -> Precision:
     if kind == "bf16":
         return Precision("megatron_amp_O2" if amp else "bf16", key, "fp32 master weights, bf16 arithmetic")
     why = {
-        "16": "fp16 with loss scaling is not here; bf16 needs none",
-        "fp16": "fp16 with loss scaling is not here; bf16 needs none",
-        "bf16-true": "bf16 weights without fp32 copies forget small updates; bf16 keeps them",
-    }.get(kind, "is no precision that is known here; bf16 is taken")
+        "16": "fp16 with loss scaling is not supported; bf16 needs none",
+        "fp16": "fp16 with loss scaling is not supported; bf16 needs none",
+        "bf16-true": "bf16 weights without fp32 copies lose small updates; bf16 keeps them",
+    }.get(kind, "is an unknown precision; bf16 is taken")
     return Precision("bf16", key, why, supported=False)

@@ -1,4 +1,4 @@
-"""A file of theirs as flat keys, with what their command line changes in it."""
+"""Reads a config of NeMo, neuronx-nemo-megatron or NxDT as flat keys, with the overrides of its command line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
         try:
             override = parser.parse_override(text)
             if not override.key_or_group or override.is_sweep_override():
-                raise ValueError("one name, one value")
+                raise ValueError("an override is one name and one value")
             if override.is_delete():
-                raise ValueError("nothing can be taken out here; write name=null")
+                raise ValueError("keys can't be deleted; write name=null")
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            rule = f"is no setting of theirs: {str(error).splitlines()[0]}"
+            rule = f"is not an override: {str(error).splitlines()[0]}"
             problems.append(Problem("override", text, rule, "write it as on their command line: model.num_layers=32"))
     if problems:
         raise ConfigError(problems)
@@ -53,7 +53,7 @@ def _read(path: Path, problems: list[Problem]) -> DictConfig:
 def flat(config: DictConfig) -> dict[str, Any]:
     """{key: value} of all leaves, with interpolations resolved where they can be; ??? becomes None.
 
-    NxDT's data section gets NeMo's place, so that both are read alike: data.X, not model.data.X.
+    NeMo's data section gets the name that NxDT's has, so that both are read alike: data.X, not model.data.X.
     """
     return {key.removeprefix("model.") if key.startswith("model.data.") else key: v for key, v in _leaves(config, "")}
 

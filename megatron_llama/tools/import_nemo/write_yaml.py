@@ -1,4 +1,4 @@
-"""What a converted file is written as: our YAML, a train.py line, the list of keys."""
+"""Writes a converted file: as our YAML, as a train.py command line, as a list of its keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,22 @@ from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.import_nemo.convert import KINDS, UNSUPPORTED, Converted, Found
 
 MARK = "# Made by scripts/import_config.py"
 # What Hydra's grammar takes for text without quotes.
 PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_/.\-~]*")
-# Labels; two configs are the same without them.
+# Labels, which change nothing.
 LABELS = ("model.name", "data.name")
 
 
 def as_yaml(converted: Converted, source: str) -> str:
     """A file for conf/experiment/, or for ``experiment=PATH``."""
     head = [
-        "# @package _global_",  # first, or Hydra takes the sections for those of the group
+        "# @package _global_",  # must come first, or Hydra puts the sections below "experiment"
         f"{MARK} from {source}.",
-        "# python train.py experiment=PATH, or its name alone where it stands in conf/experiment/",
+        "# python train.py experiment=PATH, or its name alone if it is in conf/experiment/",
     ]
     for found in converted.unsupported:
         head += _comment(f"NOT SUPPORTED {found.key}={shown(found.value)}: {found.why}")
@@ -68,7 +68,7 @@ def _comment(text: str) -> list[str]:
 
 
 def command_line(converted: Converted, conf_dir: Path) -> str:
-    """The same as one train.py line without the file: the nearest preset, and what differs from it."""
+    """The equivalent train.py command line: the nearest preset, and the settings that differ from it."""
     base = [f"model={_nearest(converted, conf_dir)}"]
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
     config = load_config(base, conf_dir)
@@ -92,8 +92,7 @@ def _nearest(converted: Converted, conf_dir: Path) -> str:
 
 
 def _differs(config: Config, name: str, value: Any) -> bool:
-    """Whether a setting of ``config`` has to be changed to be ``value``. A value that is derived is not the same as
-    one that is given."""
+    """Whether ``config`` needs an override to have ``value``. A derived value is not the same as a given one."""
     there = get(config, name)
     if name in sections():
         section = sections()[name].kind
@@ -113,7 +112,7 @@ def _written(value: Any) -> str:
 
 
 def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
-    """What train.py would say to the written file, on the devices that their file names, where its data is."""
+    """The problems that train.py would find in the written file, on as many devices as theirs names, with its data."""
     try:
         config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
         block = config.trainer.tp * config.trainer.pp
@@ -124,12 +123,12 @@ def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
 
 
 def listing(converted: Converted, source: str) -> str:
-    """Every key of theirs, by what became of it."""
+    """Every key of the source, grouped by what became of it."""
     lines = [f"{source}: {len(converted.found)} keys"]
     for kind in KINDS:
         found = [one for one in converted.found if one.kind == kind]
         if found:
-            lines += ["", f"{kind} ({len(found)})", *_table(found, kind)]
+            lines += ["", f"{kind} ({len(found)})", *(f"  {row}" for row in text_table([_row(one) for one in found]))]
     if converted.assumed:
         lines += ["", "left open by the file, and assumed"]
         for assumed in converted.assumed:
@@ -137,14 +136,9 @@ def listing(converted: Converted, source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(found: Sequence[Found], kind: str) -> Iterator[str]:
-    theirs = [f"{one.key}={_short(one.value)}" for one in found]
-    width = min(max(map(len, theirs)), 64)
-    for text, one in zip(theirs, found, strict=True):
-        why = one.why if kind == UNSUPPORTED or not one.ours else (f"({one.why})" if one.why else "")
-        yield f"  {text.ljust(width)}  {' '.join(filter(None, (f'→ {one.ours}' if one.ours else '', why)))}".rstrip()
-
-
-def _short(value: Any) -> str:
-    text = shown(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _row(one: Found) -> tuple[str, str]:
+    value = shown(one.value)
+    theirs = f"{one.key}={value if len(value) <= 40 else value[:37] + '...'}"
+    if not one.ours or one.kind == UNSUPPORTED:
+        return theirs, f"→ {one.ours} {one.why}" if one.ours else one.why
+    return theirs, f"→ {one.ours} ({one.why})" if one.why else f"→ {one.ours}"
