@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
 
-from megatron_llama.tools.compare.comparison_plot import DARK, LIGHT, NARROW, draw
+from megatron_llama.tools.compare.comparison_plot import NARROW, WIDE, draw
 from megatron_llama.tools.compare.comparison_report import how, notes, rows, verdict
 from megatron_llama.tools.compare.verdict import Comparison
 
@@ -18,9 +17,7 @@ PAGE = """\
 <title>Training curves: {{ runs | map(attribute="name") | join(" and ") }}</title>
 <style>
 :root { color-scheme: light dark; }
-body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; font: 16px/1.5 system-ui, sans-serif;
-       background: {{ light.paper }}; color: {{ light.ink }}; overflow-wrap: anywhere; }
-@media (prefers-color-scheme: dark) { body { background: {{ dark.paper }}; color: {{ dark.ink }}; } }
+body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.3rem; border-left: .35rem solid {{ "#15803d" if agree else "#b91c1c" }}; padding-left: .75rem; }
 img { width: 100%; }
 div { overflow-x: auto; } td, th { text-align: left; padding: .2rem 1.2rem .2rem 0; white-space: nowrap; }
@@ -49,18 +46,20 @@ def as_html(comparison: Comparison) -> str:
     import jinja2  # torch requires it
 
     narrow, dark = "(max-width: 600px)", "(prefers-color-scheme: dark)"
-    looks = {f"{narrow} and {dark}": replace(DARK, inches=NARROW), narrow: replace(LIGHT, inches=NARROW), dark: DARK}
+    pictures = {
+        f"{narrow} and {dark}": draw(comparison, NARROW, dark=True),
+        narrow: draw(comparison, NARROW),
+        dark: draw(comparison, WIDE, dark=True),
+    }
     return (
         jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
         .from_string(PAGE)
         .render(
-            light=LIGHT,
-            dark=DARK,
             agree=comparison.agree,
             verdict=verdict(comparison),
             how=how(comparison),
-            pictures={media: _base64(draw(comparison, look)) for media, look in looks.items()},
-            picture=_base64(draw(comparison, LIGHT)),
+            pictures={media: _base64(png) for media, png in pictures.items()},
+            picture=_base64(draw(comparison)),
             runs=[comparison.reference, *(one.run for one in comparison.compared)],
             rows=rows(comparison),
             notes=list(notes(comparison)),
