@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
-import megatron_llama.model.llama as llama
-from megatron_llama.parallel import ParallelModel, Shard
+from megatron_llama.parallel import ParallelModel
 from tests.layouts.table import TIED
-from tests.oracle import TOLERANCE, oracle, run_layout, worst
+from tests.layouts.tampers import (
+    local_token_count,
+    mean_over_data_parallel_ranks,
+    no_causal_mask,
+    no_kv_copy_sum,
+    no_sequence_parallel_sum,
+    no_tied_sum,
+    norms_count_copies,
+    padding_in_the_loss,
+    replicated_gradients_twice,
+)
+from tests.oracle import TOLERANCE, Tamper, oracle, run_layout, worst
 from tests.ranks import RankFailed
-
-# All of this runs inside forked ranks: patching modules there leaves the test process alone.
-
-
-def no_sequence_parallel_sum(model: ParallelModel) -> None:
-    model.replicated.sums_over_sequence = False
-
-
-def no_kv_copy_sum(model: ParallelModel) -> None:
-    model.replicated.kv_group = None
-
-
-def no_tied_sum(model: ParallelModel) -> None:
-    model.replicated.tied = False
-
-
-def replicated_gradients_twice(model: ParallelModel) -> None:
-    once = model.replicated.reduce
-
-    def twice(shards: list[Shard]) -> None:
-        once(shards)
-        once(shards)
-
-    model.replicated.reduce = twice  # type: ignore[method-assign, assignment]
-
-
-def local_token_count(model: ParallelModel) -> None:
-    ranks = dist.get_world_size()
-    model._total_tokens = lambda batches: ranks * sum(b.loss_mask.sum() for b in batches)  # type: ignore[method-assign, assignment, return-value]
-
-
-def mean_over_data_parallel_ranks(model: ParallelModel) -> None:
-    for module in model.chunks[0].modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(2.0)
-
-
-def padding_in_the_loss(model: ParallelModel) -> None:
-    llama.hide_padding = lambda logits, vocab_size: logits
-
-
-def norms_count_copies(model: ParallelModel) -> None:
-    def all_of_it(shard: Shard, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield from (tensor[piece.local_slices] for piece in shard.pieces)
-
-    Shard.owned = all_of_it  # type: ignore[method-assign]
-
-
-def no_causal_mask(model: ParallelModel) -> None:
-    attention = llama.F.scaled_dot_product_attention
-    llama.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: attention(
-        q, k, v, enable_gqa=enable_gqa
-    )
-
 
 BROKEN = [
     (no_sequence_parallel_sum, 2, ["trainer.tp=2"], []),
@@ -86,9 +39,7 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("tamper", "ranks", "layout", "model"), BROKEN, ids=[f"{case[0].__name__}-{case[1]}" for case in BROKEN]
 )
-def test_oracle_goes_red(
-    tamper: Callable[[ParallelModel], None], ranks: int, layout: list[str], model: list[str]
-) -> None:
+def test_oracle_goes_red(tamper: Tamper, ranks: int, layout: list[str], model: list[str]) -> None:
     expected = oracle(*model)
     try:
         result = run_layout(ranks, *layout, *model, tamper=tamper)

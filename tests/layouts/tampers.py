@@ -1,0 +1,63 @@
+"""Ways to break a model on purpose, each by one invariant. They run inside forked ranks: what they patch there leaves
+the test process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+import megatron_llama.model.llama as llama
+from megatron_llama.parallel import ParallelModel, Shard
+
+
+def no_sequence_parallel_sum(model: ParallelModel) -> None:
+    model.replicated.sums_over_sequence = False
+
+
+def no_kv_copy_sum(model: ParallelModel) -> None:
+    model.replicated.kv_group = None
+
+
+def no_tied_sum(model: ParallelModel) -> None:
+    model.replicated.tied = False
+
+
+def replicated_gradients_twice(model: ParallelModel) -> None:
+    once = model.replicated.reduce
+
+    def twice(shards: list[Shard]) -> None:
+        once(shards)
+        once(shards)
+
+    model.replicated.reduce = twice  # type: ignore[method-assign, assignment]
+
+
+def local_token_count(model: ParallelModel) -> None:
+    ranks = dist.get_world_size()
+    model._total_tokens = lambda batches: ranks * sum(b.loss_mask.sum() for b in batches)  # type: ignore[method-assign, assignment, return-value]
+
+
+def mean_over_data_parallel_ranks(model: ParallelModel) -> None:
+    for module in model.chunks[0].modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(2.0)
+
+
+def padding_in_the_loss(model: ParallelModel) -> None:
+    llama.hide_padding = lambda logits, vocab_size: logits
+
+
+def norms_count_copies(model: ParallelModel) -> None:
+    def all_of_it(shard: Shard, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from (tensor[piece.local_slices] for piece in shard.pieces)
+
+    Shard.owned = all_of_it  # type: ignore[method-assign]
+
+
+def no_causal_mask(model: ParallelModel) -> None:
+    attention = llama.F.scaled_dot_product_attention
+    llama.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: attention(
+        q, k, v, enable_gqa=enable_gqa
+    )
