@@ -4,10 +4,12 @@
     python scripts/prove_data.py index --tokens 10e9
     python scripts/prove_data.py disk --input ... --tokenizer-model ...
 
-identity: every document's ids against sentencepiece, and both files against a plain reference writer, byte by byte.
+identity: every document's ids against sentencepiece, and both files against megatron-core's own builder, byte by byte.
 index: index building and blending of synthetic lengths through megatron-core's own datasets, timed, ratios checked.
 disk: a real full disk (a small tmpfs, needs root), then room, then the rest of the run.
 """
+
+from __future__ import annotations
 
 import os
 import sys
@@ -16,16 +18,19 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
-import hashlib
 import json
-import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_llama.system.errors import MachineError, UserError, run_main
+from megatron_llama.system.files import sha256_file
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,12 +44,12 @@ def preprocess(*args: object) -> subprocess.CompletedProcess[str]:
 def identity(args: argparse.Namespace) -> Iterator[str]:
     """One line per input file, and one for all of them in one dataset."""
     import numpy as np
-    import sentencepiece
 
     from data_prep.lib.sources import find_sources, read_lines
+    from megatron_llama.text.tokenizer import read_sentencepiece
 
-    processor = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer_model)
-    everything: list[bytes] = []
+    processor = read_sentencepiece(Path(args.tokenizer_model))
+    everything: list[npt.NDArray] = []
     sources = find_sources([args.input])
     with tempfile.TemporaryDirectory() as name:
         prefix = Path(name) / "x"
@@ -53,38 +58,36 @@ def identity(args: argparse.Namespace) -> Iterator[str]:
             for line in read_lines(source):
                 if line.strip():
                     ids = processor.encode(json.loads(line)["text"])
-                    documents.append(np.array(ids + [processor.eos_id()] if ids else [], dtype="<u2").tobytes())
+                    documents.append(np.array(ids + [processor.eos_id()] if ids else [], dtype=np.uint16))
             everything += documents
             yield _compare(args, [source.path], prefix, documents)
         if len(sources) > 1:
             yield _compare(args, [args.input], prefix, everything)
 
 
-def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, documents: list[bytes]) -> str:
+def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, documents: list[npt.NDArray]) -> str:
+    """Prepares ``inputs`` and compares both files with those of megatron-core's own builder, from ``documents``."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     done = preprocess(
         *("--input", *inputs, "--tokenizer-model", args.tokenizer_model, "--output-prefix", prefix, "--overwrite"),
         *("--workers", args.workers, "--json-keys", "text"),
     )
     if done.returncode:
         raise MachineError(done.stderr)
-    lengths = [len(document) // 2 for document in documents if document]
-    pointers = [0]
-    for length in lengths:
-        pointers.append(pointers[-1] + 2 * length)
-    boundaries = [0]
-    for document in documents:
-        boundaries.append(boundaries[-1] + bool(document))
-    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(boundaries))
-    index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *pointers[:-1])
-    index += struct.pack(f"<{len(boundaries)}q", *boundaries)
-    for data, end in ((b"".join(documents), ".bin"), (index, ".idx")):
-        if Path(f"{prefix}_text_document{end}").read_bytes() != data:
+    reference = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for ids in documents:
+        reference.add_document(ids, [len(ids)] if len(ids) else [])
+    reference.finalize(f"{prefix}.idx")
+    for end in (".bin", ".idx"):
+        if Path(f"{prefix}_text_document{end}").read_bytes() != Path(f"{prefix}{end}").read_bytes():
             raise MachineError(f"{inputs}: {end} differs from the reference")
     encoder = json.loads(Path(f"{prefix}_text_document.json").read_bytes())["encoder"]
-    digest = hashlib.sha256(b"".join(documents)).hexdigest()[:16]
+    digest = sha256_file(Path(f"{prefix}.bin"))[:16]
     what = os.path.relpath(inputs[0], args.input)
     return (
-        f"{what}: {len(documents):,} documents, {sum(lengths):,} tokens by {encoder}: "
+        f"{what}: {len(documents):,} documents, {sum(map(len, documents)):,} tokens by {encoder}: "
         f"ids, .bin and .idx identical (sha256 of the .bin {digest}...)"
     )
 
