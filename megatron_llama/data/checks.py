@@ -64,23 +64,29 @@ def check_sft(config: Config, validate: bool) -> list[Problem]:
     return list(dict.fromkeys(problems))
 
 
-def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
-    """(rule, advice) for all that is wrong with a set on its own."""
-    again = "make the dataset again"
+def broken_masks(prefix: str) -> str | None:
+    """Why a fine-tuning set can't be used with its loss masks, whatever the model; None where it can."""
     lengths = read_index(prefix).lengths
     try:
         masks = read_index(prefix + MASK_SUFFIX)
         size = Path(prefix + MASK_SUFFIX + ".bin").stat().st_size
     except (OSError, ValueError) as error:
-        return [(f"has no loss masks that can be read: {error}", again)]
+        return f"has no loss masks that can be read: {error}"
     if masks.dtype != np.uint8 or not np.array_equal(masks.lengths, lengths):
-        return [(f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ", again)]
+        return f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ"
     if size != int(lengths.sum(dtype=np.int64)):
-        return [(f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}", again)]
+        return f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}"
     if lengths.min() < 2:
-        return [("holds an example of one token, which has no label", again)]
-    if lengths.max() > seq_length + 1:
-        longest = int(lengths.max())
+        return "holds an example of one token, which has no label"
+    return None
+
+
+def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
+    """(rule, advice) for what is wrong with a fine-tuning set on its own."""
+    if rule := broken_masks(prefix):
+        return [(rule, "make the dataset again")]
+    longest = int(read_index(prefix).lengths.max())
+    if longest > seq_length + 1:
         rule = f"holds an example of {longest} tokens, which needs data.seq_length={longest - 1}; it is {seq_length}"
         advice = f"write data.seq_length={longest - 1}, or make the dataset again with --seq-length {seq_length}"
         return [(rule, advice)]

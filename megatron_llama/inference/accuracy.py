@@ -1,12 +1,12 @@
-"""Right or wrong: by comparing the likelihoods of labels, and by the number at the end of a written answer."""
+"""Accuracy: of the likeliest label, and of the number at the end of a written answer."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 
 import torch
@@ -16,9 +16,8 @@ from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.perplexity import Progress
 from megatron_llama.inference.prompts import NONE, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
-from megatron_llama.text.tokenizer import Tokenizer
 
-_Z = 1.959963984540054  # 95 % of a normal distribution
+_Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 _NUMBER = re.compile(r"^#### *(-?\$?\d[\d,]*(?:\.\d+)?)\s*$", re.MULTILINE)
 
 
@@ -34,12 +33,12 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EncodedRecord:
     """A record as ids."""
 
     prompt: list[int]
     labels: list[list[int]]
-    """What follows the prompt for each label; none where an answer is to be written."""
+    """The ids that follow the prompt for each label; empty where an answer is to be written."""
     record: Record
 
 
@@ -51,58 +50,61 @@ def share(right: int, of: int) -> Share:
     return Share(right, of, p, max(0.0, low), min(1.0, high))
 
 
-def ask(records: Records, template: Template, prompts: PromptBuilder, room: int) -> list[Asked]:
+def encode_records(records: Records, template: Template, prompts: PromptBuilder, room: int) -> list[EncodedRecord]:
     """The records as ids, shortest first. Those with more than ``room`` ids are left out and counted in ``records``.
 
-    A label's ids are those that differ when it is written after the prompt: a tokenizer may join its first letters
-    with the prompt's last. The prompt is a user's message in ``prompts``'s template, to the letter as it was taught.
+    A prompt is a user's message in the chat template. A label's ids are those that differ when it is written after the
+    prompt: a tokenizer may join its first letters with the prompt's last. Raises ConfigError as ``prompts`` does.
     """
-    asked = []
+    encoded = []
     for record in records.good:
-        prompt = template.prompt.format(**record)
-        messages = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": template.prompt.format(**record)}]
         ids = prompts.ids(messages)
         labels = [label if prompts.template == NONE else label.strip() for label in template.labels.values()]
         whole = [prompts.ids(messages, label) for label in labels]
-        shared = min([len(ids), *(_same(ids, other) for other in whole)])
-        one = Asked(ids[:shared], [other[shared:] for other in whole], record)
+        shared = min([len(ids), *(_shared_length(ids, other) for other in whole)])
+        one = EncodedRecord(ids[:shared], [other[shared:] for other in whole], record)
         if shared + max(map(len, one.labels), default=0) > room or not shared:
             records.skip("too long")
         else:
-            asked.append(one)
-    return sorted(asked, key=lambda one: len(one.prompt))  # stable: ties stay in the file's order
+            encoded.append(one)
+    return sorted(encoded, key=lambda one: len(one.prompt))  # stable: ties stay in the file's order
 
 
-def accuracy(
-    made: Generator, asked: Sequence[Asked], template: Template, rows: int, progress: Progress | None = None
+def label_accuracy(
+    generator: Generator,
+    records: Sequence[EncodedRecord],
+    template: Template,
+    rows: int,
+    progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The share of records whose label is the likeliest of all labels after the prompt."""
+    """The share of records whose own label is the likeliest of all labels after the prompt, ``rows`` at a time."""
     names = list(template.labels)
     right, truths, guesses = 0, Counter[str](), Counter[str]()
-    for first in range(0, len(asked), rows):
-        batch = asked[first : first + rows]
-        for one, guess in zip(batch, label_scores(made, batch).argmax(-1).tolist(), strict=True):
+    for first in range(0, len(records), rows):
+        batch = records[first : first + rows]
+        for one, guess in zip(batch, label_scores(generator, batch).argmax(-1).tolist(), strict=True):
             truth = str(one.record[template.answer])
             truths[truth] += 1
             guesses[names[guess]] += 1
             right += truth == names[guess]
         if progress is not None:
-            progress(first + len(batch), len(asked))
+            progress(first + len(batch), len(records))
     majority, count = truths.most_common(1)[0]
     return {
-        "accuracy": share(right, len(asked)).__dict__,
-        "majority": {"label": majority, "share": count / len(asked)},
+        "accuracy": asdict(share(right, len(records))),
+        "majority": {"label": majority, "share": count / len(records)},
         "labels": {name: {"there": truths[name], "chosen": guesses[name]} for name in names},
     }
 
 
-def label_scores(made: Generator, batch: Sequence[Asked]) -> torch.Tensor:
-    """The log likelihood of each label's ids after each prompt, [b, labels], fp64. The prompt is read once."""
+def label_scores(generator: Generator, batch: Sequence[EncodedRecord]) -> torch.Tensor:
+    """The log likelihood of each label's ids after each prompt, [b, labels], fp64. The prompt is computed once."""
     lengths = torch.tensor([len(one.prompt) for one in batch])
     longest = max(len(label) for one in batch for label in one.labels)
-    cache = made.cache(len(batch), int(lengths.max()) + longest)
+    cache = generator.cache(len(batch), int(lengths.max()) + longest)
     prompts = _padded([one.prompt for one in batch])
-    logits = made.logits(prompts, cache.at(torch.zeros_like(lengths), prompts.shape[1], lengths - 1))
+    logits = generator.logits(prompts, cache.at(torch.zeros_like(lengths), prompts.shape[1], lengths - 1))
     after_prompt = torch.log_softmax(logits.double(), -1)
     scores = torch.zeros(len(batch), len(batch[0].labels), dtype=torch.float64)
     for number in range(scores.shape[1]):
@@ -111,41 +113,41 @@ def label_scores(made: Generator, batch: Sequence[Asked]) -> torch.Tensor:
         most = max(map(len, labels))
         if most > 1:
             # The next label overwrites this one in the cache: a slot is a position.
-            logits = made.logits(_padded([label[:-1] for label in labels], most - 1), cache.at(lengths, most - 1))
+            logits = generator.logits(_padded([label[:-1] for label in labels], most - 1), cache.at(lengths, most - 1))
             steps.append(torch.log_softmax(logits.double(), -1))
         likelihoods = torch.cat(steps)
         for row, label in enumerate(labels):
-            scores[row, number] = sum(likelihoods[place, row, one] for place, one in enumerate(label))
+            scores[row, number] = sum(likelihoods[step, row, token] for step, token in enumerate(label))
     return scores
 
 
-def written(
-    made: Generator,
-    asked: Sequence[Asked],
+def answer_accuracy(
+    generator: Generator,
+    records: Sequence[EncodedRecord],
     template: Template,
-    text: Tokenizer,
+    decode: Callable[[Sequence[int]], str],
     rows: int,
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The shares of answers that end in ``#### number``, and in the right number."""
+    """The shares of greedy answers that have a line ``#### number``, and that have the right number there."""
     formed = right = 0
     examples: list[dict[str, object]] = []
-    for first in range(0, len(asked), rows):
-        batch = asked[first : first + rows]
-        answers = made.generate([one.prompt for one in batch], Sampling(greedy=True), max_new_tokens)
+    for first in range(0, len(records), rows):
+        batch = records[first : first + rows]
+        answers = generator.generate([one.prompt for one in batch], Sampling(greedy=True), max_new_tokens)
         for one, answer in zip(batch, answers, strict=True):
-            said = text.decode(answer.ids)
-            number, truth = final_number(said), final_number(str(one.record[template.answer]))
+            text = decode(answer.ids)
+            number, truth = final_number(text), final_number(str(one.record[template.answer]))
             formed += number is not None
             right += number is not None and number == truth
             if len(examples) < 3:
-                examples.append({**one.record, "written": said})
+                examples.append({**one.record, "written": text})
         if progress is not None:
-            progress(first + len(batch), len(asked))
+            progress(first + len(batch), len(records))
     return {
-        "well_formed": share(formed, len(asked)).__dict__,
-        "exact_match": share(right, len(asked)).__dict__,
+        "well_formed": asdict(share(formed, len(records))),
+        "exact_match": asdict(share(right, len(records))),
         "examples": examples,
     }
 
@@ -159,8 +161,8 @@ def final_number(answer: str) -> Decimal | None:
         return None
 
 
-def _same(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids two texts begin with together."""
+def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common beginning of two lists of ids."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

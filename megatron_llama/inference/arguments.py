@@ -1,27 +1,33 @@
-"""What generating and evaluating share: a source, its tokenizer, a device and a plan; all mistakes in one message."""
+"""What generate and evaluate share: the arguments that name a model, opening that model, and reporting mistakes."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
+# All else is imported where it is used: --help needs no torch.
 if TYPE_CHECKING:
-    import argparse
-
-    from megatron_llama.config import Problem
-    from megatron_llama.inference.load import Source
-    from megatron_llama.inference.prompts import PromptBuilder
+    from megatron_llama.config import ModelConfig, Problem
+    from megatron_llama.inference.saved_model import SavedModel
     from megatron_llama.plan import Plan
     from megatron_llama.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-# What ranks run with; imported once, before they are forked.
+P = ParamSpec("P")
 IMPORTS = ("megatron_llama.inference.accuracy", "megatron_llama.inference.chat")
+"""What ranks run with: imported once, before they are forked."""
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16_pure"}
+"""--dtype to ``trainer.precision``."""
+CHECKPOINT = """\
+CHECKPOINT is a training checkpoint of any layout, a run's folder (its newest checkpoint), a Hugging Face folder, or a
+PEFT adapter's; what LoRA has trained is added to its base while loading.
+"""
 
 
 class Start(Protocol):
@@ -30,8 +36,54 @@ class Start(Protocol):
     def __call__(self, work: Callable[[], None], plan: Plan, *, imports: Sequence[str]) -> int: ...
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, and how it is loaded."""
+@dataclass
+class OpenedModel:
+    """What the ranks need of a model that was named on the command line."""
+
+    saved: SavedModel
+    plan: Plan
+    tokenizer: Tokenizer | None
+    """None where none is needed and none is known."""
+
+
+class Problems:
+    """Collects mistakes, so that the user is told all of them at once."""
+
+    def __init__(self) -> None:
+        self.found: list[Problem] = []
+
+    def add(self, field: str, value: object, rule: str, instead: str) -> None:
+        """Adds one."""
+        from megatron_llama.config import Problem
+
+        self.found.append(Problem(field, value, rule, instead))
+
+    def collect(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Returns what ``work`` returns; where it raises ConfigError, adds its problems and returns None."""
+        from megatron_llama.config import ConfigError
+
+        try:
+            return work(*args, **kwargs)
+        except ConfigError as error:
+            self.found += error.problems
+            return None
+
+    def raise_if_any(self) -> None:
+        """Raises ConfigError with all that was found."""
+        from megatron_llama.config import ConfigError
+
+        if self.found:
+            raise ConfigError(self.found)
+
+
+def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A command line that begins with a model and how it is loaded."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=f"{description}\n{CHECKPOINT}",
+        epilog=f"Exit status: 0 done, 2 a mistake in the arguments, else a failure. {epilog}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a Hugging Face folder")
     parser.add_argument(
         "--base", type=Path, metavar="FOLDER", help="the model that LoRA was trained on, where its folder has moved"
@@ -39,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share the matrices (default 1)")
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", *PRECISIONS),
         default="auto",
         help="of weights and products; auto: float32 on a CPU, bfloat16 elsewhere",
     )
@@ -50,97 +102,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="sentencepiece model or Hugging Face folder (default: the model's)",
     )
+    return parser
 
 
-@dataclass
-class Loaded:
-    """A model that can be started."""
-
-    source: Source
-    plan: Plan
-    text: Tokenizer | None
-    """None where none is needed and none is known."""
-    stop: frozenset[int]
-    prompts: PromptBuilder | None = None
-    """What conversations are put in, where there are any."""
-
-
-class Problems:
-    """Collects what is wrong, so that the user hears of all of it."""
-
-    def __init__(self) -> None:
-        self.found: list[Problem] = []
-
-    def add(self, field: str, value: object, rule: str, instead: str) -> None:
-        """One more."""
-        from megatron_llama.config import Problem
-
-        self.found.append(Problem(field, value, rule, instead))
-
-    def of(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` gives; None, and its problems are added, where it raises ConfigError."""
-        from megatron_llama.config import ConfigError
-
-        try:
-            return work()
-        except ConfigError as error:
-            self.found += error.problems
-            return None
-
-    def check(self) -> None:
-        """Raises ConfigError where there are any."""
-        from megatron_llama.config import ConfigError
-
-        if self.found:
-            raise ConfigError(self.found)
-
-
-def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_text: bool = True) -> Loaded | None:
-    """The model that the arguments name; None where something is wrong, which is then among ``problems``."""
-    from megatron_llama.devices import get_device
-    from megatron_llama.inference.load import inference_plan, open_source, stop_ids, tokenizer_of
-
-    device = None
-    try:
-        device = get_device(arguments.device)
-    except ValueError as error:
-        problems.add("--device", arguments.device, str(error), "write --device auto")
-    if arguments.tp < 1:
-        problems.add("--tp", arguments.tp, "must be at least 1", "write --tp 1")
-    source = problems.of(lambda: open_source(arguments.model, arguments.base))
-    if source is None:
-        return None
-    text = None
-    if needs_text or arguments.tokenizer is not None or source.tokenizer is not None:
-        text = problems.of(lambda: tokenizer_of(source, arguments.tokenizer))
-    if device is None or arguments.tp < 1:
-        return None
-    plan = problems.of(lambda: inference_plan(source, arguments.tp, device.name, arguments.dtype))
-    if plan is None or (text is None and needs_text):
-        return None
-    return Loaded(source, plan, text, frozenset() if text is None else stop_ids(source, text))
-
-
-def open_prompt_builder(loaded: Loaded, template: str | None, otherwise: str) -> None:
-    """Have the model asked in ``template``, else as it was taught, else ``otherwise``, and stop at that one's own end;
-    raises ConfigError where its tokenizer can't."""
-    from megatron_llama.inference import prompts
-
-    assert loaded.text is not None
-    loaded.prompts = prompts.open_prompt_builder(loaded.text, template, loaded.source.trained_template, otherwise)
-    loaded.stop |= loaded.prompts.stop
-
-
-def run(main: Callable[[], int]) -> int:
-    """``main`` with the exit status of its mistakes: 2 the user's, 1 a damaged file."""
+def run(work: Callable[[], int]) -> int:
+    """Returns the exit status of ``work``; the user's mistakes are 2, a damaged file is 1, each with one message."""
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
 
     try:
-        return main()
+        return work()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER
     except CorruptFile as error:
         sys.stderr.write(f"damaged: {error}\n")
         return EXIT_FAILED
+
+
+def open_model(
+    arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool = True
+) -> OpenedModel | None:
+    """The model that the arguments name; None where something is wrong, which is then among ``problems``."""
+    from megatron_llama.devices import get_device
+    from megatron_llama.inference.saved_model import open_saved_model, tokenizer_of
+
+    device = None
+    try:
+        device = get_device(arguments.device).name
+    except ValueError as error:
+        problems.add("--device", arguments.device, str(error), "write --device auto")
+    if arguments.tp < 1:
+        problems.add("--tp", arguments.tp, "must be at least 1", "write --tp 1")
+    saved = problems.collect(open_saved_model, arguments.model, arguments.base)
+    if saved is None:
+        return None
+    tokenizer = None
+    if needs_tokenizer or arguments.tokenizer is not None or saved.tokenizer is not None:
+        tokenizer = problems.collect(tokenizer_of, saved, arguments.tokenizer)
+    if device is None or arguments.tp < 1:
+        return None
+    plan = problems.collect(inference_plan, saved.model, arguments.tp, device, arguments.dtype)
+    if plan is None or (tokenizer is None and needs_tokenizer):
+        return None
+    return OpenedModel(saved, plan, tokenizer)
+
+
+def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto") -> Plan:
+    """The plan of ``tp`` ranks that share a model and only answer.
+
+    ``auto`` is float32 on a CPU, since one without bf16 units multiplies bf16 several times slower, else bfloat16.
+    Raises ConfigError, in terms of --tp, where the model can't be split so.
+    """
+    from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, Problem, TrainerConfig
+    from megatron_llama.plan import resolve
+
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    trainer = TrainerConfig(
+        tp=tp,
+        sp=False,  # a single token can't be split along the sequence
+        global_batch_size=1,
+        steps=0,
+        precision=PRECISIONS[dtype],
+    )
+    data = DataConfig(name="none", mock=True, seq_length=1)
+    try:
+        return resolve(Config(model=model, data=data, trainer=trainer, device=DeviceConfig(name=device)), tp)
+    except ConfigError as error:
+        problems = []
+        for problem in error.problems:
+            rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
+            problems.append(Problem(problem.field.replace("trainer.tp", "--tp"), problem.value, rule, instead))
+        raise ConfigError(problems) from None

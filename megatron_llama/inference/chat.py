@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
+import torch.distributed as dist
+
 from megatron_llama.config import ConfigError
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.prompts import Message, PromptBuilder
@@ -13,7 +15,7 @@ from megatron_llama.inference.stream import Printer
 from megatron_llama.parallel.agree import from_rank_0
 
 RESET = "/reset"
-WELCOME = f"A message and Enter; {RESET} begins anew, Ctrl-D ends."
+WELCOME = f"A message and Enter; {RESET} begins a new conversation, Ctrl-D ends."
 
 
 class Chat:
@@ -22,31 +24,27 @@ class Chat:
     def __init__(
         self,
         generator: Generator,
-        prompts: PromptBuilder | None,
+        prompts: PromptBuilder,
         sampling: Sampling,
         max_new_tokens: int,
         system: str | None,
     ) -> None:
-        self.generator, self.prompts, self.sampling, self.most = generator, prompts, sampling, max_new_tokens
+        self.generator, self.prompts, self.sampling, self.max_new_tokens = generator, prompts, sampling, max_new_tokens
         self._first: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._history = list(self._first)
 
     def run(self, source: TextIO, out: TextIO) -> None:
-        """Answer each line of ``source`` until it ends. ``prompts`` is needed on rank 0 only."""
-        if self.prompts is not None and source.isatty():
+        """Answers each line of ``source`` until it ends."""
+        is_first = dist.get_rank() == 0
+        if is_first and source.isatty():
             out.write(WELCOME + "\n")
-        while True:
-            ids = from_rank_0(lambda: self._next_prompt(source, out) if self.prompts is not None else None)
-            if ids is None:
-                return
-            printer = Printer(out, self.prompts.text, [""], [[]]) if self.prompts is not None else None
-            answer = self.generator.generate([ids], self.sampling, self.most, printer)[0]
-            if self.prompts is not None:
-                self._history.append({"role": "assistant", "content": self.prompts.parse_answer(answer.ids)})
+        while (ids := from_rank_0(lambda: self._next_prompt(source, out))) is not None:
+            printer = Printer(out, self.prompts.tokenizer, [""], [[]]) if is_first else None
+            answer = self.generator.generate([ids], self.sampling, self.max_new_tokens, printer)[0]
+            self._history.append({"role": "assistant", "content": self.prompts.parse_answer(answer.ids)})
 
     def _next_prompt(self, source: TextIO, out: TextIO) -> list[int] | None:
         """The ids of the conversation with the next message; None at the end of ``source``."""
-        assert self.prompts is not None
         while True:
             if source.isatty():
                 out.write("\n> ")
@@ -57,7 +55,7 @@ class Chat:
             message = line.strip()
             if message == RESET:
                 self._history = list(self._first)
-                self._say("begun anew")
+                self._say("new conversation")
             elif message:
                 asked = [*self._history, {"role": "user", "content": message}]
                 try:

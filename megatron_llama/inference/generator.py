@@ -1,4 +1,4 @@
-"""A model with its cache: prompts of any lengths in, one id per row and step out."""
+"""Generation with a key-value cache: a batch of prompts of any lengths in, one id per row and step out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
-from megatron_llama.inference.load import Source
 from megatron_llama.inference.sampling import Sampling, choose
+from megatron_llama.inference.saved_model import SavedModel
 from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
@@ -30,28 +30,29 @@ OnToken = Callable[[int, int | None], None]
 
 @dataclass
 class Answer:
-    """What was written after a prompt."""
+    """The continuation of a prompt."""
 
     ids: list[int] = field(default_factory=list)
     """Without the id that ended it."""
     ended: str = ""
-    """stop (the model ended it), length (as many ids as were asked for) or context (the model's last position)."""
+    """``stop`` (one of the ids that end it), ``length`` (max_new_tokens) or ``context`` (the model's last position)."""
 
 
 @dataclass
 class Speed:
-    """How long it took."""
+    """Counts and times of all calls so far."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     new_tokens: int = 0
     seconds: float = 0.0
-    """For all new ids but each row's first, which comes out of the prompt's pass."""
+    """Of the decoding steps; each row's first id comes from the prompt's pass."""
     timed_tokens: int = 0
+    """New ids within ``seconds``."""
 
     @property
     def tokens_per_second(self) -> float:
-        """New ids of all rows per second, the prompts' pass not counted."""
+        """New ids of all rows per second of decoding."""
         return self.timed_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -64,7 +65,7 @@ class Generator:
 
     @property
     def context(self) -> int:
-        """Positions that the model has."""
+        """The number of the model's positions."""
         return self.plan.model.max_position_embeddings
 
     def cache(self, rows: int, capacity: int) -> KVCache:
@@ -74,8 +75,8 @@ class Generator:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Logits [s, b, vocabulary], fp32, on the CPU, the same on all ranks, of the ids [b, s] that ``cache.at`` has
-        placed; of the wanted ones only, [1, b, vocabulary], where it named any."""
+        """fp32 logits [s, b, vocabulary] on the CPU, the same on all ranks, of the ids [b, s] at the positions that
+        ``cache.at`` has set; [1, b, vocabulary] where ``cache.at`` wants one position of each row."""
         whole = gather_from_tensor_model_parallel_region(self.llama(tokens.to(self.device), cache=cache))
         return whole[..., : self.plan.model.vocab_size].float().cpu()
 
@@ -86,7 +87,7 @@ class Generator:
         max_new_tokens: int,
         on_token: OnToken | None = None,
     ) -> list[Answer]:
-        """Continue each prompt, of at least one id and fewer than ``context``, until it ends or is long enough."""
+        """Continues each prompt, of at least one id and fewer than ``context``, until it ends or is long enough."""
         start = time.perf_counter()
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         assert int(lengths.min()) > 0 and int(lengths.max()) < self.context, "a prompt is empty or too long"
@@ -107,7 +108,7 @@ class Generator:
             self.speed.timed_tokens += 0 if first else new
             if all(answer.ended for answer in answers):
                 break
-            # A row that has ended is run along where it stands, for nothing: the others decide the time.
+            # A row that has ended stays in the batch, at the same position; its logits are ignored.
             logits = self.logits(chosen[:, None], cache.at(lengths, 1))
             lengths += torch.tensor([not answer.ended for answer in answers])
             first = False
@@ -117,7 +118,7 @@ class Generator:
     def _take(
         self, chosen: torch.Tensor, lengths: torch.Tensor, answers: list[Answer], most: int, on_token: OnToken | None
     ) -> int:
-        """Give each open answer its new id, and end those that are complete; returns how many ids were taken."""
+        """Appends each unfinished answer's new id and ends those that are complete; returns the number of ids taken."""
         taken = 0
         for row, (number, length, answer) in enumerate(zip(chosen.tolist(), lengths.tolist(), answers, strict=True)):
             if answer.ended:
@@ -138,7 +139,7 @@ class Generator:
         return taken
 
     def _agreed(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Rank 0's choice: ranks that differed in a last bit would wait for each other for ever."""
+        """Rank 0's choice: ranks whose logits differ in the last bit could choose, and end, differently, and hang."""
         if self.plan.world_size > 1:
             chosen = chosen.to(self.device)
             dist.broadcast(chosen, src=0)
@@ -146,25 +147,25 @@ class Generator:
 
 
 @contextmanager
-def generator(source: Source, plan: Plan, stop: frozenset[int]) -> Iterator[Generator]:
-    """Join the other ranks and load this rank's part. RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    say which that is. Raises CorruptFile where the stored bytes are not those that were written."""
+def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Iterator[Generator]:
+    """Joins the other ranks and loads this rank's part of the model. Reads torchrun's variables (RANK, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises CorruptFile where a block's checksum is wrong."""
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = build_topology(plan, int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
-        yield Generator(load(source, plan, topology, torch_device), plan, torch_device, stop)
+        yield Generator(load(saved, plan, topology, torch_device), plan, torch_device, stop)
 
 
 @torch.no_grad()
-def load(source: Source, plan: Plan, topology: Topology, device: torch.device) -> Llama:
-    """This rank's part of the whole model. Each rank reads its own slices; nothing is held twice, as ``fully_shard``
-    would."""
+def load(saved: SavedModel, plan: Plan, topology: Topology, device: torch.device) -> Llama:
+    """This rank's part of the model, whose slices alone it reads. Without ``fully_shard``, which would hold the weights
+    twice."""
     with torch.device("meta"):
         llama = Llama(plan.model, mcore_config(plan), plan.stage_layers[0], padded_vocab_size=plan.padded_vocab_size)
     llama.to_empty(device=device).requires_grad_(False).eval()
     shards = shards_of(llama, plan, topology)
     for shard in shards:
-        shard.local.zero_()  # rows that pad the vocabulary are nowhere on disk
-    source.stored.load_into(weights(shards))
+        shard.local.zero_()  # rows that pad the vocabulary are not on disk
+    saved.stored.load_into(weights(shards))
     return llama

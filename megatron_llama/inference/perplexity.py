@@ -11,55 +11,57 @@ import numpy as np
 import torch
 
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
-from megatron_llama.data.checks import check_dataset
-from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset, read_index
+from megatron_llama.data.checks import broken_masks, check_dataset
+from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset
 from megatron_llama.inference.generator import Generator
 
-_LOGIT_BYTES = 256 << 20  # of a rank's fp32 logits at a time
+_LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
 Progress = Callable[[int, int], None]
-"""Called with what is done and what there is to do."""
+"""Called with the number of windows or records that are done, and of all."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Over all tokens that have a token before them."""
+    """Over all tokens that have a token before them in the dataset."""
 
     tokens: int
-    """Predicted ones: all but the dataset's first."""
+    """Predicted tokens: all but the dataset's first."""
     windows: int
     seq_length: int
     loss: float
-    """Mean negative log likelihood of a token, nats."""
+    """Mean negative log likelihood of a token, in nats."""
     perplexity: float
 
 
 def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
-    """All ids of a dataset, document after document, memory-mapped; raises ConfigError for one that does not fit."""
+    """All ids of a dataset, document after document, memory-mapped. Raises ConfigError where they do not fit."""
     problems = check_dataset(Config(model=model, data=DataConfig(prefixes=[prefix], tokenizer=None)))
     if problems:
         raise ConfigError(problems)
     return IndexedDataset(prefix).tokens
 
 
+def is_fine_tuning_set(prefix: str) -> bool:
+    """Whether a dataset has loss masks."""
+    return Path(prefix + MASK_SUFFIX + ".idx").is_file()
+
+
 def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.ndarray]] | None:
-    """(ids, mask of what is learned) of each example of a fine-tuning set; None for a dataset of text.
+    """(ids, loss mask) of each example of a fine-tuning set, memory-mapped; None for a dataset of text.
 
     Raises ConfigError for a set that does not fit the model, or whose masks are not its own.
     """
-    if not Path(prefix + MASK_SUFFIX + ".idx").is_file():
+    if not is_fine_tuning_set(prefix):
         return None
     open_ids(prefix, model)
-    lengths = read_index(prefix).lengths
-    if not np.array_equal(lengths, read_index(prefix + MASK_SUFFIX).lengths):
-        rule = f"{prefix + MASK_SUFFIX} is not its loss masks: counts or lengths differ"
+    if rule := broken_masks(prefix):
         raise ConfigError([Problem("--dataset", prefix, rule, "make the dataset again")])
-    if int(lengths.max()) - 1 > model.max_position_embeddings:
-        rule = (
-            f"holds an example of {lengths.max()} tokens, and the model has {model.max_position_embeddings} positions"
-        )
-        raise ConfigError([Problem("--dataset", prefix, rule, "make it again with a smaller --seq-length")])
     tokens, masks = IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)
-    return [(tokens.sequence(number), masks.sequence(number)) for number in range(len(lengths))]
+    longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings
+    if longest - 1 > context:
+        rule = f"holds an example of {longest} tokens, and the model has {context} positions"
+        raise ConfigError([Problem("--dataset", prefix, rule, "make it again with a smaller --seq-length")])
+    return [(tokens.sequence(number), masks.sequence(number)) for number in range(len(tokens.index))]
 
 
 def windows(count: int, length: int) -> Iterator[tuple[int, int]]:
@@ -69,21 +71,21 @@ def windows(count: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 @torch.no_grad()
-def perplexity(made: Generator, ids: np.ndarray, length: int, progress: Progress | None = None) -> Perplexity:
-    """Cut ``ids`` into windows of ``length`` inputs, as training does, and weigh every token alike.
+def perplexity(generator: Generator, ids: np.ndarray, length: int, progress: Progress | None = None) -> Perplexity:
+    """The loss on windows of ``length`` inputs, cut as training cuts them; every token of ``ids`` has the same weight.
 
-    A window's first tokens have little before them, in training too; documents follow each other without a mark but
-    their own end.
+    A window's first tokens have little context, as in training, and documents follow each other as they are stored.
+    All ranks must call it.
     """
     spans = list(windows(len(ids), length))
-    rows = max(1, _LOGIT_BYTES * made.plan.config.trainer.tp // (length * made.plan.padded_vocab_size * 4))
+    rows = max(1, _LOGIT_BYTES * generator.plan.config.trainer.tp // (length * generator.plan.padded_vocab_size * 4))
     total, done = 0.0, 0
     while done < len(spans):
         batch = spans[done : done + rows]
         if batch[-1][1] - batch[-1][0] < length and len(batch) > 1:
-            batch = batch[:-1]  # the short one goes alone
-        tokens = torch.stack([torch.from_numpy(ids[a : b + 1].astype(np.int64)) for a, b in batch]).to(made.device)
-        losses = made.llama(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            batch = batch[:-1]  # the shorter last one is a batch of its own
+        tokens = torch.stack([torch.from_numpy(ids[a : b + 1].astype(np.int64)) for a, b in batch]).to(generator.device)
+        losses = generator.llama(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         total += losses.double().sum().item()
         done += len(batch)
         if progress is not None:
@@ -92,17 +94,20 @@ def perplexity(made: Generator, ids: np.ndarray, length: int, progress: Progress
 
 
 @torch.no_grad()
-def learned_perplexity(
-    made: Generator, examples: list[tuple[np.ndarray, np.ndarray]], progress: Progress | None = None
+def example_perplexity(
+    generator: Generator, examples: list[tuple[np.ndarray, np.ndarray]], progress: Progress | None = None
 ) -> Perplexity:
-    """Of a fine-tuning set: each example alone, over the tokens that are to be learned, all weighed alike, as val_loss
-    is. ``windows`` are the examples and ``seq_length`` is the longest one's."""
-    order = sorted(range(len(examples)), key=lambda number: len(examples[number][0]))  # like with like: less padding
+    """The loss on a fine-tuning set, as val_loss is: each example alone, over its learned tokens, all of equal weight.
+
+    In the result ``windows`` counts examples, and ``seq_length`` is that of the longest. All ranks must call it.
+    """
+    order = sorted(
+        range(len(examples)), key=lambda number: len(examples[number][0])
+    )  # similar lengths in a batch: less padding
     longest = len(examples[order[-1]][0]) - 1
     total, count, done = 0.0, 0, 0
     while done < len(order):
-        # Batches are cut by the length of their last example, the longest.
-        room = _LOGIT_BYTES * made.plan.config.trainer.tp // (made.plan.padded_vocab_size * 4)
+        room = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
         rows = 1
         while done + rows < len(order) and (rows + 1) * (len(examples[order[done + rows]][0]) - 1) <= room:
             rows += 1
@@ -113,7 +118,7 @@ def learned_perplexity(
             tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1].astype(np.int64))
             labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:].astype(np.int64))
             mask[row, : len(ids) - 1] = torch.from_numpy(learned[1:].astype(np.int64))
-        losses = made.llama(tokens.to(made.device), labels.to(made.device)).double().cpu()
+        losses = generator.llama(tokens.to(generator.device), labels.to(generator.device)).double().cpu()
         total += losses[mask.T.bool()].sum().item()  # [s, b]
         count += int(mask.sum())
         done += rows
@@ -123,6 +128,6 @@ def learned_perplexity(
 
 
 def _of(total: float, count: int, windows: int, length: int) -> Perplexity:
-    """What losses of ``total`` nats over ``count`` ids come to."""
+    """From the sum of the losses of ``count`` ids, in nats."""
     mean = total / max(1, count)
     return Perplexity(count, windows, length, mean, math.exp(mean) if mean < 700 else math.inf)

@@ -1,5 +1,7 @@
-"""A conversation to the ids that ask for its next answer: by data_prep's own code, so that a model is asked as it was
-trained, to the id."""
+"""A conversation to the ids that ask for its next answer.
+
+Training examples are encoded by the same code (text/), so a prompt has the ids that came before the answer in training.
+"""
 
 from __future__ import annotations
 
@@ -17,54 +19,53 @@ from megatron_llama.text.trained_template import TrainedTemplate
 Message = Mapping[str, str]
 """``role`` and ``content``."""
 OWN, NONE = "own", "none"
-TEMPLATES = (OWN, *NAMED)
 ARGUMENT = "--chat-template"
 
 
 class PromptBuilder:
-    """A tokenizer and the template that it asks in; ``none`` is the text as it is."""
+    """A tokenizer and a chat template; with ``none`` the messages' text is the prompt."""
 
     stop: frozenset[int] = frozenset()
     """The ids that end an answer in this template."""
 
-    def __init__(self, text: Tokenizer, template: str, add_bos: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str, add_bos: bool | None = None) -> None:
         """``add_bos`` is for named templates; None does what the tokenizer does before any text.
 
         Raises ConfigError where the tokenizer has no template of its own, or can't be used with any.
         """
-        self.text, self.template, self._add_bos = text, template, add_bos
+        self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
         self._end_text = ""  # what is written between an answer and the token that ends it
         self._named: Named | None = NAMED.get(template)
         if template == NONE:
             return
         try:
-            self._tokenizer: ChatTokenizer = load_chat_tokenizer(str(text.path), own=template == OWN)
+            self._chat: ChatTokenizer = load_chat_tokenizer(str(tokenizer.path), own=template == OWN)
             self._own: Jinja | None = None
             if template == OWN:
-                self._own = own_template(text.path, self._tokenizer.control_tokens)
+                self._own = own_template(tokenizer.path, self._chat.control_tokens)
         except UserError as error:
             instead = f"write --chat-template {', '.join(NAMED)}; or --tokenizer FOLDER with a template of its own"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
-        bos = text.adds_bos if add_bos is None else add_bos
-        self._bos = [self._tokenizer.bos] if bos and self._named and self._tokenizer.bos is not None else []
-        self.stop = self._ends()
+        bos = tokenizer.adds_bos if add_bos is None else add_bos
+        self._bos = [self._chat.bos] if bos and self._named and self._chat.bos is not None else []
+        self.stop = self._find_end()
 
-    def __reduce__(self) -> Any:  # a compiled template can't be sent to a rank
-        return PromptBuilder, (self.text, self.template, self._add_bos)
+    def __reduce__(self) -> Any:  # a compiled template can't be pickled, as spawned ranks need it
+        return PromptBuilder, (self.tokenizer, self.template, self._add_bos)
 
     def ids(self, messages: Sequence[Message], answer: str | None = None) -> list[int]:
-        """The ids up to where the assistant's next answer begins; with an ``answer`` those too, without its end.
+        """The ids up to where the assistant's next answer begins; with an ``answer`` its ids too, without its end.
 
         Raises ConfigError where the template refuses the conversation.
         """
         if self.template == NONE:
-            return self.text.encode("".join(message["content"] for message in messages) + (answer or ""))
+            return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
         turns = [Turn(message["role"], message["content"]) for message in messages]
         try:
             pieces = self._named.ask(turns) if self._named else [Piece(self.render(messages), False)]
             if answer is not None:
                 pieces.append(Piece(self._assistant_prefix + answer, True))
-            return self._bos + encode_pieces(pieces, self._tokenizer)[0]
+            return self._bos + encode_pieces(pieces, self._chat)[0]
         except Bad as error:
             raise self._refused(error) from None
 
@@ -79,44 +80,43 @@ class PromptBuilder:
             raise self._refused(error) from None
 
     def parse_answer(self, ids: Sequence[int]) -> str:
-        """The answer that a model's ids are, as a message's content."""
-        return self.text.decode(ids).removeprefix(self._assistant_prefix).removesuffix(self._end_text)
+        """The content of the assistant's message that a model wrote as ``ids``."""
+        return self.tokenizer.decode(ids).removeprefix(self._assistant_prefix).removesuffix(self._end_text)
 
     @property
     def _assistant_prefix(self) -> str:
         return self._named.gap if self._named else ""
 
-    def _ends(self) -> frozenset[int]:
-        """The control token that an example's answer is learned to end with, if it is one."""
-        tokenizer = self._tokenizer
+    def _find_end(self) -> frozenset[int]:
+        """The control token that an example's answer ends with, if it is one id; sets ``_end_text``."""
         example = [Turn("user", "question"), Turn("assistant", "answer")]
         if self._named:
             for piece in [piece for piece in self._named.pieces(example) if piece.learn][1:]:
-                ids = encode_pieces([piece], tokenizer)[0]
+                ids = encode_pieces([piece], self._chat)[0]
                 if piece.control and len(ids) == 1:
                     return frozenset(ids)
                 self._end_text += piece.text
             return frozenset()
         assert self._own is not None
         try:
-            said = "".join(piece.text for piece in self._own.pieces(example) if piece.learn)
-        except Bad:  # a template that takes no such conversation has an end all the same, the tokenizer's
+            learned = "".join(piece.text for piece in self._own.pieces(example) if piece.learn)
+        except Bad:  # a template that refuses this conversation: answers end with the tokenizer's end of text
             return frozenset()
-        after = said.partition("answer")[2].lstrip()
-        numbers = (tokenizer.control(name) for name in tokenizer.control_tokens if after.startswith(name))
+        after = learned.partition("answer")[2].lstrip()
+        numbers = (self._chat.control(name) for name in self._chat.control_tokens if after.startswith(name))
         return frozenset(number for number in numbers if number is not None)
 
     def _refused(self, error: Bad) -> ConfigError:
-        rule = f"the chat template {self.template} of {self.text.path} refuses this conversation ({error})"
+        rule = f"the chat template {self.template} of {self.tokenizer.path} refuses this conversation ({error})"
         return ConfigError([Problem(ARGUMENT, self.template, rule, "leave out --system, or use --prompt")])
 
 
 def open_prompt_builder(
-    text: Tokenizer, template: str | None, trained: TrainedTemplate | None, otherwise: str
+    tokenizer: Tokenizer, template: str | None, trained: TrainedTemplate | None, default: str
 ) -> PromptBuilder:
-    """A builder for ``template``, else for the one that the model was ``trained`` with, else for ``otherwise``.
+    """A builder for ``template``, else for the one that the model was ``trained`` with, else for ``default``.
 
     Raises ConfigError as ``PromptBuilder`` does.
     """
-    name = template or (trained.template if trained else otherwise)
-    return PromptBuilder(text, name, trained.add_bos if trained and trained.template == name else None)
+    name = template or (trained.template if trained else default)
+    return PromptBuilder(tokenizer, name, trained.add_bos if trained and trained.template == name else None)

@@ -1,4 +1,4 @@
-"""Text on the terminal while it is made."""
+"""Prints text while it is generated."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import TextIO
 from megatron_llama.text.tokenizer import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_KNOWN_TAIL = 8  # ids of the prompt that an answer's first piece is decoded after, so that its space is kept
+_KNOWN_TAIL = 8  # ids of the prompt that are decoded with an answer's first piece, so that its space is kept
 
 
 class Decoder:
     """Ids to text, piece by piece; a piece that ends inside a character is held back until the rest is there."""
 
-    def __init__(self, text: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._text = text
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
         self._ids = list(prompt[-_KNOWN_TAIL:])
-        self._shown = len(self._ids)
+        self._printed = len(self._ids)
         self._start = 0
 
     def add(self, number: int) -> str:
-        """What can be shown now that ``number`` has come."""
+        """The text that can be printed once ``number`` is known."""
         self._ids.append(number)
         return self._more(False)
 
     def end(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._more(True)
 
     def _more(self, at_end: bool) -> str:
         # Both are decoded from the same start: a tokenizer treats the first piece of a text in its own way.
-        before = self._text.decode(self._ids[self._start : self._shown])
-        now = self._text.decode(self._ids[self._start :])
+        before = self._tokenizer.decode(self._ids[self._start : self._printed])
+        now = self._tokenizer.decode(self._ids[self._start :])
         if not at_end and now.endswith(_BROKEN):
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
+        self._start, self._printed = self._printed, len(self._ids)
         return now[len(before) :]
 
 
 class Printer:
     """Answers of a batch, one after the other although they grow together: the first streams, then the next one."""
 
-    def __init__(self, out: TextIO, text: Tokenizer, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
+    def __init__(self, out: TextIO, tokenizer: Tokenizer, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         self._out = out
-        self._decoders = [Decoder(text, prompt) for prompt in ids]
+        self._decoders = [Decoder(tokenizer, prompt) for prompt in ids]
         self._ended = [False for _ in prompts]
         self._waiting = list(prompts)
         self._row = 0

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron_llama.inference.generator import Generator, generator
-from megatron_llama.inference.load import Source, inference_plan, open_source
+from megatron_llama.inference.arguments import inference_plan
+from megatron_llama.inference.generator import Generator, open_generator
+from megatron_llama.inference.saved_model import SavedModel, open_saved_model
 from megatron_llama.plan import Plan
 from tests.ranks import run_ranks
 
@@ -84,11 +85,13 @@ NOTHING: frozenset[int] = frozenset()
 
 def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
     """What ``work`` gives on each rank."""
-    source = open_source(folder)
-    return run_ranks(in_generator, tp, work, source, inference_plan(source, tp, "cpu"), stop)
+    source = open_saved_model(folder)
+    return run_ranks(in_generator, tp, work, source, inference_plan(source.model, tp, "cpu"), stop)
 
 
-def in_generator(rank: int, work: Callable[[Generator], Any], source: Source, plan: Plan, stop: frozenset[int]) -> Any:
+def in_generator(
+    rank: int, work: Callable[[Generator], Any], source: SavedModel, plan: Plan, stop: frozenset[int]
+) -> Any:
     os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread, however few ranks: beside other tests more are slower
-    with generator(source, plan, stop) as made:
+    with open_generator(source, plan, stop) as made:
         return work(made)

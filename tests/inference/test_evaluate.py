@@ -15,8 +15,14 @@ import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.data.indexed_format import IndexedDataset
-from megatron_llama.inference import accuracy as answers
-from megatron_llama.inference.accuracy import Asked, ask, final_number, share
+from megatron_llama.inference.accuracy import (
+    EncodedRecord,
+    answer_accuracy,
+    encode_records,
+    final_number,
+    label_scores,
+    share,
+)
 from megatron_llama.inference.eval_data import TEMPLATES, Template, find_template, read_records
 from megatron_llama.inference.perplexity import windows
 from megatron_llama.inference.prompts import PromptBuilder
@@ -125,7 +131,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFaceTokenizer(folder)
-    asked = ask(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
+    asked = encode_records(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
     assert len(asked) == 24
     assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
@@ -145,12 +151,12 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
     from tests.inference.models import with_generator
 
-    asked = ask(
+    asked = encode_records(
         read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), room=256
     )[:10]
     assert len({len(label) for one in asked for label in one.labels}) > 1
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
-    ours = with_generator(lambda made: answers.label_scores(made, asked), folder)[0]
+    ours = with_generator(lambda made: label_scores(made, asked), folder)[0]
     torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
 
 
@@ -159,7 +165,7 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
     text, records = HuggingFaceTokenizer(folder), read_records(path, LABELS)
     prompts = PromptBuilder(text, "own")
-    (one,) = ask(records, LABELS, prompts, room=256)
+    (one,) = encode_records(records, LABELS, prompts, room=256)
     assert one.prompt == prompts.ids([{"role": "user", "content": "cat and dog"}])
     assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
     assert records.skipped == {"unreadable": 1}
@@ -197,8 +203,8 @@ def test_right_wrong_and_malformed_answers(folder: Path) -> None:
             return [SimpleNamespace(ids=text.encode(said[prompt[0]])) for prompt in prompts]
 
     truth = ("#### 4", "#### 6", "#### 6")
-    asked = [Asked([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
-    found = answers.written(Says(), asked, find_template("gsm8k"), text, 2, 16)
+    asked = [EncodedRecord([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
+    found = answer_accuracy(Says(), asked, find_template("gsm8k"), text.decode, 2, 16)
     assert [found[kind]["right"] for kind in ("well_formed", "exact_match")] == [2, 1]
     assert [one["written"] for one in found["examples"]] == said
 
@@ -252,7 +258,7 @@ def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, templat
     assert done.returncode == 0, done.stderr
     ids, mask = (IndexedDataset(str(tmp_path / f"set_sft{end}")).document(0) for end in ("", "_mask"))
     learned = mask.tolist().index(1)
-    (one,) = ask(
+    (one,) = encode_records(
         read_records(source, TEMPLATES[name]),
         TEMPLATES[name],
         PromptBuilder(HuggingFaceTokenizer(folder), template),
@@ -266,7 +272,7 @@ def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, templat
 def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
     done = command(evaluate, folder, *CPU, "--tp", 3, "--batch-size", 0, "--output", tmp_path / "no" / "file")
     assert done.status == 2 and "Traceback" not in done.err
-    for named in ("--tp", "--batch-size", "--output", "nothing is asked for"):
+    for named in ("--tp", "--batch-size", "--output", "none of them is given"):
         assert named in done.err, named
     for arguments, named in (
         (["--dataset", tmp_path / "nothing"], "can't be read"),

@@ -51,7 +51,7 @@ def test_chat(folder: Path) -> None:
     assert len(single) > 4 and done.out.startswith(single) and done.out.endswith(single)
     middle = done.out[len(single) : -len(single)]
     assert middle and middle != single
-    assert "[begun anew]" in done.err
+    assert "[new conversation]" in done.err
     assert command(generate, *asked, "--tp", 2, stdin="Hello cat").out == single
 
 

@@ -15,8 +15,9 @@ from megatron_llama.checkpoint.adapter import open_base
 from megatron_llama.checkpoint.export import export, find_checkpoint, model_of
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError
+from megatron_llama.inference.arguments import inference_plan
 from megatron_llama.inference.generator import Generator
-from megatron_llama.inference.load import inference_plan, open_source
+from megatron_llama.inference.saved_model import open_saved_model
 from tests.checkpoint.jobs import Job
 from tests.inference.commands import CPU, command, evaluate, generate
 from tests.inference.models import NOTHING, PROMPTS, in_generator, make_folder, with_generator
@@ -61,8 +62,8 @@ def test_logits_are_those_of_the_merged_export(folders: Path) -> None:
 
 
 def test_bf16_weights_are_rounded_once(folders: Path) -> None:
-    source = open_source(folders / "run")
-    plan = inference_plan(source, 1, "cpu", "bfloat16")
+    source = open_saved_model(folders / "run")
+    plan = inference_plan(source.model, 1, "cpu", "bfloat16")
     (ours,) = run_ranks(in_generator, 1, lambda made: dict(made.llama.state_dict()), source, plan, NOTHING)
     merged = load_file(folders / "merged" / "model.safetensors")
     down = "layers.1.mlp.down_proj.weight"
@@ -81,19 +82,21 @@ def test_it_writes_what_the_merged_model_writes(folders: Path) -> None:
 def refused(path: Path, base: Path | None = None) -> str:
     """What is said of a source that can't be opened, one thing."""
     with pytest.raises(ConfigError) as error:
-        open_source(path, base)
+        open_saved_model(path, base)
     assert len(error.value.problems) == 1
     return " ".join(str(error.value).split())
 
 
 def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
     base, moved = folders / "base", tmp_path / "moved"
-    assert open_source(folders / "run").stored.folder == base and open_source(folders / "run").tokenizer == base
+    assert (
+        open_saved_model(folders / "run").stored.folder == base and open_saved_model(folders / "run").tokenizer == base
+    )
     base.rename(moved)
     try:
         for name, rule in (("run", "there is no such folder"), ("adapter", "no model's folder is there")):
             assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
-            found = open_source(folders / name, moved)
+            found = open_saved_model(folders / name, moved)
             assert (found.stored.folder, found.tokenizer, found.token_ids) == (moved, moved, {"eos_token_id": 0})
         for main, asked in ((generate, ASKED), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
             done = command(main, folders / "run", *asked)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
-from megatron_llama.inference.load import Source, stop_ids, tokenizer_of
+from megatron_llama.inference.saved_model import SavedModel, stop_ids, tokenizer_of
 from megatron_llama.inference.stream import Decoder, Printer
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.inference.models import write_tokenizer
@@ -38,8 +38,10 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.with_suffix(".model")
 
 
-def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -> Source:
-    return Source(Path(), ModelConfig(vocab_size=vocab_size), SafetensorsFiles(Path(), {}), tokenizer, token_ids, 16)
+def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -> SavedModel:
+    return SavedModel(
+        Path(), ModelConfig(vocab_size=vocab_size), SafetensorsFiles(Path(), {}), tokenizer, token_ids, 16
+    )
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])

@@ -14,12 +14,9 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_j
 from megatron_llama.config import (
     Config,
     ConfigError,
-    DataConfig,
-    DeviceConfig,
     FinetuneConfig,
     ModelConfig,
     Problem,
-    TrainerConfig,
 )
 from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
@@ -31,7 +28,6 @@ from megatron_llama.config.hf_config import (
     shape_from_hf,
 )
 from megatron_llama.config.settings import RopeScaling
-from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
@@ -39,12 +35,10 @@ from megatron_llama.text.tokenizer import Tokenizer, TokenizerError, open_tokeni
 from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 
 ARGUMENT = "CHECKPOINT"
-# auto: what is fast there. A CPU without bf16 units multiplies bf16 several times slower than fp32.
-DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass
-class Source:
+class SavedModel:
     """A model on disk."""
 
     folder: Path
@@ -62,7 +56,7 @@ class Source:
     """Of a fine-tuning run: what its conversations were put in."""
 
 
-def open_source(path: Path, base: Path | None = None) -> Source:
+def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     """The model at ``path``: a checkpoint, a run's folder (its newest checkpoint), a Hugging Face folder or a PEFT
     adapter.
 
@@ -92,7 +86,7 @@ def open_source(path: Path, base: Path | None = None) -> Source:
     settings = manifest.state.settings
     named = settings.get("data", {}).get("tokenizer")
     tokenizer = next((Path(place) for place in (named, origin) if place and Path(place).exists()), None)
-    return Source(
+    return SavedModel(
         folder,
         model,
         stored,
@@ -109,7 +103,7 @@ def _refuse_base(base: Path | None) -> None:
         raise ConfigError([Problem("--base", str(base), rule, "leave --base out")])
 
 
-def _adapter(folder: Path, base: Path | None) -> Source:
+def _adapter(folder: Path, base: Path | None) -> SavedModel:
     """A PEFT adapter with the model that it was made for: ``base``, or the folder that it names itself.
 
     PEFT keeps no fingerprint, so that it is the right one is known only as far as shapes tell.
@@ -152,7 +146,7 @@ def _of_adapter(problem: Problem, folder: Path) -> Problem:
     return Problem(ARGUMENT, str(folder), about + problem.rule, "name an adapter of plain LoRA, made for this base")
 
 
-def _hugging_face(folder: Path) -> Source:
+def _hugging_face(folder: Path) -> SavedModel:
     try:
         content = read_hf_config(str(folder))
     except ValueError as error:
@@ -171,7 +165,7 @@ def _hugging_face(folder: Path) -> Source:
         stored = open_hf_folder(folder, model)
     except ConfigError as error:
         raise ConfigError([replace(problem, field=ARGUMENT) for problem in error.problems]) from None
-    return Source(folder, model, stored, folder, _token_ids(folder), min(model.max_position_embeddings, 2048))
+    return SavedModel(folder, model, stored, folder, _token_ids(folder), min(model.max_position_embeddings, 2048))
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
@@ -187,7 +181,7 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     return found
 
 
-def tokenizer_of(source: Source, given: Path | None = None) -> Tokenizer:
+def tokenizer_of(source: SavedModel, given: Path | None = None) -> Tokenizer:
     """The tokenizer that is given, or else the one that belongs to the model. Raises ConfigError where none fits."""
     path = given or source.tokenizer
     if path is None:
@@ -207,36 +201,8 @@ def tokenizer_of(source: Source, given: Path | None = None) -> Tokenizer:
     return tokenizer
 
 
-def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
+def stop_ids(source: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """The ids that end an answer."""
     named = source.token_ids.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(number for number in (*ids, tokenizer.end) if isinstance(number, int))
-
-
-def inference_plan(source: Source, tp: int, device: str, dtype: str = "auto") -> Plan:
-    """The plan of ``tp`` ranks that hold the model for answering; raises ConfigError where it can't be cut so."""
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    config = Config(
-        model=source.model,
-        data=DataConfig(name="none", mock=True, seq_length=1),
-        trainer=TrainerConfig(
-            tp=tp,
-            sp=False,  # one token can't be split along the sequence
-            global_batch_size=1,
-            steps=0,
-            precision={"float32": "fp32", "bfloat16": "bf16_pure"}[dtype],
-        ),
-        device=DeviceConfig(name=device),
-    )
-    try:
-        return resolve(config, tp)
-    except ConfigError as error:
-        raise ConfigError([_as_argument(problem) for problem in error.problems]) from None
-
-
-def _as_argument(problem: Problem) -> Problem:
-    """A problem in the words of a command line that has --tp."""
-    rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
-    return Problem(problem.field.replace("trainer.tp", "--tp"), problem.value, rule, instead)
