@@ -1,14 +1,13 @@
-"""Files of records that data.prefixes names are prepared before the ranks start, by data_prep/sft.py's own code.
+"""Datasets before the ranks start: files of records in data.prefixes are prepared, and what can't be used is refused.
 
-A set lies in a folder that is named after everything that decides its content: the file's bytes, the tokenizer's files
-and the settings. It appears there whole, by a rename; the next run finds it, on whatever path the same records lie.
+A prepared dataset is in a folder whose name is a digest of everything that decides its content: the file's bytes, the
+tokenizer's files and the settings. It appears there whole, by a rename, so the next run finds it, wherever the same
+records are.
 """
 
 from __future__ import annotations
 
 import copy
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -24,10 +23,12 @@ from typing import IO, Any
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
 from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records
 from megatron_llama.launch.rendezvous import LaunchFailed
+from megatron_llama.plan.rules.paths import check_data as missing_data
+from megatron_llama.system.files import sha256_file, try_lock, wait_for_lock
 
 MOST_BYTES = 256 << 20
 """Of a file on disk. Beyond it preparation takes many minutes, which belong in a job of their own."""
-_NAME, _READ_BYTES = "records", 1 << 20
+_NAME = "records"
 _VERSION = 2  # of what data_prep/sft.py makes of the same records; raise it when that changes
 # All that tokenizers and chat templates are read from.
 _TOKENIZER_FILES = (
@@ -42,8 +43,8 @@ _TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A file of records, and where its set is or will be."""
+class Records:
+    """A file of records, and where its dataset is or will be."""
 
     setting: str
     path: str
@@ -54,44 +55,55 @@ class Wanted:
 
     @property
     def prefix(self) -> str:
-        """What stands in data.prefixes instead."""
+        """Replaces the file in data.prefixes."""
         return str(self.folder / f"{_NAME}_sft")
 
 
 class PreparationStopped(Exception):
-    """A signal asked for an end; the same command starts again."""
+    """A signal stopped the preparation; the same command starts it again."""
+
+
+def check_datasets(config: Config) -> None:
+    """Raises ConfigError for datasets that are here and can't be used; in a dry run some may not be here."""
+    if record_files(config.data) or (config.dry_run and missing_data(config, os.path.exists)):
+        return
+    from megatron_llama.data.checks import check_data
+
+    problems = check_data(config)
+    if problems:
+        raise ConfigError(problems)
 
 
 def with_finished(config: Config) -> Config:
-    """The config with the sets that are there already in the place of their files; prepares nothing.
+    """The config with the datasets that exist already in place of their files of records; prepares nothing.
 
-    Raises ConfigError for files that are too large; what else is wrong with one is for ``resolve`` to say.
+    Raises ConfigError for files that are too large; other mistakes are for ``resolve`` to report.
     """
     problems: list[Problem] = []
-    found = _wanted(config, problems, [])
+    found = _find_records(config, problems, [])
     if problems:
         raise ConfigError(problems)
-    return _replaced(config, [wanted for wanted in found if wanted.folder.is_dir()])
+    return _replaced(config, [records for records in found if records.folder.is_dir()])
 
 
-def with_prepared(config: Config, *, speaks: bool = True) -> Config:
-    """The config with a set in the place of each file of records, made now where it is not there.
+def with_prepared(config: Config, *, quiet: bool = False) -> Config:
+    """The config with a dataset in place of each file of records, prepared now where there is none.
 
-    ``speaks``: say also what was there already. Raises ConfigError for a file that can't be used, bad records among the
-    reasons, LaunchFailed where the machine gave up, and PreparationStopped for a signal.
+    ``quiet``: do not report what existed already. Raises ConfigError for a file that can't be used, bad records among
+    the reasons, LaunchFailed for a failure of the machine, and PreparationStopped for a signal.
     """
     problems: list[Problem] = []
-    found = _wanted(config, problems, problems)
+    found = _find_records(config, problems, problems)
     if problems:
         raise ConfigError(problems)
-    for wanted in found:
-        _make(wanted, config.data, speaks)
+    for records in found:
+        _prepare_once(records, config.data, quiet)
     return _replaced(config, found)
 
 
-def _wanted(config: Config, too_large: list[Problem], unreadable: list[Problem]) -> list[Wanted]:
-    """The files of records that can be used; what is wrong with the others goes to the two lists."""
-    found: list[Wanted] = []
+def _find_records(config: Config, too_large: list[Problem], unreadable: list[Problem]) -> list[Records]:
+    """The files of records that can be used; the two lists get what is wrong with the others."""
+    found: list[Records] = []
     tokenizer = tokenizer_of_records(config)
     if tokenizer is None:  # a rule asks for it
         return found
@@ -109,12 +121,12 @@ def _wanted(config: Config, too_large: list[Problem], unreadable: list[Problem])
             rule = f"{error.filename or path} can't be read: {error.strerror}"
             unreadable.append(Problem(setting, path, rule, "make it readable, or name another file"))
             continue
-        found.append(Wanted(setting, path, tokenizer, folder, (status.st_size, status.st_mtime_ns)))
+        found.append(Records(setting, path, tokenizer, folder, (status.st_size, status.st_mtime_ns)))
     return found
 
 
-def _replaced(config: Config, sets: list[Wanted]) -> Config:
-    places = {(wanted.setting, wanted.path): wanted.prefix for wanted in sets}
+def _replaced(config: Config, sets: list[Records]) -> Config:
+    places = {(records.setting, records.path): records.prefix for records in sets}
     config = copy.deepcopy(config)
     data = config.data
     data.prefixes = [places.get(("data.prefixes", str(item)), item) for item in data.prefixes]
@@ -135,71 +147,59 @@ def _key(path: str, tokenizer: str, data: DataConfig) -> str:
     folder = own if own.is_dir() else own.parent
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     files += [] if own.is_dir() else [own]
-    said = {
+    content = {
         "version": _VERSION,
-        "records": _digest(Path(path)),
+        "records": sha256_file(Path(path)),
         "table": data.template if is_table(path) else None,
-        "tokenizer": [(file.name, _digest(file)) for file in files],
+        "tokenizer": [(file.name, sha256_file(file)) for file in files],
         "reads": None if own.is_dir() else own.name,
         "chat_template": data.chat_template,
         "seq_length": data.seq_length,
     }
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _make(wanted: Wanted, data: DataConfig, speaks: bool) -> None:
-    """Make the set, unless it is there: one process at a time, the others find it."""
-    if wanted.folder.is_dir():
-        if speaks:
-            _say(f"{wanted.path}: prepared before, in {wanted.folder}")
+def _prepare_once(records: Records, data: DataConfig, quiet: bool) -> None:
+    """Prepares the dataset unless it exists: one process at a time, the others find it."""
+    if records.folder.is_dir():
+        if not quiet:
+            _report(f"{records.path}: prepared before, in {records.folder}")
         return
-    cache = wanted.folder.parent
+    cache = records.folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{wanted.folder.name}.lock").open("a") as lock, _locked(lock, wanted.path) as alone:
-            if wanted.folder.is_dir():
-                _say(f"{wanted.path}: prepared by another start, in {wanted.folder}")
+        with (cache / f".{records.folder.name}.lock").open("a") as lock, _locked(lock, records.path) as alone:
+            if records.folder.is_dir():
+                _report(f"{records.path}: prepared by another start, in {records.folder}")
                 return
             if alone:  # what is left of starts that were killed
-                for rest in cache.glob(f".{wanted.folder.name}.partial.*"):
+                for rest in cache.glob(f".{records.folder.name}.partial.*"):
                     shutil.rmtree(rest, ignore_errors=True)
-            aside = cache / f".{wanted.folder.name}.partial.{os.uname().nodename}.{os.getpid()}"
+            aside = cache / f".{records.folder.name}.partial.{os.uname().nodename}.{os.getpid()}"
             try:
-                _say(_summary(wanted, _prepare(wanted, data, aside)))
+                _report(_summary(records, _prepare(records, data, aside)))
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        raise LaunchFailed(f"{wanted.path} can't be prepared in {cache}: {error.strerror or error}") from error
+        raise LaunchFailed(f"{records.path} can't be prepared in {cache}: {error.strerror or error}") from error
 
 
 @contextmanager
 def _locked(lock: IO[str], path: str) -> Iterator[bool]:
-    """Waits until no other start works on the same set; False where the file system has no locks."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            yield False
-            return
-        _say(f"{path}: another start prepares it; waiting")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    yield True
+    """Waits until no other start prepares the same dataset; False where the file system has no locks."""
+    locked = try_lock(lock)
+    if locked is False:
+        _report(f"{path}: another start prepares it; waiting")
+        wait_for_lock(lock)
+    yield locked is not None
 
 
-def _prepare(wanted: Wanted, data: DataConfig, aside: Path) -> dict[str, Any]:
+def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     """Make the set in ``aside`` and move it to its place; returns its manifest."""
     from data_prep import sft
     from megatron_llama.system.errors import MachineError, Stopped, UserError
 
-    asked = _arguments(wanted.path, wanted.tokenizer, data)
+    asked = _arguments(records.path, records.tokenizer, data)
     args = sft.parser().parse_args([*asked, "--output-prefix", str(aside / _NAME)])
     aside.mkdir()
     try:
@@ -209,20 +209,20 @@ def _prepare(wanted: Wanted, data: DataConfig, aside: Path) -> dict[str, Any]:
         rule, _, advice = str(error).partition(" Nothing was written.")
         instead = "mend the file"
         if advice:
-            instead = f"mend it, or leave bad lines out: {_command(wanted.path, wanted.tokenizer, data)}"
-        raise ConfigError([Problem(wanted.setting, wanted.path, rule.rstrip("."), instead)]) from None
+            instead = f"mend it, or leave bad lines out: {_command(records.path, records.tokenizer, data)}"
+        raise ConfigError([Problem(records.setting, records.path, rule.rstrip("."), instead)]) from None
     except MachineError as error:
-        raise LaunchFailed(f"{wanted.path} could not be prepared: {error}") from error
+        raise LaunchFailed(f"{records.path} could not be prepared: {error}") from error
     except Stopped as error:
-        raise PreparationStopped(f"{wanted.path} is not prepared yet: {str(error).partition('.')[0]}") from None
-    status = os.stat(wanted.path)
-    if (status.st_size, status.st_mtime_ns) != wanted.stamp:
+        raise PreparationStopped(f"{records.path} is not prepared yet: {str(error).partition('.')[0]}") from None
+    status = os.stat(records.path)
+    if (status.st_size, status.st_mtime_ns) != records.stamp:
         instead = "start again when nothing writes to it"
-        raise ConfigError([Problem(wanted.setting, wanted.path, "was changed while it was read", instead)])
+        raise ConfigError([Problem(records.setting, records.path, "was changed while it was read", instead)])
     try:
-        os.rename(aside, wanted.folder)
+        os.rename(aside, records.folder)
     except OSError:  # without locks, another start was faster: the same content
-        if not wanted.folder.is_dir():
+        if not records.folder.is_dir():
             raise
     return manifest
 
@@ -242,15 +242,15 @@ def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     return f"python data_prep/sft.py {shlex.join(made)}, and write datasets/{name}/{name}_sft"
 
 
-def _summary(wanted: Wanted, manifest: dict[str, Any]) -> str:
+def _summary(records: Records, manifest: dict[str, Any]) -> str:
     changed = "".join(f"; {count:,} {what}" for what, count in manifest["changed"].items())
     return (
-        f"{wanted.path}: {manifest['documents_written']:,} documents, {manifest['tokens']:,} tokens "
+        f"{records.path}: {manifest['documents_written']:,} documents, {manifest['tokens']:,} tokens "
         f"({manifest['tokens_with_loss']:,} learned), {manifest['documents_skipped']:,} skipped{changed}; "
-        f"prepared in {wanted.folder}"
+        f"prepared in {records.folder}"
     )
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stdout.write(f"data: {text}\n")
     sys.stdout.flush()

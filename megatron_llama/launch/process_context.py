@@ -19,7 +19,7 @@ NODE, NODES, SLOTS, RUN_ID = (f"MEGATRON_LLAMA_{name}" for name in ("NODE", "NOD
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessContext:
     """Where a process that somebody else started stands: a rank, or the one task on its node, which may start ranks."""
 
     starter: str
@@ -65,7 +65,7 @@ class Place:
         }
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def process_context(environ: Mapping[str, str]) -> ProcessContext | None:
     """This process's place as its starter gave it; None when it was started by hand.
 
     Raises ConfigError when the variables contradict each other.
@@ -97,11 +97,11 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def _from_hosts(environ: Mapping[str, str]) -> Place:
+def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
     """The place of the process that launch.hosts started on this host."""
     numbers = _numbers(environ, (NODE, NODES, "MASTER_PORT"))
     slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
-    return Place(
+    return ProcessContext(
         starter="hosts",
         rank=numbers[NODE],
         local_rank=0,
@@ -117,7 +117,7 @@ def _from_hosts(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> Place:
+def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
     """The place in torchrun's variables, which other starters (mpirun wrappers, job services) use as well."""
     numbers = _numbers(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     if "MASTER_ADDR" not in environ:
@@ -126,7 +126,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
     job = environ.get("TORCHELASTIC_RUN_ID", "none")
     local_ranks = int(environ.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]))
     return _checked(
-        Place(
+        ProcessContext(
             starter="torchrun",
             rank=numbers["RANK"],
             local_rank=numbers["LOCAL_RANK"],
@@ -156,7 +156,7 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
     return not step.isdigit() or int(step) < _FIRST_RESERVED_STEP
 
 
-def _from_srun(environ: Mapping[str, str]) -> Place:
+def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     """The place in srun's variables; the first node of the step holds rank 0 and the store."""
     numbers = _numbers(environ, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -171,7 +171,7 @@ def _from_srun(environ: Mapping[str, str]) -> Place:
     count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
     given = _numbers(environ, ("MASTER_PORT",)) if environ.get("MASTER_PORT") else {}
     return _checked(
-        Place(
+        ProcessContext(
             starter="srun",
             rank=numbers["SLURM_PROCID"],
             local_rank=numbers["SLURM_LOCALID"],
@@ -215,12 +215,12 @@ def _missing(name: str, environ: Mapping[str, str]) -> ConfigError:
     return ConfigError([Problem(name, None, rule, f"set {name}, or unset {there} to let this process start the ranks")])
 
 
-def _checked(place: Place) -> Place:
-    """``place``, if it can be."""
-    if place.rank >= place.world_size:
-        rule = f"a world of {place.world_size} has the ranks 0 to {place.world_size - 1}"
-        raise ConfigError([Problem("RANK", place.rank, rule, "start all ranks with one torchrun or srun command")])
-    if not 0 < place.master_port < 2**16:
+def _checked(context: ProcessContext) -> ProcessContext:
+    """``context``, if it can be."""
+    if context.rank >= context.world_size:
+        rule = f"a world of {context.world_size} has the ranks 0 to {context.world_size - 1}"
+        raise ConfigError([Problem("RANK", context.rank, rule, "start all ranks with one torchrun or srun command")])
+    if not 0 < context.master_port < 2**16:
         rule = "the ranks meet at this port, so all of them have to know it"  # 0 would be another one for each
-        raise ConfigError([Problem("MASTER_PORT", place.master_port, rule, "set a free one from 1024 to 65535")])
-    return place
+        raise ConfigError([Problem("MASTER_PORT", context.master_port, rule, "set a free one from 1024 to 65535")])
+    return context

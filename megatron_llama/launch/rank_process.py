@@ -1,4 +1,4 @@
-"""What one rank's process does around the work itself: live no longer than its starter, and say how it ended."""
+"""One rank's process around the work itself: it lives no longer than its starter, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from megatron_llama.config import ConfigError
+from megatron_llama.launch.supervise import FORWARDED, WATCHED
+from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
-WATCHED = (signal.SIGINT, *FORWARDED)
-# A rank that lost another one waits before it says so: by then the starter has ended it, and the cause stands last.
+# A rank that lost another one waits before it reports that: by then the starter has killed it, and the cause is the
+# last thing on stderr.
 CONSEQUENCE_DELAY_SECONDS = 8.0
 _PR_SET_PDEATHSIG = 1
 # How a rank learns that another one has gone. Such an error is a consequence, whatever rank it is raised on.
@@ -37,7 +39,7 @@ _PEER_LOST = re.compile(
 
 @dataclass
 class Report:
-    """How a rank ended, in its own words."""
+    """How a rank ended, as it reports itself."""
 
     kind: str
     """done, user (a ConfigError), exit (SystemExit), interrupt or error."""
@@ -46,28 +48,40 @@ class Report:
     code: int = 0
     """Exit status that the rank asked for."""
     consequence: bool = False
-    """The error says that another rank was lost."""
+    """The error is that another rank was lost."""
     seconds: float = field(default_factory=time.monotonic)
-    """When; the clock is the machine's, so that ranks can be compared."""
+    """When it ended, on the machine's monotonic clock, so that ranks can be compared."""
 
 
 @dataclass
 class Assignment:
-    """What a rank is told by the process that starts it."""
+    """What the process that starts a rank hands to it."""
 
     rank: int
     starter_pid: int
     environment: dict[str, str]
     report_fd: int
-    """Where the Report goes, pickled."""
+    """File descriptor for the pickled Report."""
     crash_fd: int
-    """Where the interpreter writes the stack of a fatal signal."""
+    """File descriptor for the stack of a fatal signal."""
     output: Path | None
     """File that takes stdout and stderr; None leaves them as they are."""
 
 
+def train(plan: Plan) -> None:
+    """What each rank of a run does. The training is imported only here: a starter of spawned ranks needs no torch."""
+    from megatron_llama.train.run_rank import run_rank
+
+    run_rank(plan)
+
+
+def modules_of(work: Callable[[Plan], None]) -> tuple[str, ...]:
+    """The modules that ``work`` will import, if it is this package's: worth importing before ranks are forked."""
+    return ("megatron_llama.train.run_rank",) if work.__module__.startswith("megatron_llama.") else ()
+
+
 def die_with(parent_pid: int) -> None:
-    """Has this process killed when ``parent_pid``, its parent, ends for whatever reason, kill -9 included."""
+    """Has the kernel kill this process when its parent ``parent_pid`` ends for whatever reason, kill -9 included."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -89,7 +103,7 @@ def describe(error: BaseException) -> Report:
 
 
 def says_peer_lost(error: BaseException | None) -> bool:
-    """Whether ``error``, or the one it was raised from, only tells that another rank has gone."""
+    """Whether ``error``, or the one it was raised from, only means that another rank was lost."""
     while error is not None:
         if _PEER_LOST.search("".join(traceback.format_exception_only(error))):
             return True
@@ -113,10 +127,8 @@ def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn
         with os.fdopen(assignment.report_fd, "wb") as file:
             pickle.dump(report, file)
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with suppress(OSError, ValueError):  # the terminal or the reader of a pipe has gone
                 stream.flush()
-            except (OSError, ValueError):  # the terminal or the reader of a pipe has gone
-                pass
         # Not sys.exit: a forked rank must not run what its starter registered for its own end, and a collective that
         # never finishes must not keep a dying rank alive.
         os._exit(report.code)

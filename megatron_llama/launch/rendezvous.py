@@ -1,7 +1,8 @@
-"""Before the start, everybody tells the first process where they are: a wrong address is found here, with its name.
+"""Before the start every process reports where it is to the first one: a wrong address is found here, by its name.
 
-Without this a rank that can't reach the others waits in silence. Ranks that torchrun started meet at torchrun's store;
-the others at a port of the first process, where afterwards their store will be. Imports no torch of its own.
+Without this a rank that can't reach the others waits in silence. The processes meet at a
+``torch.distributed.TCPStore``: torchrun's, or one that the first process hosts at MASTER_ADDR and MASTER_PORT and that
+the ranks use afterwards.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import json
 import os
 import socket
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.network import addresses_of, interface_of, is_loopback, own_address_towards
-from megatron_llama.launch.process_context import Place
+from megatron_llama.launch.process_context import ProcessContext
+from megatron_llama.system.text_table import text_table
 
-# Starting Python on a thousand nodes from one disk takes minutes; a host without a way to it is known much sooner.
+# Starting Python on a thousand nodes from one disk takes minutes; a host without a route is known much sooner.
 ARRIVAL_LIMIT_SECONDS = 300.0
-NO_WAY_LIMIT_SECONDS = 30.0
-_CONNECT_SECONDS, _RETRY_SECONDS, _LINE_SECONDS = 5.0, 0.2, 5.0
+NO_ROUTE_LIMIT_SECONDS = 30.0
+_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
 _RUN_DIR_KEY = "megatron_llama/run.dir"
 
 
@@ -32,12 +33,11 @@ class LaunchFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """What one process says about itself."""
+class NodeInfo:
+    """What one process reports about itself."""
 
-    job: str
-    """The same for all that belong together."""
     number: int
+    """Its rank among the processes that were started."""
     node: int
     name: str
     """The machine's own name."""
@@ -50,150 +50,103 @@ class Arrival:
     interface: str | None
 
 
-class Meeting(ABC):
-    """One process's part: all ``arrive``; the first one then says where the run lives, the others ``wait`` for that."""
+class Rendezvous:
+    """Where the processes of one start meet; the first one gathers the others' reports and then opens the start."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, context: ProcessContext, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> None:
+        """Connects to the store, or hosts it; all processes must arrive within ``limit_seconds``.
 
-    @abstractmethod
-    def arrive(self, mine: Arrival) -> list[Arrival]:
-        """Say where this process is; the first one gets what everybody said, in order, the others nothing."""
-
-    @abstractmethod
-    def open(self, run_dir: str) -> None:
-        """The first one: let the others go on."""
-
-    @abstractmethod
-    def wait(self, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> str:
-        """The others: the run's folder, when the first one says so. Raises EOFError where it has ended instead."""
-
-    def remembered(self, run_dir: str) -> str:
-        """The folder chosen in an earlier attempt of the same start, else ``run_dir``."""
-        return run_dir
-
-
-class PortMeeting(Meeting):
-    """At a port of the first process."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.listener = _listen(place) if place.rank == 0 else None
-        self._connections: list[socket.socket] = []
-
-    def arrive(self, mine: Arrival) -> list[Arrival]:
-        if self.listener is None:
-            connection = _reach(self.place)
-            connection.sendall((json.dumps(asdict(mine)) + "\n").encode())
-            self._connections.append(connection)
-            return []
-        arrivals = {mine.number: mine}
-        deadline = time.monotonic() + ARRIVAL_LIMIT_SECONDS
-        while len(arrivals) < self.place.world_size:
-            self.listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = self.listener.accept()
-            except TimeoutError:
-                raise LaunchFailed(_missing(self.place, arrivals)) from None
-            arrival = _read_arrival(connection, mine)
-            if arrival is None:  # a stranger: a port scanner, a rank of an earlier job
-                connection.close()
-            else:
-                arrivals[arrival.number] = arrival
-                self._connections.append(connection)
-        self.listener.settimeout(None)
-        return [arrivals[number] for number in sorted(arrivals)]
-
-    def open(self, run_dir: str) -> None:
-        for connection in self._connections:
-            connection.sendall((json.dumps(run_dir) + "\n").encode())
-            connection.close()
-
-    def wait(self, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> str:
-        (connection,) = self._connections
-        connection.settimeout(limit_seconds)
-        try:
-            with connection, connection.makefile() as lines:
-                line = lines.readline()
-        except OSError as error:
-            raise EOFError(str(error)) from error
-        if not line:
-            raise EOFError("the first process has ended")
-        return str(json.loads(line))
-
-
-class StoreMeeting(Meeting):
-    """At the store that torchrun hosts. It outlives ranks that torchrun starts again."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+        Raises ConfigError for an address or port that can't be used, and LaunchFailed where the first process can't be
+        reached.
+        """
+        check_first_address(context)
         from torch.distributed import TCPStore
 
-        self._store = TCPStore(place.master_addr, place.master_port, is_master=False)
-        self._prefix = f"megatron_llama/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._context, self._limit = context, limit_seconds
+        self._prefix = (
+            f"megatron_llama/{context.job}/{context.starter}/{context.world_size}"
+            f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        )
+        self._store: Any
+        if context.rank == 0 and not context.has_store:
+            with _listen(context) as listener:
+                self._store = TCPStore(
+                    "127.0.0.1",
+                    context.master_port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=os.dup(listener.fileno()),
+                )
+        else:
+            if not context.has_store:
+                _wait_until_reachable(context, limit_seconds)
+            self._store = TCPStore(context.master_addr, context.master_port, is_master=False)
 
-    def arrive(self, mine: Arrival) -> list[Arrival]:
+    def report(self, mine: NodeInfo) -> None:
+        """Leaves this process's report for the first one."""
         self._store.set(f"{self._prefix}/{mine.number}", json.dumps(asdict(mine)))
-        if self.place.rank > 0:
-            return []
-        arrivals: dict[int, Arrival] = {}
-        for number in range(self.place.world_size):
-            key = f"{self._prefix}/{number}"
+
+    def gather(self) -> list[NodeInfo]:
+        """For the first process: all reports, in order. Raises LaunchFailed where one does not come in time."""
+        found: dict[int, NodeInfo] = {}
+        deadline = time.monotonic() + self._limit
+        for number in range(self._context.world_size):
+            key, left = f"{self._prefix}/{number}", deadline - time.monotonic()
             try:
-                self._store.wait([key], timedelta(seconds=ARRIVAL_LIMIT_SECONDS))
+                self._store.wait([key], timedelta(seconds=max(0.01, left)))
             except RuntimeError:
-                raise LaunchFailed(_missing(self.place, arrivals)) from None
-            arrivals[number] = Arrival(**json.loads(self._store.get(key)))
-        return list(arrivals.values())
+                continue  # the error names all that are missing
+            found[number] = NodeInfo(**json.loads(self._store.get(key)))
+        if len(found) < self._context.world_size:
+            raise LaunchFailed(_missing(self._context, found.values(), self._limit))
+        return list(found.values())
+
+    def agreed_run_dir(self, run_dir: str) -> str:
+        """The folder that an earlier attempt of the same start has chosen (torchrun starts ranks again), else
+        ``run_dir``."""
+        return self._store.compare_set(_RUN_DIR_KEY, "", run_dir).decode() if self._context.has_store else run_dir
 
     def open(self, run_dir: str) -> None:
+        """For the first process: lets the others continue."""
         self._store.set(f"{self._prefix}/open", run_dir)
 
-    def wait(self, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> str:
+    def wait(self) -> str:
+        """For the others: the run's folder, once the first process opens the start. Raises EOFError where that process
+        has ended instead."""
         key = f"{self._prefix}/open"
         try:
-            self._store.wait([key], timedelta(seconds=limit_seconds))
+            self._store.wait([key], timedelta(seconds=self._limit))
             return self._store.get(key).decode()
         except RuntimeError as error:
             raise EOFError(str(error)) from error
 
-    def remembered(self, run_dir: str) -> str:
-        return self._store.compare_set(_RUN_DIR_KEY, "", run_dir).decode()
 
-
-def meeting_of(place: Place) -> Meeting:
-    """Where the processes of ``place``'s job meet."""
-    check_first_address(place)
-    return StoreMeeting(place) if place.has_store else PortMeeting(place)
-
-
-def check_first_address(place: Place) -> None:
+def check_first_address(context: ProcessContext) -> None:
     """Raises ConfigError, naming this node, where it takes the first node's address for its own or for nothing."""
-    if place.nodes == 1:
+    if context.nodes == 1:
         return
     instead = "set MASTER_ADDR to the first node's name or address as the other nodes know it"
     try:
-        addresses = addresses_of(place.master_addr)
+        addresses = addresses_of(context.master_addr)
     except OSError as error:
-        rule = f"node {place.node}, {socket.gethostname()}, finds no address for it: {error.strerror}"
-        raise ConfigError([Problem("MASTER_ADDR", place.master_addr, rule, instead)]) from error
+        rule = f"node {context.node}, {socket.gethostname()}, finds no address for it: {error.strerror}"
+        raise ConfigError([Problem("MASTER_ADDR", context.master_addr, rule, instead)]) from error
     # The first node may well know its own name as 127.0.1.1 (Debian does that): the others are who must reach it.
-    wrong = is_loopback(place.master_addr) if place.node == 0 else all(map(is_loopback, addresses))
+    wrong = is_loopback(context.master_addr) if context.node == 0 else all(map(is_loopback, addresses))
     if wrong:
-        rule = f"on node {place.node}, {socket.gethostname()}, this is {addresses[0]}: every node takes it for itself"
-        raise ConfigError([Problem("MASTER_ADDR", place.master_addr, rule, instead)])
+        rule = f"on node {context.node}, {socket.gethostname()}, this is {addresses[0]}: every node takes it for itself"
+        raise ConfigError([Problem("MASTER_ADDR", context.master_addr, rule, instead)])
 
 
-def arrival_of(place: Place, first_rank: int, ranks: int, world_size: int) -> Arrival:
-    """What this process has to say. The first node learns its own address only from the others'."""
+def node_info(context: ProcessContext, first_rank: int, ranks: int, world_size: int) -> NodeInfo:
+    """This process's report. The first node learns its own address only from the others'."""
     try:
-        address = own_address_towards(place.master_addr)
+        address = own_address_towards(context.master_addr)
     except OSError:
         address = ""  # connecting will say more
-    return Arrival(
-        job=f"{place.job}/{place.starter}/{place.world_size}",
-        number=place.rank,
-        node=place.node,
+    return NodeInfo(
+        number=context.rank,
+        node=context.node,
         name=socket.gethostname(),
         first_rank=first_rank,
         ranks=ranks,
@@ -203,86 +156,72 @@ def arrival_of(place: Place, first_rank: int, ranks: int, world_size: int) -> Ar
     )
 
 
-def settled(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Everybody's arrival as the first process knows it after all have spoken: the first node's address is the one
-    towards the others. Raises LaunchFailed where the processes don't count the same ranks."""
-    first = arrivals[0]
-    odd = [a for a in arrivals if a.world_size != first.world_size]
+def check_consistent(reports: Sequence[NodeInfo]) -> list[NodeInfo]:
+    """All reports, with the first node's address as the others see it. Raises LaunchFailed where the processes don't
+    count the same number of ranks."""
+    first = reports[0]
+    odd = [node for node in reports if node.world_size != first.world_size]
     if odd:
         raise LaunchFailed(
             f"{odd[0].name} has {odd[0].ranks} ranks and so counts {odd[0].world_size} in all; {first.name} has "
             f"{first.ranks} and counts {first.world_size}. All nodes must have equally many devices, or launch.hosts "
             "must say how many each has"
         )
-    others = [a for a in arrivals if a.node != 0 and a.address]
+    others = [node for node in reports if node.node != 0 and node.address]
     if not others:
-        return list(arrivals)
+        return list(reports)
     address = own_address_towards(others[0].address)
-    known = {"address": address, "interface": interface_of(address)}
-    return [Arrival(**(asdict(a) | known)) if a.node == 0 else a for a in arrivals]
+    interface = interface_of(address)
+    return [replace(node, address=address, interface=interface) if node.node == 0 else node for node in reports]
 
 
-def table(arrivals: Sequence[Arrival], place: Place) -> str:
+def node_table(reports: Sequence[NodeInfo], context: ProcessContext) -> str:
     """Which node has which ranks, and how it is reached; one row each."""
     rows = [("node", "name", "ranks", "address", "interface")]
-    for node in sorted({a.node for a in arrivals}):
-        here = [a for a in arrivals if a.node == node]
-        last = max(a.first_rank + a.ranks for a in here) - 1
-        first = min(a.first_rank for a in here)
+    for number in sorted({node.node for node in reports}):
+        here = [node for node in reports if node.node == number]
+        first, last = min(n.first_rank for n in here), max(n.first_rank + n.ranks for n in here) - 1
         ranks = f"{first}-{last}" if last > first else f"{first}"
-        rows.append((str(node), here[0].name, ranks, here[0].address, here[0].interface or "unknown"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    meet = f"They meet at {place.master_addr}, port {place.master_port}."
-    return "\n".join([*lines, meet]) + "\n"
+        rows.append((str(number), here[0].name, ranks, here[0].address, here[0].interface or "unknown"))
+    return "\n".join([*text_table(rows), f"They meet at {context.master_addr}, port {context.master_port}."]) + "\n"
 
 
-def _listen(place: Place) -> socket.socket:
-    """The port of the first process, on all its addresses."""
-    backlog = max(128, 2 * place.world_size)
+def _listen(context: ProcessContext) -> socket.socket:
+    """The first process's port, on all its addresses."""
+    backlog = max(128, 2 * context.world_size)
     try:
         if socket.has_dualstack_ipv6():
-            where = ("", place.master_port)
+            where = ("", context.master_port)
             return socket.create_server(where, family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-        return socket.create_server(("", place.master_port), backlog=backlog)
+        return socket.create_server(("", context.master_port), backlog=backlog)
     except OSError as error:
         rule = f"the first node, {socket.gethostname()}, can't listen there: {error.strerror}"
-        raise ConfigError(
-            [Problem("MASTER_PORT", place.master_port, rule, "set MASTER_PORT to a free port, the same on all nodes")]
-        ) from error
+        instead = "set MASTER_PORT to a free port, the same on all nodes"
+        raise ConfigError([Problem("MASTER_PORT", context.master_port, rule, instead)]) from error
 
 
-def _reach(place: Place) -> socket.socket:
-    """A connection to the first process, which may start later than this one."""
+def _wait_until_reachable(context: ProcessContext, limit_seconds: float) -> None:
+    """Returns once the first process, which may start later than this one, accepts a connection."""
     begin = time.monotonic()
     while True:
         try:
-            return socket.create_connection((place.master_addr, place.master_port), timeout=_CONNECT_SECONDS)
+            socket.create_connection((context.master_addr, context.master_port), timeout=_CONNECT_SECONDS).close()
+            return
         except OSError as error:
-            # Refused: the machine is there, the process is not there yet.
+            # Refused: the machine is there, its process is not there yet.
             refused = isinstance(error, ConnectionRefusedError)
-            if time.monotonic() - begin > (ARRIVAL_LIMIT_SECONDS if refused else NO_WAY_LIMIT_SECONDS):
+            if time.monotonic() - begin > (limit_seconds if refused else NO_ROUTE_LIMIT_SECONDS):
                 raise LaunchFailed(
-                    f"node {place.node}, {socket.gethostname()}, can't reach the first node at {place.master_addr}, "
-                    f"port {place.master_port}: {error.strerror or error}"
+                    f"node {context.node}, {socket.gethostname()}, can't reach the first node at "
+                    f"{context.master_addr}, port {context.master_port}: {error.strerror or error}"
                 ) from error
         time.sleep(_RETRY_SECONDS)
 
 
-def _read_arrival(connection: socket.socket, mine: Arrival) -> Arrival | None:
-    """What the other end says, if it is one of ours."""
-    connection.settimeout(_LINE_SECONDS)
-    try:
-        said: Any = json.loads(connection.makefile().readline())
-        arrival = Arrival(**said)
-    except (OSError, ValueError, TypeError):
-        return None
-    return arrival if arrival.job == mine.job else None
-
-
-def _missing(place: Place, arrivals: dict[int, Arrival]) -> str:
-    missing = [number for number in range(place.world_size) if number not in arrivals]
+def _missing(context: ProcessContext, reports: Collection[NodeInfo], limit_seconds: float) -> str:
+    numbers = {node.number for node in reports}
+    missing = [number for number in range(context.world_size) if number not in numbers]
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    here = ", ".join(dict.fromkeys(arrival.name for arrival in arrivals.values()))
-    kind = "nodes" if place.one_per_node else "ranks"
-    return f"{kind} {shown} of {place.world_size} have not come within {ARRIVAL_LIMIT_SECONDS:g} s; here are {here}"
+    here = ", ".join(dict.fromkeys(node.name for node in reports))
+    kind = "nodes" if context.one_per_node else "ranks"
+    return f"{kind} {shown} of {context.world_size} have not come within {limit_seconds:g} s; here are {here}"

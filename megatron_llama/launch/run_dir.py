@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import glob
 import os
 import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
 from megatron_llama.plan import Plan, format_plan
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.files import try_lock, write_atomically
 
 LOCK_NAME = ".lock"
 # Names a file for the exit status of the run and its folder: a batch script learns from it whether all went well.
 STATUS_VARIABLE = "MEGATRON_LLAMA_STATUS"
+
+
+def choose_run_dir(plan: Plan) -> None:
+    """Gives a run without a folder one, and reports it to a batch script."""
+    config = plan.config
+    config.run.dir = config.run.dir or default_dir_of_job(config, os.environ.get("SLURM_JOB_ID"))
+    report_to_batch_script("running", config.run.dir)
 
 
 def default_dir(config: Config, suffix: str) -> str:
@@ -27,19 +32,14 @@ def default_dir(config: Config, suffix: str) -> str:
     return f"runs/{config.model.name}-{config.data.name}-{suffix}"
 
 
-def default_dir_by_time(config: Config) -> str:
-    """The folder of a run that this process starts: the time tells it from the last one."""
-    return default_dir(config, time.strftime("%Y%m%d-%H%M%S"))
-
-
 def default_dir_of_job(config: Config, job: str | None) -> str:
-    """The folder of a run that is, or is part of, the named job; for its first process, which tells the others.
+    """The folder of a run without one, which may be part of the named job. Only the job's first process asks.
 
     Slurm's job numbers start again when its state is lost, so the name holds the time of the first start too. A job
     that Slurm starts again goes on in the newest folder of its number.
     """
     if job is None:
-        return default_dir_by_time(config)
+        return default_dir(config, time.strftime("%Y%m%d-%H%M%S"))  # the time tells it from the last one
     stem = re.sub(r"[^\w.-]", "_", job)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         earlier = Path("runs").glob(f"{glob.escape(Path(default_dir(config, stem)).name)}-*")
@@ -60,12 +60,8 @@ def claimed(folder: Path) -> Iterator[None]:
         rule, instead = f"the run's folder can't be written: {error.strerror}", "write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise _taken(folder) from error
-            # Some network file systems have no locks; that must not stop a run.
+        if try_lock(lock) is False:
+            raise _taken(folder)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
@@ -73,24 +69,22 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def outputs(folder: Path, ranks: range) -> Iterator[Path]:
-    """A folder for what ``ranks`` above 0 print; what stays empty of it is removed at the end. A batch script has one
-    for each start."""
-    told = os.environ.get(STATUS_VARIABLE)
-    place = Path(told).parent if told else folder / "ranks"
-    place.mkdir(exist_ok=True)
-    yield place
-    for path in (place / f"rank_{rank:05d}.txt" for rank in ranks):
+def rank_outputs(folder: Path, ranks: range) -> Iterator[Path]:
+    """A folder for the output of ``ranks`` above 0; empty files in it are removed at the end. Under a batch script each
+    start has one of its own."""
+    status_file = os.environ.get(STATUS_VARIABLE)
+    output_dir = Path(status_file).parent if status_file else folder / "ranks"
+    output_dir.mkdir(exist_ok=True)
+    yield output_dir
+    for path in (output_dir / f"rank_{rank:05d}.txt" for rank in ranks):
         if path.exists() and path.stat().st_size == 0:
             path.unlink()
-    try:
-        place.rmdir()
-    except OSError:  # something was printed, or another machine's ranks still print
-        pass
+    with suppress(OSError):  # something was printed, or another machine's ranks still print
+        output_dir.rmdir()
 
 
-def tell_batch_script(status: int | str, folder: str | None = None) -> None:
-    """Leaves the state of the run, "running" or its exit status, where the batch script said, if one did."""
+def report_to_batch_script(status: int | str, folder: str | None = None) -> None:
+    """Writes the state of the run, "running" or its exit status, to the file that a batch script named, if any."""
     path = os.environ.get(STATUS_VARIABLE)
     if path:
         known = Path(path).read_text(encoding="utf-8").splitlines()[1:] if os.path.exists(path) else []

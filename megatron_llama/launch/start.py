@@ -1,9 +1,8 @@
-"""Starts ranks on this machine and watches over them: one ends badly, all end, and its own words come last."""
+"""Starts ranks on this machine. When one fails all end, and its traceback is the last thing on stderr."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import signal
@@ -13,29 +12,69 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from megatron_llama.launch.rank_process import (
-    CONSEQUENCE_DELAY_SECONDS,
-    WATCHED,
-    Assignment,
-    Report,
-    run_assignment,
-)
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.devices import Device, get_device
+from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, Assignment, Report, run_assignment
+from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise
+from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
-if TYPE_CHECKING:
-    from megatron_llama.plan import Plan
+GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
+# The program of a rank that is no fork of its starter. It gets the starter's import path first: what the starter could
+# import, the rank can.
+_BOOTSTRAP = """\
+import os, pickle, sys
+with os.fdopen(int(sys.argv[1]), "rb") as task:
+    sys.path[:] = pickle.load(task)
+    assignment, work = pickle.load(task)
+from megatron_llama.launch.rank_process import run_assignment
+run_assignment(assignment, work)
+"""
 
-POLL_SECONDS = 0.05
-# After the first bad end: time for the other ranks to report theirs, since the cause may be among them.
-FAULT_GRACE_SECONDS = 1.0
-INTERRUPT_GRACE_SECONDS = 3.0
-# After the first rank that asks for a restart: all have saved by then, the others have only to leave.
-RESTART_GRACE_SECONDS = 30.0
+
+def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
+    """The variables that must be set before a rank imports torch, without those that the user has set.
+
+    Raises ConfigError where the compile cache can't be created."""
+    variables = device.environment(plan)
+    if plan.config.trainer.compile:
+        cache = Path(str(plan.config.trainer.compile_cache))
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            rule = f"the folder can't be created: {error.strerror}"
+            problem = Problem("trainer.compile_cache", str(cache), rule, "write another trainer.compile_cache=PATH")
+            raise ConfigError([problem]) from error
+        variables |= device.compile_environment(cache)
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def run_on_this_machine(
+    work: Callable[[], None],
+    plan: Plan,
+    *,
+    ranks: int | None = None,
+    imports: Sequence[str] = (),
+    output_dir: Path | None = None,
+) -> int:
+    """Runs ``work`` in all ranks of ``plan`` on this machine, with its device's environment; returns the exit status.
+
+    ``ranks`` is for tools that start another number of processes than the plan has ranks. ``imports`` are modules that
+    ``work`` needs: where ranks are forked they are imported once, here. Raises ConfigError as ``rank_environment``.
+    """
+    device = get_device(plan.config.device.name)
+    environment = rank_environment(device, plan)
+    if device.forkable:
+        os.environ.update(environment)  # before torch is imported
+        for module in imports:
+            import_module(module)
+    count = plan.world_size if ranks is None else ranks
+    return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
 
 
 def _own_port() -> socket.socket:
@@ -44,24 +83,22 @@ def _own_port() -> socket.socket:
 
 @dataclass
 class Share:
-    """The ranks that this process starts, and where they and all others meet."""
+    """The ranks that this process starts, and where they meet all others."""
 
     ranks: int
     world_size: int
     first_rank: int = 0
-    listener: socket.socket | None = field(default_factory=_own_port)
-    """The port of the store, where that is hosted here."""
     master: tuple[str, int] | None = None
-    """Address and port of the store for ranks of several machines; None: the listener's, on this one."""
+    """Address and port of the store where the ranks meet, if it exists already; None: this process hosts one."""
 
     @property
     def whole(self) -> bool:
-        """Whether these are all ranks there are."""
+        """Whether these are all the ranks."""
         return self.ranks == self.world_size
 
 
 @dataclass
-class Rank:
+class Rank(Child):
     """One started rank, as its starter sees it."""
 
     number: int
@@ -72,43 +109,45 @@ class Rank:
     exit_code: int | None = None
     """None while it runs; minus the signal's number where a signal ended it."""
     killed: bool = False
-    """It was us who killed it."""
+    """This process has killed it."""
     report: Report | None = None
 
     @property
-    def good(self) -> bool:
-        """Ended, with its work done."""
+    def succeeded(self) -> bool:
         return self.report is not None and self.report.kind == "done"
 
     @property
     def wants_restart(self) -> bool:
-        """Ended with the status that asks to be started again."""
         return self.report is not None and self.report.code == EXIT_RESTART
 
-    def look(self) -> bool:
-        """Notices the rank's end; True where it ended since the last look."""
-        if self.exit_code is not None:
+    def send(self, number: int) -> None:
+        if not self.ended:
+            os.kill(self.pid, number)
+
+    def poll(self) -> bool:
+        if self.ended:
             return False
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
             return False
+        self.ended = True
         self.exit_code = os.waitstatus_to_exitcode(status)
         self.report_file.seek(0)
         written = self.report_file.read()
         if self.exit_code >= 0 and written:
             self.report = pickle.loads(written)
         else:
-            self.report = self._report_of_sudden_end()
+            self.report = self._sudden_end()
         return True
 
-    def _report_of_sudden_end(self) -> Report:
-        """The report of a rank that had no chance to write one."""
+    def _sudden_end(self) -> Report:
+        """The report of a rank that could not write one."""
         assert self.exit_code is not None
         self.crash_file.seek(0)
         stack = self.crash_file.read().decode(errors="replace").strip()
         if self.exit_code < 0:
             name = signal.Signals(-self.exit_code).name
-            hint = " (nobody here did that; often the system was out of memory)" if name == "SIGKILL" else ""
+            hint = " (not by this program; often the system was out of memory)" if name == "SIGKILL" else ""
             text = f"rank {self.number} was killed{hint} by {name}"
         else:
             text = f"rank {self.number} left in the middle of its work with exit status {self.exit_code}"
@@ -134,72 +173,48 @@ def start_ranks(
     sys.stdout.flush()
     sys.stderr.flush()
     share = Share(share, share) if isinstance(share, int) else share
-    with share.listener or contextlib.nullcontext(), _Signals() as signals:
-        common = {**(environment or {}), **_environment(share)}
-        ranks = signals.ranks
+    listener = _own_port() if share.master is None else None
+    with listener or contextlib.nullcontext(), Signals() as signals:
+        signals.hold()
+        common = {**(environment or {}), **_store_environment(share, listener)}
+        ranks: list[Rank] = []
         for local in range(share.ranks):
             number = share.first_rank + local
             variables = {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
             output = output_dir / f"rank_{number:05d}.txt" if output_dir and number else None
-            ranks.append((_fork if fork else _spawn)(number, work, variables, output, share.listener))
-        store = host_store(share.listener, share.world_size) if share.listener else None
+            ranks.append((_fork if fork else _spawn)(number, work, variables, output, listener))
+            signals.children.append(ranks[-1])
+        store = _host_store(listener, share.world_size) if listener else None
         try:
-            signals.open()
+            signals.release()
             if while_running is not None:
                 while_running()
-            _watch(ranks, signals)
+            supervise(ranks, signals, GRACE)
         finally:
             _kill(ranks)
             del store
         return _verdict(ranks, signals, share)
 
 
-def run_on_this_machine(
-    work: Callable[[], None],
-    plan: Plan,
-    *,
-    ranks: int | None = None,
-    imports: Sequence[str] = (),
-    output_dir: Path | None = None,
-) -> int:
-    """Runs ``work`` in all ranks of ``plan`` on this machine, with its device's environment; returns the exit status.
-
-    ``ranks`` is for tools that start another number of processes than the plan has ranks. ``imports`` are modules that
-    a forked rank then finds imported: here, once, after the environment is complete. Raises ConfigError as
-    ``variables`` does.
-    """
-    from megatron_llama.devices import get_device
-    from megatron_llama.launch.variables import variables
-
-    device = get_device(plan.config.device.name)
-    environment = variables(device, plan)
-    if device.forkable:
-        os.environ.update(environment)
-        for module in imports:
-            importlib.import_module(module)
-    count = plan.world_size if ranks is None else ranks
-    return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
-
-
-def _environment(share: Share) -> dict[str, str]:
-    """What all ranks are told. The store is hosted by a starter: it outlives every rank and its port is ours
-    already."""
+def _store_environment(share: Share, listener: socket.socket | None) -> dict[str, str]:
+    """What all ranks need to find the store. A starter hosts it: it outlives every rank, and its port is bound before
+    the first rank starts."""
     variables = {
         "WORLD_SIZE": str(share.world_size),
         "LOCAL_WORLD_SIZE": str(share.ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: rank 0 must not host the store
     }
-    if share.master is not None:
+    if listener is None:
+        assert share.master is not None, "without a listener the store is elsewhere"
         return variables | {"MASTER_ADDR": share.master[0], "MASTER_PORT": str(share.master[1])}
-    assert share.listener is not None, "ranks on one machine meet here"
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(share.listener.getsockname()[1])}
+    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
 
 
-def host_store(listener: socket.socket, world_size: int) -> Any:
-    """The store at which the ranks meet, on a port that is already ours. Made after the ranks: it starts a thread."""
+def _host_store(listener: socket.socket, world_size: int) -> Any:
+    """The store where the ranks meet. Created after the ranks are forked, because it starts a thread."""
     from torch.distributed import TCPStore
 
     port, file = listener.getsockname()[1], os.dup(listener.fileno())
@@ -207,7 +222,7 @@ def host_store(listener: socket.socket, world_size: int) -> Any:
 
 
 def _files() -> tuple[IO[bytes], IO[bytes]]:
-    """Nameless files for a rank's report and the stack of a crash; they outlive the rank and leave nothing behind."""
+    """Unnamed files for a rank's report and the stack of a crash; they outlive the rank and leave nothing behind."""
     return tempfile.TemporaryFile(), tempfile.TemporaryFile()
 
 
@@ -245,7 +260,7 @@ def _spawn(
         pickle.dump((Assignment(number, os.getpid(), variables, *files, output), work), task)
         task.seek(0)
         process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("spawned.py"), str(task.fileno())],
+            [sys.executable, "-c", _BOOTSTRAP, str(task.fileno())],
             env={**os.environ, **variables},
             pass_fds=(task.fileno(), *files),
         )
@@ -253,90 +268,40 @@ def _spawn(
     return Rank(number, process.pid, report_file, crash_file, output)
 
 
-class _Signals:
-    """This process's answer to signals while ranks run: SIGINT ends the job, the others are the ranks' business."""
-
-    def __init__(self) -> None:
-        self.ranks: list[Rank] = []
-        self.interrupted_at: float | None = None
-        self.received: set[int] = set()
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        # Held back until every rank has its own handlers: a signal in between would find half a job.
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-        self._before = {number: signal.signal(number, self._receive) for number in WATCHED}
-        return self
-
-    def open(self) -> None:
-        """Lets signals through from here on."""
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self.open()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received.add(number)
-        if number == signal.SIGINT and self.interrupted_at is None:
-            self.interrupted_at = time.monotonic()
-        for rank in self.ranks:
-            _send(rank, number)
-
-
-def _send(rank: Rank, number: int) -> None:
-    """Sends a signal to a rank that still runs."""
-    if rank.exit_code is None:
-        os.kill(rank.pid, number)
-
-
 def _kill(ranks: Sequence[Rank]) -> None:
-    """Ends what still runs, at once and for good, and waits for it."""
-    running = [rank for rank in ranks if rank.exit_code is None]
+    """Kills what still runs, and waits for it."""
+    running = [rank for rank in ranks if not rank.ended]
     for rank in running:
-        rank.look()
-        _send(rank, signal.SIGKILL)
-    while any(rank.exit_code is None for rank in running):
+        rank.poll()
+        rank.send(signal.SIGKILL)
+    while not all(rank.ended for rank in running):
         for rank in running:
-            rank.killed |= rank.look() and rank.exit_code == -signal.SIGKILL
+            rank.killed |= rank.poll() and rank.exit_code == -signal.SIGKILL
         time.sleep(POLL_SECONDS / 10)
 
 
-def _watch(ranks: Sequence[Rank], signals: _Signals) -> None:
-    """Returns when all ranks have ended or the rest has to be killed."""
-    deadline = float("inf")
-    while any(rank.exit_code is None for rank in ranks) and time.monotonic() < deadline:
-        for rank in ranks:
-            if rank.look() and not rank.good:
-                grace = RESTART_GRACE_SECONDS if rank.wants_restart else FAULT_GRACE_SECONDS
-                deadline = min(deadline, time.monotonic() + grace)
-        if signals.interrupted_at is not None:
-            deadline = min(deadline, signals.interrupted_at + INTERRUPT_GRACE_SECONDS)
-        time.sleep(POLL_SECONDS)
-
-
-def _verdict(ranks: Sequence[Rank], signals: _Signals, share: Share) -> int:
-    """The job's exit status; says why it is not 0, last."""
+def _verdict(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
+    """The job's exit status; the reason why it is not 0 is the last thing on stderr."""
     if signals.interrupted_at is not None:
-        _say("Stopped by Ctrl-C." if sys.stderr.isatty() else "Stopped by SIGINT.")
+        report("Stopped by Ctrl-C." if sys.stderr.isatty() else "Stopped by SIGINT.")
         return EXIT_INTERRUPTED
-    bad = [rank for rank in ranks if not (rank.good or rank.wants_restart or rank.killed)]
+    bad = [rank for rank in ranks if not (rank.succeeded or rank.wants_restart or rank.killed)]
     if not bad:
         return EXIT_RESTART if any(rank.wants_restart for rank in ranks) else 0
     cause = min(bad, key=_blame)
     assert cause.report is not None and cause.exit_code is not None
-    if -cause.exit_code in signals.received:  # it was told to end, and had no other way yet
+    if -cause.exit_code in signals.received:  # it was asked to end before it had a handler of its own
         number = -cause.exit_code
-        _say(f"Stopped by {signal.Signals(number).name}.")
+        report(f"Stopped by {signal.Signals(number).name}.")
         return 128 + number
     if cause.report.kind == "user":
-        _say(cause.report.text)
+        report(cause.report.text)
         return EXIT_USER
     if cause.report.consequence and not share.whole:
         time.sleep(CONSEQUENCE_DELAY_SECONDS)  # the cause is on another machine
-    where = f"; what it printed is in {cause.output}" if _has_text(cause.output) else ""
-    _say(f"\nRank {cause.number} of {share.world_size} failed{where}:\n\n{cause.report.text}")
+    output = cause.output
+    where = f"; its output is in {output}" if output and output.exists() and output.stat().st_size else ""
+    report(f"\nRank {cause.number} of {share.world_size} failed{where}:\n\n{cause.report.text}")
     return EXIT_FAILED
 
 
@@ -344,15 +309,3 @@ def _blame(rank: Rank) -> tuple[bool, float]:
     """Sorts the rank that failed of itself before those that lost it, then by time."""
     assert rank.report is not None
     return rank.report.consequence, rank.report.seconds
-
-
-def _has_text(path: Path | None) -> bool:
-    return path is not None and path.exists() and path.stat().st_size > 0
-
-
-def _say(text: str) -> None:
-    """The last words on stderr, below whatever a progress bar left there."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h\n")  # a bar that was killed may have left the cursor hidden
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.launch.cli import CONF_DIR, decide, main
+from megatron_llama.launch.cli import CONF_DIR, main
+from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.plan.flops import mfu
 from megatron_llama.system.units import GIB
@@ -30,8 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dry_run(name: str, *overrides: str) -> Plan:
     """What ``train.py +experiment=NAME --dry-run`` plans."""
-    decision = decide(load_config([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None)
-    return resolve(decision.config, decision.world_size, decision.machine)
+    return find_world(load_config([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None).plan()
 
 
 def gib(plan: Plan) -> float:

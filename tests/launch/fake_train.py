@@ -24,12 +24,11 @@ def note_place(plan: Plan) -> None:
 FAKE_TRAIN = """
 import os, sys
 sys.path.insert(0, {root!r})
-from megatron_llama.launch import rank_process
-from megatron_llama.launch.cli import main
+from megatron_llama.launch import cli, join
 from tests.launch import fake_train
 {before}
-rank_process.CONSEQUENCE_DELAY_SECONDS *= {patience}
-sys.exit(main(sys.argv[1:], fake_train.{work}))
+join.CONSEQUENCE_DELAY_SECONDS *= {patience}
+sys.exit(cli.main(sys.argv[1:], fake_train.{work}))
 """
 
 

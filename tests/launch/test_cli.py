@@ -17,7 +17,8 @@ import yaml
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.launch import cli, run_dir
-from megatron_llama.launch.process_context import Place
+from megatron_llama.launch.process_context import ProcessContext
+from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from tests.data.files import numbered, write_indexed
 from tests.launch.fake_train import TINY, note_place, script
@@ -147,13 +148,14 @@ class Accelerator:
 def test_the_world_when_started_by_hand(overrides, world, monkeypatch):
     from megatron_llama.devices.cpu import DEVICE
 
-    monkeypatch.setattr("megatron_llama.devices.get_device", lambda name: DEVICE if name == "cpu" else Accelerator())
-    assert cli.decide(load_config(overrides, cli.CONF_DIR), None).world_size == world
+    there = {"cpu": DEVICE}
+    monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: there.get(name, Accelerator()))
+    assert find_world(load_config(overrides, cli.CONF_DIR), None).size == world
 
 
 def test_the_world_of_a_starter_wins():
-    place = Place("srun", 0, 0, 4, 8, "node1", 15000, "7", False)
-    assert cli.decide(load_config(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), place).world_size == 8
+    context = ProcessContext("srun", 0, 0, 4, 8, "node1", 15000, "7", False)
+    assert find_world(load_config(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), context).size == 8
 
 
 def test_a_run_writes_its_config_and_plan(starter, tmp_path, monkeypatch):

@@ -172,8 +172,8 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(data_prep.sft, "prepare", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (wanted,) = prepared._wanted(config, [], [])
-    rest = wanted.folder.parent / f".{wanted.folder.name}.partial.elsewhere.1"  # a start that was killed
+    (records,) = prepared._find_records(config, [], [])
+    rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed
     rest.mkdir(parents=True)
     pids = []
     for number in range(2):
@@ -183,13 +183,13 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
             try:
                 os.dup2(os.open(tmp_path / f"said{number}", os.O_CREAT | os.O_WRONLY), 1)
                 prepared.sys.stdout = open(1, "w", closefd=False)
-                status = int(with_prepared(config).data.prefixes != [wanted.prefix])
+                status = int(with_prepared(config).data.prefixes != [records.prefix])
             finally:
                 os._exit(status)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
     said = "".join((tmp_path / f"said{number}").read_text() for number in range(2))
     assert said.count("16 documents") == 1 and said.count("prepared by another start") == 1
-    assert sorted(path.suffix for path in wanted.folder.parent.iterdir()) == ["", ".lock"]
+    assert sorted(path.suffix for path in records.folder.parent.iterdir()) == ["", ".lock"]
 
 
 def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

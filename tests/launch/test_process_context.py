@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch.process_context import NODE, NODES, RUN_ID, SLOTS, first_node, place_of, tasks_on_node
+from megatron_llama.launch.process_context import NODE, NODES, RUN_ID, SLOTS, first_node, process_context, tasks_on_node
 
 TORCHRUN = {
     "RANK": "9",
@@ -54,16 +54,16 @@ def test_tasks_on_node(text, node, tasks):
 
 
 def test_started_by_hand():
-    assert place_of({}) is None
-    assert place_of({"WORLD_SIZE": "8"}) is None, "some containers set only this"
+    assert process_context({}) is None
+    assert process_context({"WORLD_SIZE": "8"}) is None, "some containers set only this"
 
 
 def test_torchrun():
-    place = place_of(TORCHRUN)
-    assert place is not None
-    assert (place.starter, place.rank, place.local_rank, place.world_size) == ("torchrun", 9, 1, 16)
-    assert place.has_store and place.job is None
-    assert place.environment() == {
+    context = process_context(TORCHRUN)
+    assert context is not None
+    assert (context.starter, context.rank, context.local_rank, context.world_size) == ("torchrun", 9, 1, 16)
+    assert context.has_store and context.job is None
+    assert context.environment() == {
         "RANK": "9",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "16",
@@ -74,34 +74,34 @@ def test_torchrun():
 
 
 def test_torchrun_names_the_job_by_its_id_or_slurms():
-    assert place_of(TORCHRUN | {"TORCHELASTIC_RUN_ID": "llama"}).job == "llama"
-    assert place_of(TORCHRUN | {"SLURM_JOB_ID": "4711"}).job == "4711"
-    assert place_of(TORCHRUN | SRUN).starter == "torchrun", "torchrun inside srun: the inner one counts"
+    assert process_context(TORCHRUN | {"TORCHELASTIC_RUN_ID": "llama"}).job == "llama"
+    assert process_context(TORCHRUN | {"SLURM_JOB_ID": "4711"}).job == "4711"
+    assert process_context(TORCHRUN | SRUN).starter == "torchrun", "torchrun inside srun: the inner one counts"
 
 
 def test_srun():
-    place = place_of(SRUN)
-    assert place is not None
-    assert (place.starter, place.rank, place.local_rank, place.local_ranks) == ("srun", 9, 1, 8)
-    assert (place.master_addr, place.job, place.has_store) == ("gpu07", "4711", False)
-    assert 15000 <= place.master_port < 30000
-    others = [place_of(SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 8)}) for rank in range(16)]
-    assert {(other.master_addr, other.master_port) for other in others} == {("gpu07", place.master_port)}
+    context = process_context(SRUN)
+    assert context is not None
+    assert (context.starter, context.rank, context.local_rank, context.local_ranks) == ("srun", 9, 1, 8)
+    assert (context.master_addr, context.job, context.has_store) == ("gpu07", "4711", False)
+    assert 15000 <= context.master_port < 30000
+    others = [process_context(SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 8)}) for rank in range(16)]
+    assert {(other.master_addr, other.master_port) for other in others} == {("gpu07", context.master_port)}
 
 
 def test_two_steps_of_a_job_use_two_ports():
-    assert place_of(SRUN).master_port != place_of(SRUN | {"SLURM_STEP_ID": "1"}).master_port
+    assert process_context(SRUN).master_port != process_context(SRUN | {"SLURM_STEP_ID": "1"}).master_port
 
 
 def test_srun_keeps_what_the_user_chose():
-    place = place_of(SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu08"})
-    assert (place.master_addr, place.master_port) == ("10.0.0.7", 4000)
-    assert place_of(SRUN | {"SLURM_STEP_NODELIST": "gpu08"}).master_addr == "gpu08"
+    context = process_context(SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu08"})
+    assert (context.master_addr, context.master_port) == ("10.0.0.7", 4000)
+    assert process_context(SRUN | {"SLURM_STEP_NODELIST": "gpu08"}).master_addr == "gpu08"
 
 
 def test_srun_with_the_fewest_variables():
     few = {name: SRUN[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST")}
-    assert place_of(few).master_addr == "gpu07"
+    assert process_context(few).master_addr == "gpu07"
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_srun_with_the_fewest_variables():
     ],
 )
 def test_slurm_shells_are_no_ranks(variables):
-    assert place_of(SRUN | variables) is None
+    assert process_context(SRUN | variables) is None
 
 
 def test_a_batch_script_is_no_rank():
     script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
-    assert place_of(script | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}) is None
+    assert process_context(script | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}) is None
 
 
 @pytest.mark.parametrize(
@@ -136,32 +136,32 @@ def test_a_batch_script_is_no_rank():
 )
 def test_contradictions_are_the_users_mistake(environ, field):
     with pytest.raises(ConfigError) as error:
-        place_of(environ)
+        process_context(environ)
     assert error.value.problems[0].field == field
 
 
 def test_one_task_per_node():
     tasks = SRUN | {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
-    place = place_of(tasks | {"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_NNODES": "4"})
-    assert place is not None and place.one_per_node
-    assert (place.node, place.nodes, place.rank, place.local_ranks) == (2, 4, 2, 1)
-    assert place.ranks_of_nodes(32) == (8, 8, 8, 8)
-    per_device = place_of(SRUN)
+    context = process_context(tasks | {"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_NNODES": "4"})
+    assert context is not None and context.one_per_node
+    assert (context.node, context.nodes, context.rank, context.local_ranks) == (2, 4, 2, 1)
+    assert context.ranks_of_nodes(32) == (8, 8, 8, 8)
+    per_device = process_context(SRUN)
     assert per_device is not None and not per_device.one_per_node
     assert (per_device.node, per_device.nodes) == (1, 2)
 
 
 def test_nodes_of_torchrun():
-    place = place_of(TORCHRUN)
-    assert place is not None and (place.node, place.nodes) == (1, 2) and not place.one_per_node
-    uneven = place_of(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
+    context = process_context(TORCHRUN)
+    assert context is not None and (context.node, context.nodes) == (1, 2) and not context.one_per_node
+    uneven = process_context(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
     assert uneven is not None and (uneven.node, uneven.nodes) == (2, 3)
 
 
 def test_a_process_on_a_host():
     told = {NODE: "1", NODES: "3", SLOTS: "4,2,2", RUN_ID: "x", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}
-    place = place_of(told | SRUN)
-    assert place is not None and place.starter == "hosts" and place.one_per_node
-    assert (place.rank, place.world_size, place.ranks_of_nodes(8)) == (1, 3, (4, 2, 2))
-    alike = place_of(told | {SLOTS: ""})
+    context = process_context(told | SRUN)
+    assert context is not None and context.starter == "hosts" and context.one_per_node
+    assert (context.rank, context.world_size, context.ranks_of_nodes(8)) == (1, 3, (4, 2, 2))
+    alike = process_context(told | {SLOTS: ""})
     assert alike is not None and alike.ranks_of_nodes(12) == (4, 4, 4)

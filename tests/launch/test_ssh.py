@@ -13,7 +13,7 @@ import pytest
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, hostfile_hosts
 from megatron_llama.launch import cli
-from megatron_llama.launch.ssh import hosts_of
+from megatron_llama.launch.world import find_world
 from tests.launch.fake_train import TINY, script
 from tests.processes import PATIENCE_SECONDS, environment, gone, pids
 
@@ -27,7 +27,7 @@ exec 3<&-
 wait $!
 """
 # The machines are this one: its address must not look like a loopback, which the start refuses for several nodes.
-ADDRESS = "megatron_llama.launch.rendezvous.check_first_address = lambda place: None"
+ADDRESS = "megatron_llama.launch.rendezvous.check_first_address = lambda context: None"
 # Their machine may be slow: a host whose ranks only lost another one speaks when the cause surely has.
 PATIENCE = "megatron_llama.launch.start.CONSEQUENCE_DELAY_SECONDS = 100.0"
 
@@ -119,10 +119,10 @@ def of(*overrides: str) -> Config:
 
 def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path):
     with pytest.raises(ConfigError, match=r"can't\s+be\s+read"):
-        hosts_of(of(f"launch.hostfile={tmp_path}/none"))
+        find_world(of(f"launch.hostfile={tmp_path}/none"), None)
     (tmp_path / "file").write_text("a slots=two\n")
     with pytest.raises(ConfigError, match=r"line\s+1"):
-        hosts_of(of(f"launch.hostfile={tmp_path}/file"))
+        find_world(of(f"launch.hostfile={tmp_path}/file"), None)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path):
     ],
 )
 def test_the_world_of_hosts(overrides, world):
-    assert cli.decide(of(*overrides), None).world_size == world
+    assert find_world(of(*overrides), None).size == world
 
 
 def test_hosts_that_do_not_fit_the_layout_are_refused(capfd, monkeypatch):
-    monkeypatch.setattr("megatron_llama.launch.ssh.start_on_hosts", None)
+    monkeypatch.setattr("megatron_llama.launch.ssh.run_on_hosts", None)
     assert cli.main([*TINY, "launch.hosts=[a,b,c]", "trainer.tp=2"]) == 2
     assert "must divide the number of devices, which is 3" in capfd.readouterr().err

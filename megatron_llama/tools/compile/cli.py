@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         _need_no_device(words)
         if len(overrides) == len(argv):
-            return cli.main(words, work=compile_one_rank, inside=FOLDER)
-        return _start(_plan(cli.composed(words, inside=FOLDER)))
+            return cli.main(words, work=compile_one_rank, subfolder=FOLDER)
+        return _start(_plan(cli.parse_overrides(words, subfolder=FOLDER)))
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
@@ -116,11 +116,11 @@ def _start(plan: Plan) -> int:
     from megatron_llama.launch import run_dir
     from megatron_llama.launch.start import run_on_this_machine
 
-    plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_by_time(plan.config)
+    plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_of_job(plan.config, None)
     folder, ranks = Path(plan.config.run.dir), representatives(plan)
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
         work = partial(compile_one_rank, plan, ranks)
-        with run_dir.outputs(folder, range(len(ranks))) as output_dir:
+        with run_dir.rank_outputs(folder, range(len(ranks))) as output_dir:
             imports = ["megatron_llama.tools.compile.compile_rank"]
             return run_on_this_machine(work, plan, ranks=len(ranks), imports=imports, output_dir=output_dir)

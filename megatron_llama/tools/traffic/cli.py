@@ -50,21 +50,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     # Imported here: --help needs none of it.
     from megatron_llama.config import ConfigError, Problem, format_problems
-    from megatron_llama.plan import resolve
+    from megatron_llama.launch.world import find_world
 
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
     try:
-        config = cli.composed(
+        config = cli.parse_overrides(
             [*overrides, *MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
         )
-        decision = cli.decide(config, None)
-        if decision.problem is not None:
-            raise ConfigError([decision.problem])
         if config.finetune.method == "lora":
             rule = "is not predicted: LoRA has matrices of its own, and frozen weights have no gradients"
             raise ConfigError([Problem("finetune.method", "lora", rule, "write finetune=full for a full fine-tune")])
-        plan = resolve(decision.config, decision.world_size, decision.machine)
+        plan = find_world(config, None).plan()
         if not measure:
             sys.stdout.write("\n".join(predicted_lines(plan)) + "\n")
             return 0
