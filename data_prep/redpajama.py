@@ -20,8 +20,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from data_prep import preprocess
+from data_prep.lib.download import Item, fetch_all, parse_sums, read_text
+from data_prep.lib.job import RunOptions, cores
+from data_prep.lib.redpajama_layout import (
+    URL_LIST,
+    V2,
+    Rule,
+    filter_file,
+    find_subsets,
+    shares,
+    subset_of,
+    write_conf,
+)
+from data_prep.lib.sources import bare_name, find_sources
+from data_prep.lib.text_set import TextOptions, make_text_set
 from megatron_llama.system.errors import UserError, run_main
+from megatron_llama.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONF = ROOT / "conf" / "data" / "redpajama.yaml"
@@ -51,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_argument("--quality", nargs="+", default=[], metavar="RULE", help="V2: keep what fulfils all, e.g. "
                          "'rps_doc_word_count>=50' 'ccnet_perplexity<300'")  # fmt: skip
     prepare.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="default: error")
-    prepare.add_argument("--workers", type=int, default=preprocess.cores(), help="processes (default: one a core)")
+    prepare.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
     prepare.add_argument("--overwrite", action="store_true", help="replace datasets made with other options")
     prepare.add_argument("--split", default="980,10,10", help="training, validation, test (default 980,10,10)")
     prepare.add_argument("--conf", type=Path, default=DEFAULT_CONF, help="default conf/data/redpajama.yaml")
@@ -64,8 +78,6 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
     Raises:
         UserError: a subset is not in the list, or a URL would leave the folder.
     """
-    from data_prep.lib.redpajama_layout import subset_of
-
     paths = {}
     for url in urls:
         path = url.removeprefix(base).lstrip("/") if url.startswith(base) else urlsplit(url).path.lstrip("/")
@@ -91,9 +103,6 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
 
 def download(args: argparse.Namespace) -> int:
     """Fetches the chosen files."""
-    from data_prep.lib.download import Item, fetch_all, parse_sums, read_text
-    from data_prep.lib.redpajama_layout import URL_LIST
-
     if args.sample is not None and args.sample < 1:
         raise UserError("--sample must be at least 1")
     if args.jobs < 1:
@@ -136,8 +145,6 @@ def _common(urls: Sequence[str]) -> str:
 
 def prepare(args: argparse.Namespace) -> int:
     """Tokenizes the subsets and writes the config."""
-    from data_prep.lib.redpajama_layout import V2, Rule, find_subsets, shares, subset_of, write_conf
-
     rules = [Rule.parse(text) for text in args.quality]
     found = find_subsets(args.input)
     if args.subsets:
@@ -155,7 +162,10 @@ def prepare(args: argparse.Namespace) -> int:
         source = str(_filter_v2(folder, args.output / "filtered", rules)) if rules else folder
         prefix = args.output / name
         key = "raw_content" if name == V2 else "text"
-        preprocess.main(_preprocess_arguments(args, key, source, prefix))
+        make_text_set(
+            TextOptions([source], args.tokenizer_model, args.tokenizer_library, json_keys=[key], append_eod=True),
+            RunOptions(str(prefix), on_bad_line=args.on_bad_line, workers=args.workers, overwrite=args.overwrite),
+        )
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
     write_conf(args.conf, prefixes, os.path.abspath(args.tokenizer_model), args.split, command)
@@ -163,37 +173,21 @@ def prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _preprocess_arguments(args: argparse.Namespace, key: str, source: str, prefix: Path) -> list[str]:
-    arguments = ["--input", source, "--output-prefix", str(prefix), "--append-eod", "--workers", str(args.workers)]
-    arguments += ["--tokenizer-model", args.tokenizer_model, "--on-bad-line", args.on_bad_line]
-    arguments += ["--json-keys", key]
-    if args.tokenizer_library:
-        arguments += ["--tokenizer-library", args.tokenizer_library]
-    return arguments + (["--overwrite"] if args.overwrite else [])
-
-
 def _filter_v2(folder: str, target: Path, rules: list) -> Path:
     """Writes the documents that fulfil the rules below `target`, file by file; what is there already is kept."""
-    from data_prep.lib.redpajama_layout import filter_file
-    from data_prep.lib.sources import bare_name, find_sources
-    from megatron_llama.system.files import atomic_open
-
     account = target / "account.txt"
     totals: dict[str, int] = {}
     words = " ".join(map(str, rules))
-    target.mkdir(parents=True, exist_ok=True)
     if account.exists() and account.read_text().splitlines()[0] != words:
         raise UserError(f"{target} holds documents filtered by other rules: remove it, or choose another --output")
-    with atomic_open(account) as file:
-        file.write(words.encode() + b"\n")
+    write_atomically(account, words + "\n")
     for source in find_sources([folder]):
         relative = os.path.relpath(source.path, folder)
         out = target / os.path.dirname(relative) / (bare_name(os.path.basename(relative)) + "l.zst")
         counted = out.with_name(out.name + ".counts")
         if not (out.exists() and counted.exists()):
             counts = filter_file(source, out, rules)
-            with atomic_open(counted) as file:
-                file.write(json.dumps(counts).encode())
+            write_atomically(counted, json.dumps(counts))
         for name, count in json.loads(counted.read_bytes()).items():
             totals[name] = totals.get(name, 0) + count
     dropped = ", ".join(f"{count:,} by {name}" for name, count in totals.items() if name != "kept")

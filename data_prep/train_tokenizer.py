@@ -21,7 +21,7 @@ from pathlib import Path
 
 from data_prep.lib.sources import Source, find_sources, read_lines
 from megatron_llama.system.errors import UserError, run_main
-from megatron_llama.system.files import atomic_open
+from megatron_llama.system.files import write_atomically
 
 # sentencepiece drops sentences longer than this many bytes; ours are cut instead
 MAX_SENTENCE_BYTES = 4192
@@ -122,12 +122,11 @@ def write_model(model: bytes, prefix: Path) -> int:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    with atomic_open(prefix.with_name(prefix.name + ".vocab")) as file:
-        for index in range(processor.vocab_size()):
-            file.write(f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n".encode())
-    with atomic_open(prefix.with_name(prefix.name + ".model")) as file:
-        file.write(model)
-    return int(processor.vocab_size())
+    size = int(processor.vocab_size())
+    lines = [f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n" for index in range(size)]
+    write_atomically(prefix.with_name(prefix.name + ".vocab"), "".join(lines))
+    write_atomically(prefix.with_name(prefix.name + ".model"), model)
+    return size
 
 
 def main() -> int:

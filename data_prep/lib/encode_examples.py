@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from data_prep.lib.blocks import Block, Slots, segment_lines
-from data_prep.lib.encode_text import KEEP_BAD_BYTES, BadRecord, Job, Result
+from data_prep.lib.job import BadRecord, Chat, Job, Result
 from data_prep.lib.json_lines import BadLine, parse_object
 from data_prep.lib.record_formats import turns_of
 from megatron_llama.data.indexed_format import token_dtype
-from megatron_llama.text.chat_template import Piece
-from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces
-from megatron_llama.text.conversation import Bad, Labelled, Turn, Turns, labelled_turns
+from megatron_llama.text.chat_tokenizer import encode_pieces
+from megatron_llama.text.conversation import Bad, Turns, labelled_turns
 
 # What is wrong with one record must not end a run that leaves bad records out.
 _FAULTS = (Bad, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 MASK_DTYPE = np.dtype("u1")
-
-
-@dataclass(frozen=True)
-class Chat:
-    """How records become examples."""
-
-    tokenizer: ChatTokenizer
-    pieces: Callable[[Sequence[Turn]], list[Piece]]
-    """renders a conversation"""
-    format: str
-    labelled: Labelled | None
-    columns: Mapping[int, Sequence[str]]
-    """the header of each source that is a table, by its place among the sources"""
-    max_tokens: int
-    truncate: bool
-    """cut what is longer, rather than count it as bad"""
-    train_on_inputs: bool
-    add_bos: bool
-    own_template: bool
-    options: Mapping[str, Any]
-    """everything above that decides what the output holds, in words"""
 
 
 class ExampleEncoder:
@@ -52,9 +28,9 @@ class ExampleEncoder:
 
     def run(self, block: Block) -> Result:
         """Encodes a block; the result's two outputs are tokens and masks."""
-        result = Result(block.number, [], [])
+        result = Result(block.number)
         examples: list[tuple[list[int], list[bool]]] = []
-        for place, segment in enumerate(block.segments):
+        for position, segment in enumerate(block.segments):
             source = self.job.sources[segment.source]
             columns = self.chat.columns.get(segment.source)
             lines = segment_lines(segment, source, self.slots, self.job.max_line)
@@ -69,10 +45,8 @@ class ExampleEncoder:
                     example, notes = self._example(line, columns)
                 except _FAULTS as error:
                     bad = error if isinstance(error, Bad) else Bad("broken_record", f"{type(error).__name__}: {error}")
-                    raw = line[:KEEP_BAD_BYTES]
-                    complete = len(raw) == len(line) <= self.job.max_line
                     reason, detail = bad.line.reason, bad.line.detail
-                    result.bad.append(BadRecord(place, number, reason, detail, len(line), complete, raw))
+                    result.bad.append(BadRecord.of(line, self.job.max_line, position, number, reason, detail))
                     continue
                 examples.append(example)
                 for note in notes:

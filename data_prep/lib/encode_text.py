@@ -3,73 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from data_prep.lib.blocks import Block, Slots, segment_lines
+from data_prep.lib.job import BadRecord, Job, Result
 from data_prep.lib.json_lines import BadLine, parse_line, parse_text
-from data_prep.lib.sources import Source
 from megatron_llama.data.indexed_format import token_dtype
 from megatron_llama.text.encoders import Encoder, check_same
 
 # One document in this many is encoded by the reference too, when a faster encoder does the work.
 CHECK_EVERY = 256
 CHECK_MAX_CHARACTERS = 50_000
-# Of a bad line, as much goes to the quarantine file.
-KEEP_BAD_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is the same for all blocks of a run."""
-
-    sources: Sequence[Source]
-    keys: Sequence[str]
-    append_eod: bool
-    max_line: int
-    """bytes"""
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """A line that was not taken."""
-
-    segment: int
-    """place of its segment in the block"""
-    line: int
-    """lines before it in the segment"""
-    reason: str
-    detail: str
-    size: int
-    """bytes; for a line that is too long, at least that many"""
-    complete: bool
-    """whether `raw` is all of it"""
-    raw: bytes
-    """at most its first KEEP_BAD_BYTES bytes"""
-
-
-@dataclass
-class Result:
-    """A block's documents as they go into the files, one entry per JSON key, and the account of its lines."""
-
-    number: int
-    tokens: list[bytes]
-    lengths: list[bytes]
-    """int32 per document, 0 for one without tokens"""
-    documents_read: int = 0
-    text_bytes: int = 0
-    """size of the lines"""
-    lines: list[int] = field(default_factory=list)
-    """lines in each segment, blank ones too"""
-    bad: list[BadRecord] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)
-    """records that were taken, but changed: how, and how many"""
-    learned: int = 0
-    """of a fine-tuning set: tokens with loss"""
-
-
-class BlockEncoder:
+class TextEncoder:
     """Encodes blocks; lives in a worker."""
 
     def __init__(self, job: Job, encoder: Encoder, slots: Slots) -> None:
@@ -86,9 +34,9 @@ class BlockEncoder:
             UserError: a source can't be read any more.
             MachineError: the fast encoder was caught giving other ids than the reference.
         """
-        result = Result(block.number, [], [])
+        result = Result(block.number)
         documents: list[list[str]] = []
-        for place, segment in enumerate(block.segments):
+        for position, segment in enumerate(block.segments):
             source = self.job.sources[segment.source]
             lines = segment_lines(segment, source, self.slots, self.job.max_line)
             result.lines.append(len(lines))
@@ -99,10 +47,8 @@ class BlockEncoder:
                 result.text_bytes += len(line)
                 texts = self._texts(line, source.is_text)
                 if isinstance(texts, BadLine):
-                    raw = line[:KEEP_BAD_BYTES]
-                    complete = len(raw) == len(line) <= self.job.max_line
-                    bad = BadRecord(place, number, texts.reason, texts.detail, len(line), complete, raw)
-                    result.bad.append(bad)
+                    max_line = self.job.max_line
+                    result.bad.append(BadRecord.of(line, max_line, position, number, texts.reason, texts.detail))
                 else:
                     documents.append(texts)
         for key in range(len(self.job.keys)):

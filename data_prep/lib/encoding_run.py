@@ -3,58 +3,31 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
-import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from data_prep.lib.blocks import BLOCK_BYTES, Block, Position, Slots, cut_blocks
-from data_prep.lib.encode_examples import Chat, ExampleEncoder
-from data_prep.lib.encode_text import BlockEncoder, Job, Result
+from data_prep.lib.blocks import Block, Position, Slots, cut_blocks
+from data_prep.lib.encode_examples import ExampleEncoder
+from data_prep.lib.encode_text import TextEncoder
+from data_prep.lib.job import Job, Result, RunOptions
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.pool import Pool, slots_for
 from data_prep.lib.progress import Progress, short_time
 from data_prep.lib.publish import quarantine_file
 from data_prep.lib.workspace import QUARANTINE, Workspace
 from megatron_llama.system.errors import Stopped, UserError
+from megatron_llama.system.signals import handling
 from megatron_llama.text.encoders import Encoder
-
-
-@dataclass(frozen=True)
-class Options:
-    """A run's options, checked."""
-
-    job: Job
-    output_prefix: str
-    workers: int
-    skip_bad_lines: bool
-    overwrite: bool = False
-    checkpoint_seconds: float = 5.0
-    block_bytes: int = BLOCK_BYTES
-    chat: Chat | None = None
-    """for a fine-tuning set: how records become examples"""
-
-    @property
-    def names(self) -> list[str]:
-        base = Path(self.output_prefix).name
-        if self.chat is not None:
-            return [f"{base}_{key}" for key in self.job.keys]
-        return [f"{base}_{key}_document" for key in self.job.keys]
-
-    @property
-    def folder(self) -> Path:
-        return Path(os.path.abspath(self.output_prefix)).parent
 
 
 class EncodingRun:
     """The encoding of one run."""
 
-    def __init__(self, options: Options, encoder: Encoder, workspace: Workspace, ledger: Ledger) -> None:
+    def __init__(self, job: Job, options: RunOptions, encoder: Encoder, workspace: Workspace, ledger: Ledger) -> None:
+        self.job = job
         self.options = options
         self.encoder = encoder
         self.workspace = workspace
@@ -62,9 +35,8 @@ class EncodingRun:
         self.started_with = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
         self.start = self.saved = time.monotonic()
         self.signal: int | None = None
-        sources = options.job.sources
         self.disk_before = [0]
-        for source in sources:
+        for source in job.sources:
             self.disk_before.append(self.disk_before[-1] + source.size)
 
     @property
@@ -76,13 +48,14 @@ class EncodingRun:
 
     def encode(self) -> None:
         """Everything from the ledger's position to the input's end."""
-        options, job = self.options, self.options.job
+        options, job = self.options, self.job
+        block_bytes = int(options.block_mib * 2**20)
         streams = any(source.is_stream for source in job.sources)
-        slots = Slots(slots_for(options.workers) if streams else 1, options.block_bytes)
-        chat = options.chat
-        worker = BlockEncoder(job, self.encoder, slots) if chat is None else ExampleEncoder(job, chat, slots)
-        with self._signals(), Pool(options.workers, worker) as pool:
-            blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line, options.block_bytes)
+        slots = Slots(slots_for(options.workers) if streams else 1, block_bytes)
+        chat = job.chat
+        worker = TextEncoder(job, self.encoder, slots) if chat is None else ExampleEncoder(job, chat, slots)
+        with handling((signal.SIGINT, signal.SIGTERM), self._note_signal), Pool(options.workers, worker) as pool:
+            blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line, block_bytes)
             progress = Progress(self.disk_before[-1], self._disk_done(self.ledger.position))
             try:
                 for block, result in pool.run(blocks, self._check_stop):
@@ -93,7 +66,7 @@ class EncodingRun:
         self._check_stop()
 
     def _disk_done(self, position: Position) -> int:
-        sources = self.options.job.sources
+        sources = self.job.sources
         if position.source >= len(sources):
             return self.disk_before[-1]
         # of a stream, the unpacked offset is no measure; it counts from its beginning
@@ -111,11 +84,11 @@ class EncodingRun:
     def _take(self, block: Block, result: Result) -> None:
         """Writes a block's documents and quarantines its bad lines."""
         for record in result.bad:
-            source = self.options.job.sources[block.segments[record.segment].source]
+            source = self.job.sources[block.segments[record.segment].source]
             line = self.ledger.line_before(block, record.segment, result) + record.line + 1
             unit = "record" if source.is_array else "line"
             where = source.path if source.is_text else f"{source.path}, {unit} {line}"
-            if not self.options.skip_bad_lines:
+            if self.options.on_bad_line == "error":
                 raise UserError(
                     f"{where}: {record.reason}: {record.detail}. Nothing was written. "
                     "Mend the line, or leave bad lines out with --on-bad-line skip"
@@ -128,26 +101,15 @@ class EncodingRun:
             entry |= {"bytes": record.size, "complete": record.complete, **raw}
             self.workspace.append(QUARANTINE, json.dumps(entry).encode() + b"\n")
         self.ledger.add(block, result)
-        for name, tokens, lengths in zip(self.options.names, result.tokens, result.lengths, strict=True):
+        for name, tokens, lengths in zip(self.workspace.names, result.tokens, result.lengths, strict=True):
             self.workspace.append(f"{name}.bin", tokens)
             self.workspace.append(f"{name}.lengths", lengths)
         if time.monotonic() - self.saved >= self.options.checkpoint_seconds:
             self.workspace.checkpoint(self.ledger)
             self.saved = time.monotonic()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Notes SIGINT and SIGTERM while the run goes on."""
-
-        def note(number: int, _: object) -> None:
-            self.signal = number
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note_signal(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
 
     def _check_stop(self) -> None:
         if self.signal is not None:
@@ -161,15 +123,15 @@ class EncodingRun:
         """What was done, checked to add up."""
         ledger, seconds = self.ledger, time.monotonic() - self.start
         lines = []
-        for name, counts in list(zip(self.options.names, ledger.keys, strict=True))[: 1 if self.options.chat else None]:
+        for name, counts in list(zip(self.workspace.names, ledger.keys, strict=True))[: 1 if self.job.chat else None]:
             lines.append(
                 f"{self.options.folder / name}: {ledger.documents_read:,} documents = {counts.written:,} written "
                 f"+ {counts.empty:,} empty + {ledger.documents_skipped:,} skipped; {counts.tokens:,} tokens"
             )
         if ledger.skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
-            lines.append(f"skipped: {reasons}; see {quarantine_file(self.options.folder, self.options.names)}")
-        if self.options.chat is not None:
+            lines.append(f"skipped: {reasons}; see {quarantine_file(self.options.folder, self.workspace.names)}")
+        if self.job.chat is not None:
             lines.append(f"{ledger.learned:,} tokens with loss")
         if ledger.notes:
             lines.append("changed: " + ", ".join(f"{count:,} {note}" for note, count in sorted(ledger.notes.items())))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.blocks import Block, Position
-from data_prep.lib.encode_text import Result
+from data_prep.lib.job import Result
 
 
 @dataclass

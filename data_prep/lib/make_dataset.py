@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data_prep.lib.encode_examples import MASK_DTYPE, Chat
-from data_prep.lib.encoding_run import EncodingRun, Options
+from data_prep.lib.encode_examples import MASK_DTYPE
+from data_prep.lib.encoding_run import EncodingRun
+from data_prep.lib.job import Job, RunOptions
 from data_prep.lib.ledger import KeyCounts, Ledger
 from data_prep.lib.publish import (
     MANIFEST_FORMAT,
@@ -31,9 +30,8 @@ from megatron_llama.text.encoders import Encoder, EncoderMismatch
 WORTH_KEEPING_SECONDS = 60.0
 
 
-def identity(options: Options, encoder: Encoder) -> dict[str, Any]:
-    """Everything that decides what the output holds; the order of the inputs too."""
-    job = options.job
+def identity(job: Job, encoder: Encoder) -> dict[str, Any]:
+    """Everything that decides what the output holds, the order of the inputs included."""
     files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
     return {
         "format": MANIFEST_FORMAT,
@@ -44,26 +42,26 @@ def identity(options: Options, encoder: Encoder) -> dict[str, Any]:
         "tokenizer_sha256": encoder.sha256,
         "append_eod": job.append_eod,
         "max_line_bytes": job.max_line,
-        **({} if options.chat is None else options.chat.options),
+        **({} if job.chat is None else job.chat.options),
     }
 
 
-def make_dataset(options: Options, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any]:
-    """Does the run, or what is left of it; returns the manifest of the first JSON key.
+def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any]:
+    """Does the run, or what is left of it; returns the manifest of the first output.
 
     Raises:
         UserError, MachineError, Stopped: as their names say; the final names stay untouched.
     """
-    wanted = identity(options, encoder)
-    folder = options.folder / f".{'+'.join(options.names)}.partial"
-    begun_by = _publish_rest(folder, options, say)
-    finished = None if options.overwrite and begun_by != wanted else _finished(options, wanted)
+    wanted, names = identity(job, encoder), job.names(options.output_prefix)
+    folder = options.folder / f".{'+'.join(names)}.partial"
+    begun_by = _publish_rest(folder, names, options, say)
+    finished = None if options.overwrite and begun_by != wanted else _finished(names, options, wanted)
     if finished is not None:
         say(f"{options.output_prefix}: complete already, nothing to do")
         return finished
-    workspace = Workspace(folder, options.names)
+    workspace = Workspace(folder, names)
     ledger = _open(workspace, wanted, options, say)
-    run = EncodingRun(options, encoder, workspace, ledger)
+    run = EncodingRun(job, options, encoder, workspace, ledger)
     try:
         run.encode()
     except EncoderMismatch:
@@ -77,16 +75,21 @@ def make_dataset(options: Options, encoder: Encoder, say: Callable[[str], None])
             workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
             say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
         raise
-    if options.chat is not None and not run.ledger.keys[0].written:
+    if job.chat is not None and not run.ledger.keys[0].written:
         workspace.remove()
         raise UserError(f"{options.output_prefix}: no example was made of the input: {_reasons(run.ledger)}")
-    manifests = [_manifest(options, encoder, wanted, run.ledger, key) for key in range(len(options.job.keys))]
-    write_outputs(workspace, _dtypes(options, encoder), manifests, {"ledger": run.ledger})
+    dtypes = (
+        [token_dtype(encoder.vocab_size)] * len(names)
+        if job.chat is None
+        else [token_dtype(encoder.vocab_size), MASK_DTYPE]
+    )
+    manifests = [
+        _manifest(job, encoder, wanted, run.ledger, key, str(dtype), names) for key, dtype in enumerate(dtypes)
+    ]
+    write_outputs(workspace, dtypes, manifests, run.ledger)
     say(run.summary())
     workspace.remove()
-    manifest = read_finished(options.folder, options.names)
-    assert manifest is not None
-    return manifest
+    return manifests[0]
 
 
 def _reasons(ledger: Ledger) -> str:
@@ -96,13 +99,13 @@ def _reasons(ledger: Ledger) -> str:
     return f"all its records are bad ({counts}); {advice}" if counts else "it holds no record"
 
 
-def _finished(options: Options, wanted: dict[str, Any]) -> dict[str, Any] | None:
+def _finished(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest where this very output is complete; None where there is none."""
-    manifest = read_finished(options.folder, options.names)
+    manifest = read_finished(options.folder, names)
     if manifest is None:
         return None
     different = differences(manifest.get("options", {}), wanted)
-    if manifest["documents_skipped"] and not options.skip_bad_lines:
+    if manifest["documents_skipped"] and options.on_bad_line == "error":
         different.append(f"it left out {manifest['documents_skipped']} bad lines and now none may be bad")
     if different:
         raise UserError(
@@ -112,14 +115,16 @@ def _finished(options: Options, wanted: dict[str, Any]) -> dict[str, Any] | None
     return manifest
 
 
-def _publish_rest(folder: Path, options: Options, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _publish_rest(
+    folder: Path, names: list[str], options: RunOptions, say: Callable[[str], None]
+) -> dict[str, Any] | None:
     """Finishes a run that was killed between its last checkpoint and its end; returns that run's options."""
     if not folder.is_dir():
         return None
-    workspace = Workspace(folder, options.names)
+    workspace = Workspace(folder, names)
     begun, checkpoints = workspace.read_journal()
     if checkpoints and checkpoints[-1].get("publish"):
-        publish(workspace.folder, options.folder, options.names)
+        publish(workspace.folder, options.folder, names)
         workspace.remove()
         say(f"{options.output_prefix}: an earlier run had all but the final names")
         return begun
@@ -130,7 +135,7 @@ def _publish_rest(folder: Path, options: Options, say: Callable[[str], None]) ->
     return None
 
 
-def _open(workspace: Workspace, wanted: dict[str, Any], options: Options, say: Callable[[str], None]) -> Ledger:
+def _open(workspace: Workspace, wanted: dict[str, Any], options: RunOptions, say: Callable[[str], None]) -> Ledger:
     """Resumes what was begun, or starts from nothing."""
     begun, checkpoints = workspace.read_journal()
     different = differences(begun, wanted) if begun is not None else []
@@ -143,7 +148,7 @@ def _open(workspace: Workspace, wanted: dict[str, Any], options: Options, say: C
             )
         say("the input files were changed since an unfinished run: starting over")
     elif begun is not None and checkpoints and not different:
-        if checkpoints[-1]["ledger"]["skipped"] and not options.skip_bad_lines:
+        if checkpoints[-1]["ledger"]["skipped"] and options.on_bad_line == "error":
             raise UserError(
                 f"the unfinished run in {workspace.folder} skipped bad lines: go on with --on-bad-line skip"
             )
@@ -153,13 +158,15 @@ def _open(workspace: Workspace, wanted: dict[str, Any], options: Options, say: C
             return ledger
         say("the unfinished run's files are damaged: starting over")
     workspace.begin(wanted)
-    return Ledger([KeyCounts() for _ in options.job.keys])
+    return Ledger([KeyCounts() for _ in workspace.names])
 
 
-def _manifest(options: Options, encoder: Encoder, wanted: dict[str, Any], ledger: Ledger, key: int) -> dict[str, Any]:
+def _manifest(
+    job: Job, encoder: Encoder, wanted: dict[str, Any], ledger: Ledger, key: int, dtype: str, names: list[str]
+) -> dict[str, Any]:
     """What the output is and where it comes from. Nothing in it depends on time, machine or number of workers."""
     counts = ledger.keys[key]
-    return {
+    manifest = {
         "documents_read": ledger.documents_read,
         "documents_written": counts.written,
         "documents_empty": counts.empty,
@@ -167,30 +174,21 @@ def _manifest(options: Options, encoder: Encoder, wanted: dict[str, Any], ledger
         "skipped": dict(sorted(ledger.skipped.items())),
         "tokens": counts.tokens,
         "text_bytes": ledger.text_bytes,
-        "json_key": options.job.keys[key],
-        "dtype": str(_dtypes(options, encoder)[key]),
+        "json_key": job.keys[key],
+        "dtype": dtype,
         "tokenizer": os.path.abspath(encoder.path),
         "tokenizer_sha256": encoder.sha256,
         "vocab_size": encoder.vocab_size,
-        "eod": encoder.eod if options.job.append_eod else None,
+        "eod": encoder.eod if job.append_eod else None,
         "encoder": encoder.name,
         "options": wanted,
-        "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in options.job.sources],
-        "quarantine": quarantine_file(options.folder, options.names).name if ledger.skipped else None,
-        **({} if options.chat is None else _of_examples(options.chat, ledger)),
+        "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
+        "quarantine": quarantine_file(Path(), names).name if ledger.skipped else None,
     }
-
-
-def _dtypes(options: Options, encoder: Encoder) -> list[np.dtype]:
-    """The type of each output's numbers."""
-    tokens = token_dtype(encoder.vocab_size)
-    return [tokens] * len(options.job.keys) if options.chat is None else [tokens, MASK_DTYPE]
-
-
-def _of_examples(chat: Chat, ledger: Ledger) -> dict[str, Any]:
-    """What a fine-tuning set's manifest says beside."""
-    return {
-        "tokens_with_loss": ledger.learned,
-        "changed": dict(sorted(ledger.notes.items())),
-        "seq_length": chat.max_tokens - 1,
-    }
+    if job.chat is not None:
+        manifest |= {
+            "tokens_with_loss": ledger.learned,
+            "changed": dict(sorted(ledger.notes.items())),
+            "seq_length": job.chat.max_tokens - 1,
+        }
+    return manifest

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.lib.ledger import Ledger
 from data_prep.lib.workspace import QUARANTINE, Workspace
 from megatron_llama.data.indexed_format import write_index
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import sha256_file, sync_folder
+from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
 
 SUFFIXES = (".bin", ".idx", ".json")
 MANIFEST_FORMAT = 1
@@ -26,12 +27,11 @@ def output_file(folder: Path, name: str, suffix: str) -> Path:
 
 
 def write_outputs(
-    workspace: Workspace, dtypes: Sequence[np.dtype], manifests: list[dict[str, Any]], checkpoint: dict[str, Any]
+    workspace: Workspace, dtypes: Sequence[np.dtype], manifests: list[dict[str, Any]], ledger: Ledger
 ) -> None:
     """Writes indices and manifests into the work folder, notes in the journal that all is complete, and publishes.
 
-    Args:
-        checkpoint: arguments of `Workspace.checkpoint`, the ledger first.
+    Sizes and hashes are added to ``manifests``.
     """
     for name, dtype, manifest in zip(workspace.names, dtypes, manifests, strict=True):
         index = output_file(workspace.folder, name, ".idx")
@@ -46,11 +46,8 @@ def write_outputs(
             "bytes": {".bin": size, ".idx": index.stat().st_size},
             "sha256": {".bin": workspace.sha256(f"{name}.bin"), ".idx": sha256_file(index)},
         }
-        with open(output_file(workspace.folder, name, ".json"), "wb") as file:
-            file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    workspace.checkpoint(**checkpoint, publish=True)
+        write_atomically(output_file(workspace.folder, name, ".json"), json.dumps(manifest, indent=1) + "\n")
+    workspace.checkpoint(ledger, publish=True)
     workspace.close()
     publish(workspace.folder, workspace.folder.parent, workspace.names)
 

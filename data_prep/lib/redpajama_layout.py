@@ -15,7 +15,7 @@ from typing import Any
 from data_prep.lib.json_lines import loads
 from data_prep.lib.sources import JSON_SUFFIXES, Source, bare_name, find_sources, read_lines
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import atomic_open
+from megatron_llama.system.files import atomic_open, write_atomically
 
 URL_LIST = "https://data.together.xyz/redpajama-data-1T/v1.0.0/urls.txt"
 # Sampling shares in per cent, Llama paper (arXiv 2302.13971), table 1.
@@ -219,5 +219,4 @@ def write_conf(path: Path, prefixes: dict[str, str], tokenizer: str, split: str,
         "seq_length: 4096",
         f"prepare: {json.dumps(command)}",
     ]
-    with atomic_open(path) as file:
-        file.write("\n".join(lines).encode() + b"\n")
+    write_atomically(path, "\n".join(lines) + "\n")

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from data_prep.lib.ledger import Ledger
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import sync_folder
+from megatron_llama.system.files import write_atomically
 
 JOURNAL = "journal.jsonl"
 QUARANTINE = "quarantine.jsonl"
@@ -91,14 +91,8 @@ class Workspace:
         return None
 
     def _write_journal(self, entries: list[dict[str, Any]]) -> None:
-        draft = self.folder / (JOURNAL + ".draft")
-        with open(draft, "wb") as file:
-            for entry in entries:
-                file.write(json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.folder / JOURNAL)
-        sync_folder(self.folder)
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        write_atomically(self.folder / JOURNAL, lines)
 
     def _open(self, mode: str) -> None:
         for name in self._data_files:

@@ -196,15 +196,18 @@ def _locked(lock: IO[str], path: str) -> Iterator[bool]:
 
 def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     """Make the set in ``aside`` and move it to its place; returns its manifest."""
-    from data_prep import sft
+    from data_prep.lib.job import RunOptions
+    from data_prep.lib.sft_set import ExampleOptions, make_sft_set
     from megatron_llama.system.errors import MachineError, Stopped, UserError
 
-    asked = _arguments(records.path, records.tokenizer, data)
-    args = sft.parser().parse_args([*asked, "--output-prefix", str(aside / _NAME)])
+    template = data.template if is_table(records.path) else None
+    examples = ExampleOptions(
+        records.tokenizer, data.seq_length, template=template or None, chat_template=data.chat_template
+    )
     aside.mkdir()
     try:
-        sft.check(args)
-        manifest = sft.prepare(args, args.input, args.output_prefix, lambda _: None)
+        options = RunOptions(str(aside / _NAME))
+        manifest = make_sft_set([os.path.abspath(records.path)], examples, options, lambda _: None)
     except UserError as error:
         rule, _, advice = str(error).partition(" Nothing was written.")
         instead = "mend the file"

@@ -37,9 +37,9 @@ PHASES = {
     "while the index is written": ("publish", "write_index", 1),
     "before the index's hash": ("publish", "sha256_file", 1),
     "before anything has its final name": ("publish", "publish", 1),
-    "after the first rename": ("publish.os", "replace", 2),
-    "after the second rename": ("publish.os", "replace", 3),
-    "after the third rename": ("publish.os", "replace", 4),
+    "after the first rename": ("publish.os", "replace", 3),
+    "after the second rename": ("publish.os", "replace", 4),
+    "after the third rename": ("publish.os", "replace", 5),
     "before the work folder goes": ("workspace.Workspace", "remove", 1),
 }
 

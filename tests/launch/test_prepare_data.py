@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import data_prep.sft
+from data_prep.lib import sft_set
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
 from megatron_llama.data.indexed_format import IndexedDataset
@@ -17,6 +18,8 @@ from megatron_llama.launch import cli
 from megatron_llama.launch import prepare_data as prepared
 from megatron_llama.launch.prepare_data import with_finished, with_prepared
 from megatron_llama.plan import resolve
+from megatron_llama.text.chat_template import NAMED
+from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.jobs import Job
 from tests.config.helpers import problems_of
 from tests.inference.commands import command
@@ -147,13 +150,13 @@ def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypa
         resolve(Config(data=DataConfig(kind="sft", prefixes=["x"], chat_template="chatml")), 1, exists=lambda _: True)
 
 
-def test_the_choices_are_those_of_the_command() -> None:
-    assert choices.CHAT_TEMPLATES == data_prep.sft.CHAT_TEMPLATES
-    assert choices.LABEL_TEMPLATES == data_prep.sft.LABEL_TEMPLATES
+def test_each_choice_is_a_template() -> None:
+    assert set(choices.CHAT_TEMPLATES) == {"own", *NAMED}
+    assert set(choices.LABEL_TEMPLATES) == set(LABELLED)
 
 
 def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = data_prep.sft.prepare
+    prepare = sft_set.make_sft_set
 
     def slowly(*arguments):
         deadline = time.monotonic() + 100
@@ -170,7 +173,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(prepared, "_locked", looking)
 
-    monkeypatch.setattr(data_prep.sft, "prepare", slowly)
+    monkeypatch.setattr(sft_set, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
     (records,) = prepared._find_records(config, [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import sft
+from data_prep.lib.sft_set import ExampleOptions, chat_of
 from megatron_llama.text.chat_template import NAMED, Jinja, Piece, own_template
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, HuggingFace, SentencePiece, encode_pieces
 from megatron_llama.text.conversation import Bad, Turn
@@ -170,10 +170,7 @@ def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     tokenizer = HuggingFace(str(tmp_path), in_text=True)
     assert tokenizer.control_tokens == [] and "<|im_end|>" in tokenizer.added_tokens
-    args = sft.parser().parse_args(
-        ["--input", "x", "--output-prefix", "y", "--seq-length", "8", "--tokenizer-model", str(tmp_path)]
-    )
-    assert shown(list(sft.chat_of(args, []).pieces(TALK))) == OWN["chatml"]
+    assert shown(list(chat_of(ExampleOptions(str(tmp_path), 8), []).pieces(TALK))) == OWN["chatml"]
 
 
 def test_a_template_is_rendered_in_a_sandbox() -> None:

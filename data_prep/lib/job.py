@@ -1,0 +1,172 @@
+"""What a run of the preparation is to do, and what its workers give back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from data_prep.lib.sources import Source
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.chat_template import Piece
+from megatron_llama.text.chat_tokenizer import ChatTokenizer
+from megatron_llama.text.conversation import Labelled, Turn
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a dataset is written, and how it is made."""
+
+    output_prefix: str
+    on_bad_line: str = "error"
+    """``error``, or ``skip``: bad lines are left out and kept in a quarantine file."""
+    max_line_mib: float = 64.0
+    """A longer line is a bad line."""
+    workers: int = field(default_factory=cores)
+    """Processes that encode."""
+    overwrite: bool = False
+    """Replace an output that was made with other options."""
+    checkpoint_seconds: float = 5.0
+    """Work that a kill may cost."""
+    block_mib: float = 4.0
+    """Text that a worker takes at a time."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for values that can't work."""
+        if self.workers < 1:
+            raise UserError(f"--workers must be at least 1, not {self.workers}")
+        if self.max_line_mib <= 0:
+            raise UserError("--max-line-mib must be above 0")
+        if not 2**-10 <= self.block_mib <= 256:
+            raise UserError("--block-mib must be between 1/1024 and 256")
+        if self.checkpoint_seconds < 0:
+            raise UserError("--checkpoint-seconds must not be negative")
+        if os.path.basename(self.output_prefix) in ("", ".", ".."):
+            raise UserError(f"--output-prefix {self.output_prefix}: it must end in a name, not in a folder")
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> RunOptions:
+        """From the flags of ``add_run_flags``. Raises UserError."""
+        return RunOptions(**{one.name: vars(args)[one.name] for one in fields(RunOptions) if one.name in vars(args)})
+
+    @property
+    def max_line(self) -> int:
+        """Bytes."""
+        return int(self.max_line_mib * 2**20)
+
+    @property
+    def folder(self) -> Path:
+        return Path(os.path.abspath(self.output_prefix)).parent
+
+
+def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup, writes: str) -> None:
+    """The flags that preprocess.py and sft.py share; ``writes`` says what comes of --output-prefix."""
+    data.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="default: error")
+    data.add_argument(
+        "--max-line-mib", type=float, default=RunOptions.max_line_mib, help="a longer line is a bad line (default 64)"
+    )
+    output.add_argument("--output-prefix", required=True, metavar="PATH", help=f"writes {writes}")
+    output.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
+    output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
+    output.add_argument(
+        "--checkpoint-seconds",
+        type=float,
+        default=RunOptions.checkpoint_seconds,
+        help="work that a kill may cost (default 5)",
+    )
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How records of a fine-tuning set become examples."""
+
+    tokenizer: ChatTokenizer
+    pieces: Callable[[Sequence[Turn]], list[Piece]]
+    """Renders a conversation."""
+    format: str
+    labelled: Labelled | None
+    columns: Mapping[int, Sequence[str]]
+    """The header of each source that is a table, by its position among the sources."""
+    max_tokens: int
+    truncate: bool
+    """Cut what is longer, rather than count it as bad."""
+    train_on_inputs: bool
+    add_bos: bool
+    own_template: bool
+    options: Mapping[str, Any]
+    """Everything above that decides what the output holds, for the manifest."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is encoded, the same for all blocks of a run."""
+
+    sources: Sequence[Source]
+    keys: Sequence[str]
+    """JSON keys, each an output of its own; of a fine-tuning set the names of its two outputs."""
+    max_line: int
+    """Bytes."""
+    append_eod: bool = False
+    chat: Chat | None = None
+    """For a fine-tuning set: how records become examples."""
+
+    def names(self, prefix: str) -> list[str]:
+        """The outputs' names without their folder."""
+        ending = "" if self.chat is not None else "_document"
+        return [f"{Path(prefix).name}_{key}{ending}" for key in self.keys]
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A line that was not taken."""
+
+    segment: int
+    """Position of its segment in the block."""
+    line: int
+    """Lines before it in the segment."""
+    reason: str
+    detail: str
+    size: int
+    """Bytes; for a line that is too long, at least that many."""
+    complete: bool
+    """Whether ``raw`` is all of it."""
+    raw: bytes
+    """At most its first KEEP_BAD_BYTES bytes."""
+
+    KEEP_BAD_BYTES = 1 << 20
+
+    @staticmethod
+    def of(line: bytes, max_line: int, segment: int, number: int, reason: str, detail: str) -> BadRecord:
+        """Of a line that may be longer than ``max_line`` bytes, and then was cut there."""
+        raw = line[: BadRecord.KEEP_BAD_BYTES]
+        complete = len(raw) == len(line) <= max_line
+        return BadRecord(segment, number, reason, detail, len(line), complete, raw)
+
+
+@dataclass
+class Result:
+    """A block's documents as they go into the files, one entry per output, and the account of its lines."""
+
+    number: int
+    """The block's."""
+    tokens: list[bytes] = field(default_factory=list)
+    lengths: list[bytes] = field(default_factory=list)
+    """int32 per document, 0 for one without tokens."""
+    documents_read: int = 0
+    text_bytes: int = 0
+    """Size of the lines."""
+    lines: list[int] = field(default_factory=list)
+    """Lines in each segment, blank ones included."""
+    bad: list[BadRecord] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+    """Records that were taken, but changed: how, and how many."""
+    learned: int = 0
+    """Of a fine-tuning set: tokens with loss."""

@@ -1,0 +1,152 @@
+"""From files of records to one fine-tuning set: ``PREFIX_sft`` (tokens) and ``PREFIX_sft_mask`` (loss masks)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.lib.job import Chat, Job, RunOptions
+from data_prep.lib.make_dataset import make_dataset
+from data_prep.lib.sources import Source, bare_name, find_sources, with_array
+from data_prep.lib.split_lines import header_of
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.chat_template import NAMED, own_template
+from megatron_llama.text.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from megatron_llama.text.conversation import LABELLED
+
+KEYS = ("sft", "sft_mask")
+TABLE_SUFFIXES = (".tsv",)
+CHATML_END = "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    """How records become examples; sft.py's flags of the same names."""
+
+    tokenizer_model: str
+    """A sentencepiece model's file, or a Hugging Face folder."""
+    seq_length: int
+    """Tokens of a training sequence; an example has one more, which is only a label."""
+    format: str = "auto"
+    """One of record_formats.FORMATS."""
+    template: str | None = None
+    """One of LABEL_TEMPLATES: the question that is asked of a table's lines."""
+    chat_template: str = "own"
+    """One of CHAT_TEMPLATES."""
+    too_long: str = "bad"
+    """What happens to an example with too many tokens: it is a ``bad`` record, or ``truncate``."""
+    train_on_inputs: bool = False
+    """Loss on all tokens, not on answers alone."""
+    add_bos: bool | None = None
+    """Whether a named template's examples begin with BOS; None: where the tokenizer does so."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for values that can't work."""
+        if self.seq_length < 1:
+            raise UserError("--seq-length must be at least 1")
+
+    def is_table(self, source: Source) -> bool:
+        """Whether a file is a table with a header, rather than one record a line."""
+        return self.format == "tsv" or (self.format == "auto" and bare_name(source.path).endswith(TABLE_SUFFIXES))
+
+
+def make_sft_set(
+    inputs: Sequence[str], examples: ExampleOptions, options: RunOptions, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Makes the set; returns the manifest of its tokens.
+
+    Raises:
+        UserError: the input, the tokenizer or a record can't be used.
+        MachineError: the disk is full, a worker was killed.
+        Stopped: a signal came; the same call goes on.
+    """
+    sources = find_records(inputs, examples, say)
+    chat = chat_of(examples, sources)
+    job = Job(sources, KEYS, options.max_line, chat=chat)
+    return make_dataset(job, options, chat.tokenizer.encoder, say)
+
+
+def find_records(inputs: Sequence[str], examples: ExampleOptions, say: Callable[[str], None]) -> list[Source]:
+    """The input's files. Raises UserError."""
+    left_out: list[str] = []
+    sources = find_sources(inputs, text_suffixes=(), left_out=left_out, arrays=True)
+    for path in left_out:
+        say(f"{path} is left out: it is one JSON value, and no list of records")
+    return [source if examples.is_table(source) else with_array(source) for source in sources]
+
+
+def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
+    """How the options make examples of these sources.
+
+    Raises:
+        UserError: tokenizer and template don't fit, or a table's template is missing.
+    """
+    model, own = examples.tokenizer_model, examples.chat_template == "own"
+    tokenizer = load_chat_tokenizer(model, own)
+    if own:
+        folder = Path(model)
+        jinja = own_template(folder if folder.is_dir() else folder.parent, tokenizer.added_tokens)
+        pieces, source = jinja.pieces, jinja.source
+    else:
+        named = NAMED[examples.chat_template]
+        pieces, source = named.pieces, repr(named)
+        _check_end(tokenizer, examples)
+    if examples.add_bos and own:
+        raise UserError("--add-bos is for named templates; the tokenizer's own writes its begin-of-text token itself")
+    if examples.add_bos and tokenizer.bos is None:
+        raise UserError(f"--add-bos: {model} has no begin-of-text token")
+    add_bos = bool(tokenizer.adds_bos and not own if examples.add_bos is None else examples.add_bos)
+    decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model"}
+    return Chat(
+        tokenizer=tokenizer,
+        pieces=pieces,
+        format=examples.format if examples.format != "tsv" else "auto",
+        labelled=LABELLED[examples.template] if examples.template else None,
+        columns=_columns(examples, sources),
+        max_tokens=examples.seq_length + 1,
+        truncate=examples.too_long == "truncate",
+        train_on_inputs=examples.train_on_inputs,
+        add_bos=add_bos,
+        own_template=own,
+        options={
+            **decisive,
+            "add_bos": add_bos,
+            "chat_template_sha256": hashlib.sha256(source.encode()).hexdigest(),
+        },
+    )
+
+
+def _columns(examples: ExampleOptions, sources: Sequence[Source]) -> dict[int, list[str]]:
+    """The header of each source that is a table. Raises UserError where its template or a column is missing."""
+    found = {}
+    for number, source in enumerate(sources):
+        if not examples.is_table(source):
+            continue
+        if examples.template is None:
+            raise UserError(
+                f"{source.path} is a table: give --template, how its lines are asked ({', '.join(LABELLED)})"
+            )
+        found[number] = header_of(source).decode("utf-8", "replace").split("\t")
+        template = LABELLED[examples.template]
+        for name in [*re.findall(r"{(\w+)}", template.prompt), template.label]:
+            if name not in found[number]:
+                raise UserError(f"{source.path} has no column {name}; it has {', '.join(found[number])[:200]}")
+    return found
+
+
+def _check_end(tokenizer: ChatTokenizer, examples: ExampleOptions) -> None:
+    """A model that never learns to end an answer never ends one. Raises UserError."""
+    if examples.chat_template == "chatml":
+        if tokenizer.control(CHATML_END) is None:
+            raise UserError(
+                f"{examples.tokenizer_model} has no token {CHATML_END}, with which --chat-template chatml ends an "
+                "answer: the model would not stop. Write prompter, dialogue or plain"
+            )
+    elif tokenizer.encoder.eod is None:
+        raise UserError(
+            f"{examples.tokenizer_model} has no end-of-text token, with which --chat-template ends an answer"
+        )
