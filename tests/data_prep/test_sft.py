@@ -13,6 +13,7 @@ import pytest
 from data_prep import sft
 from data_prep.lib import record_formats
 from data_prep.lib.json_lines import REASONS as LINE_REASONS
+from data_prep.lib.sft_set import ExampleOptions, chat_of
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import own_template
 from megatron_llama.text.chat_tokenizer import HuggingFace, encode_pieces
@@ -111,13 +112,9 @@ def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) 
     assert_refused(prepare(tokenizer, source, tmp_path / "no"), "no chat template", "--chat-template")
     assert_refused(prepare(folder, source, tmp_path / "no", "--add-bos"), "--add-bos is for named templates")
     with pytest.raises(UserError, match=r"no token <\|im_end\|>.*would not stop"):  # text never stops a model
-        sft.chat_of(sft.parser().parse_args(chatml(tokenizer)), [])
-    assert sft.chat_of(sft.parser().parse_args(chatml(folder)), []).tokenizer.control("<|im_end|>") is not None
-
-
-def chatml(tokenizer: Path) -> list[str]:
-    made = ["--input", "x", "--output-prefix", "y", "--seq-length", "8", "--chat-template", "chatml"]
-    return [*made, "--tokenizer-model", str(tokenizer)]
+        chat_of(ExampleOptions(str(tokenizer), 8, chat_template="chatml"), [])
+    chat = chat_of(ExampleOptions(str(folder), 8, chat_template="chatml"), [])
+    assert chat.tokenizer.control("<|im_end|>") is not None
 
 
 def test_tables_are_split_for_good(folder: Path, tmp_path: Path) -> None:
