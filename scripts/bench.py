@@ -27,7 +27,7 @@ def main() -> int:
         name = path.stem.removeprefix("bench_")
         summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = commands.add_parser(name, help=summary.partition("\n")[0])
-        # only the one that is asked for is imported: some need torch, and --help must answer at once
+        # only the requested one is imported: some need torch, and --help must be fast
         if name in sys.argv[1:2]:
             module = importlib.import_module(f"scripts.{path.stem}")
             module.describe(command)

@@ -2,11 +2,12 @@
 
     python scripts/precision_curves.py --steps 600 --seeds 1234 1235 --output runs/precision
 
-Every run of a seed sees the same data from the same initial weights (rounded to bf16 where weights are). Each is a run
-folder of its own under --output, so that scripts/compare.py reads it and a run that was killed goes on when this is
-started again. bf16_pure is the control: it should fall behind, or the others' agreement says little.
+Runs with the same seed have the same data and the same initial weights (rounded to bf16 where weights are bf16). Each
+is a run folder under --output: scripts/compare.py can read it, and a run that was killed continues when this script is
+started again. bf16_pure is the control: unless it falls behind, the agreement of the others shows little.
 
-The recipe is chosen for that: at these rates most updates are below half a step of bf16 at the size of the weights.
+The recipe makes the control fail: at this learning rate most updates are smaller than half a unit in the last place of
+a bf16 weight.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     class Tokenizer:
-        """As much of a tokenizer as the dataset asks for."""
+        """The part of a tokenizer's interface that the dataset needs."""
 
         vocab_size = 32000
         eod = 2
@@ -147,7 +147,7 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
         path_to_cache=str(folder / "cache"),
         mmap_bin_files=True,
     )
-    # the blended dataset asks for the rank before it writes its cache
+    # the blended dataset needs the rank before it writes its cache
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     samples = total // length
     for attempt in ("from nothing", "from its cache"):
@@ -168,7 +168,7 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
 
 
 def disk(args: argparse.Namespace) -> Iterator[str]:
-    """Fills a small tmpfs, makes room, goes on; compares with an undisturbed run."""
+    """Fills a small tmpfs, enlarges it, continues; compares with an undisturbed run."""
     if os.geteuid() != 0:
         raise UserError("mounting a small tmpfs needs root")
     with tempfile.TemporaryDirectory() as name:

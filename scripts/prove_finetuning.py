@@ -1,10 +1,10 @@
-"""Tune a real model on real sets and say how good it is before and after: a table, a curve, and every report as JSON.
+"""Fine-tune a real model on real datasets, and evaluate it before and after: a table, a figure, each report as JSON.
 
     python scripts/prove_finetuning.py --model SMOLLM2_FOLDER --data FOLDER --output runs/finetuning
 
 FOLDER holds qnli_dev.tsv and gsm8k_{train,test}.jsonl. QNLI: all weights, and LoRA; accuracy on lines held out, beside
 the share of the more frequent label. GSM8K: all weights for some steps; the share of held-out questions that are
-answered with a line `#### number`. What is there already is not done again, so a run that was stopped goes on.
+answered with a line `#### number`. Finished parts are not done again, so a run that was stopped can be continued.
 """
 
 from __future__ import annotations
@@ -35,55 +35,62 @@ LORA = (
     "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
 ).split()
 FULL = ["finetune=full", "optim.lr=1e-4"]
-ASKED = ("--chat", "--dtype", "bfloat16", "--device", "cpu")
+EVALUATION = ("--chat", "--dtype", "bfloat16", "--device", "cpu")
 WINDOW = 10  # steps that a loss is averaged over in the figure
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run and the set that it learns."""
+    """A training run and its dataset."""
 
     name: str
     task: str
     overrides: Sequence[str]
 
 
-def runs_of(asked: argparse.Namespace) -> list[Run]:
+def runs_of(arguments: argparse.Namespace) -> list[Run]:
     """The runs, in their order."""
-    qnli = ["data=qnli", f"trainer.epochs={asked.epochs}"]
+    qnli = ["data=qnli", f"trainer.epochs={arguments.epochs}"]
     return [
         Run("qnli_full", "qnli", [*qnli, *FULL]),
         Run("qnli_lora", "qnli", [*qnli, *LORA]),
-        Run("gsm8k_full", "gsm8k", ["data=gsm8k", f"trainer.steps={asked.gsm8k_steps}", *FULL]),
+        Run("gsm8k_full", "gsm8k", ["data=gsm8k", f"trainer.steps={arguments.gsm8k_steps}", *FULL]),
     ]
 
 
-def call(program: str, *arguments: object, folder: Path) -> None:
+def call(program: str, *words: object, folder: Path) -> None:
     """Runs one of the project's programs in `folder` as a user does; raises CalledProcessError."""
-    subprocess.run([sys.executable, str(ROOT / program), *map(str, arguments)], cwd=folder, check=True)
+    subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], cwd=folder, check=True)
 
 
-def prepare(asked: argparse.Namespace) -> None:
+def prepare(arguments: argparse.Namespace) -> None:
     """The sets, where data=qnli and data=gsm8k look for them: datasets/ below the folder that they are started in."""
-    common = ("--tokenizer-model", asked.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
-    if not (asked.output / "datasets/qnli/qnli_train_sft.json").exists():
-        split = ("--template", "qnli", "--split", asked.split)
-        source = ("--input", asked.data / "qnli_dev.tsv")
-        call("data_prep/sft.py", *source, *split, *common, "datasets/qnli/qnli", folder=asked.output)
+    common = ("--tokenizer-model", arguments.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
+    if not (arguments.output / "datasets/qnli/qnli_train_sft.json").exists():
+        split = ("--template", "qnli", "--split", arguments.split)
+        source = ("--input", arguments.data / "qnli_dev.tsv")
+        call("data_prep/sft.py", *source, *split, *common, "datasets/qnli/qnli", folder=arguments.output)
     for part in ("train", "test"):
-        if not (asked.output / f"datasets/gsm8k/{part}_sft.json").exists():
-            source = ("--input", asked.data / f"gsm8k_{part}.jsonl")
-            call("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=asked.output)
+        if not (arguments.output / f"datasets/gsm8k/{part}_sft.json").exists():
+            source = ("--input", arguments.data / f"gsm8k_{part}.jsonl")
+            call("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=arguments.output)
 
 
-def evaluate(model: Path, task: str, report: Path, asked: argparse.Namespace) -> dict[str, Any]:
+def evaluate(model: Path, task: str, report: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """scripts/evaluate.py's report on lines that no run has seen."""
     if not report.exists():
         if task == "qnli":
             what = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
         else:
-            what = ["--generative", asked.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", asked.questions]
-        call("scripts/evaluate.py", model, *what, *ASKED, "--output", report, folder=asked.output)
+            what = [
+                "--generative",
+                arguments.data / "gsm8k_test.jsonl",
+                "--template",
+                "gsm8k",
+                "--limit",
+                arguments.questions,
+            ]
+        call("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=arguments.output)
     found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return found
 
@@ -135,7 +142,7 @@ def draw(folders: Mapping[str, Path], path: Path) -> None:
     pyplot.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prepare, train, evaluate, report; status 1 where a program failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with a chat template")
@@ -145,24 +152,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=1, help="of QNLI")
     parser.add_argument("--gsm8k-steps", type=int, default=60, help="optimizer steps on GSM8K")
     parser.add_argument("--questions", type=int, default=100, help="of GSM8K that are answered")
-    asked = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
     for name in ("model", "data", "output"):
-        setattr(asked, name, getattr(asked, name).resolve())
-    output: Path = asked.output
+        setattr(arguments, name, getattr(arguments, name).resolve())
+    output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     reports: dict[str, dict[str, Any]] = {}
-    runs = runs_of(asked)
+    runs = runs_of(arguments)
     try:
-        prepare(asked)
+        prepare(arguments)
         for task in ("qnli", "gsm8k"):
-            reports[f"{task}_before"] = evaluate(asked.model, task, output / f"{task}_before.json", asked)
+            reports[f"{task}_before"] = evaluate(arguments.model, task, output / f"{task}_before.json", arguments)
         for run in runs:
             folder = output / run.name
             report = output / f"{run.name}.json"
-            if not report.exists():  # a run that was stopped goes on by itself
-                overrides = [*RECIPE, f"init_from={asked.model}", *run.overrides, f"run.dir={folder}"]
+            if not report.exists():  # train.py continues a run that was stopped
+                overrides = [*RECIPE, f"init_from={arguments.model}", *run.overrides, f"run.dir={folder}"]
                 call("train.py", *overrides, folder=output)
-            reports[run.name] = evaluate(folder, run.task, report, asked)
+            reports[run.name] = evaluate(folder, run.task, report, arguments)
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"status {error.returncode}: {' '.join(map(str, error.cmd))}\n")
         return 1

@@ -126,7 +126,7 @@ def test_lora_gaudi_is_the_published_run() -> None:
     per_layer = 4 * ((8192 + 8192) * 2 + (8192 + 1024) * 2)
     assert 80 * per_layer == 16_384_000
     assert gib(plan) == pytest.approx((2 * 68_976_648_192 + 16 * 80 * per_layer) / 8 / GIB, rel=1e-3)
-    assert optim.warmup_steps == 3, "3 % of 100 steps, until the set is there and says how many 2 epochs are"
+    assert optim.warmup_steps == 3, "3 % of 100 steps, until the dataset is there and 2 epochs are a number of steps"
 
 
 def test_qnli_trainium_is_the_published_run() -> None:

@@ -1,5 +1,5 @@
-"""The four experiments from end to end on this machine: their own commands make the data, and what stands on the
-command line is only a smaller model and other devices."""
+"""The four experiments from end to end on this machine: their own commands prepare the data, and the command line
+changes only the model's size and the devices."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=folder,
     )
     base = ("model=llama_2m", "data=mock", "device=cpu", "trainer.steps=0", "checkpoint.export_hf=true")
-    status, said = run_train_py(folder / "base", *base, "logging.tensorboard=false")
-    assert status == 0, said
+    status, output = run_train_py(folder / "base", *base, "logging.tensorboard=false")
+    assert status == 0, output
     (folder / "models").mkdir()
     for name in ("Llama-2-70b-chat-hf", "Llama-2-70b-hf", "Llama-2-7b-hf"):
         (folder / "models" / name).symlink_to(folder / "base" / "hf")
@@ -67,36 +67,40 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _raw() -> dict[str, list[str]]:
     """Small sets in the shapes of the four works' own."""
 
-    def asked(n: int) -> tuple[str, str]:
+    def exchange(n: int) -> tuple[str, str]:
         return f"What is {n} and one?", f"It is {n + 1}, of course."
 
-    def said(n: int) -> str:
-        question, answer = asked(n)
+    def conversation(n: int) -> str:
+        question, answer = exchange(n)
         return json.dumps(
             {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         )
 
     def alpaca(n: int) -> str:
-        return json.dumps({"instruction": asked(n)[0], "input": "" if n % 2 else f"n = {n}", "output": asked(n)[1]})
+        return json.dumps(
+            {"instruction": exchange(n)[0], "input": "" if n % 2 else f"n = {n}", "output": exchange(n)[1]}
+        )
 
     def preferred(n: int) -> str:
-        question, answer = asked(n)
+        question, answer = exchange(n)
         prompt = f"\n\nHuman: {question}\n\nAssistant:"
         return json.dumps({"prompt": prompt, "chosen": f" {answer}", "rejected": " I won't say."})
 
     def labelled(n: int) -> str:
-        return f"{n}\t{asked(n)[0]}\t{asked(n + n % 2)[1]}\t{'not_entailment' if n % 2 else 'entailment'}"
+        return f"{n}\t{exchange(n)[0]}\t{exchange(n + n % 2)[1]}\t{'not_entailment' if n % 2 else 'entailment'}"
 
     table = "index\tquestion\tsentence\tlabel"
     numbers = range(200)
     return {
-        "chat.jsonl": [said(n) for n in numbers],
+        "chat.jsonl": [conversation(n) for n in numbers],
         "alpaca_data.json": ["[", *(alpaca(n) + "," * (n < 119) for n in range(120)), "]"],
         "train.tsv": [table, *map(labelled, numbers)],
         "dev.tsv": [table, *map(labelled, range(200, 240))],
         "train.jsonl": [preferred(n) for n in range(32)],
         "test.jsonl": [preferred(n) for n in range(200, 220)],
-        "text.jsonl": [json.dumps({"text": "\n".join(map(said, range(n, 200, 20))) + __doc__}) for n in range(20)],
+        "text.jsonl": [
+            json.dumps({"text": "\n".join(map(conversation, range(n, 200, 20))) + __doc__}) for n in range(20)
+        ],
     }
 
 
@@ -108,7 +112,7 @@ def _python(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedP
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Runs the command that the experiment itself names, with the two words filled in that stand for the user's own."""
+    """Runs the command that the experiment itself names, with its two placeholders filled in."""
     command = load_config([f"+experiment={name}"], CONF_DIR).data.prepare
     assert command is not None
     for word in ("TOKENIZER", "models/Llama-2-70b-chat-hf"):
@@ -123,8 +127,8 @@ def train(workplace: Path, folder: Path, *overrides: str) -> None:
     """``python train.py`` where the experiments' paths lead to what is there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace)
-        status, said = run_train_py(folder, *SMALL, *overrides)
-    assert status == 0, said
+        status, output = run_train_py(folder, *SMALL, *overrides)
+    assert status == 0, output
 
 
 def logged(folder: Path, name: str) -> list[Any]:
@@ -152,13 +156,13 @@ def run(request: pytest.FixtureRequest, workplace: Path) -> tuple[str, Path]:
 
 def test_it_is_the_experiment_but_for_what_was_overridden(run: tuple[str, Path]) -> None:
     name, folder = run
-    asked = yaml.safe_load((CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
-    asked.pop("defaults")
+    wanted = yaml.safe_load((CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    wanted.pop("defaults")
     found = settings(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     overridden = {word.partition("=")[0] for word in (*SMALL, *RUNS[name])}
-    derived = {"trainer.epochs", "optim.warmup_ratio"}  # steps take their place
-    wanted = {key: value for key, value in settings(asked).items() if key not in overridden | derived}
-    assert {key: found[key] for key in wanted} == wanted
+    derived = {"trainer.epochs", "optim.warmup_ratio"}  # replaced by steps
+    kept = {key: value for key, value in settings(wanted).items() if key not in overridden | derived}
+    assert {key: found[key] for key in kept} == kept
 
 
 def test_it_learns(run: tuple[str, Path]) -> None:
@@ -178,7 +182,7 @@ def test_it_learns(run: tuple[str, Path]) -> None:
 def test_it_exports(run: tuple[str, Path], workplace: Path) -> None:
     name, folder = run
     if name == FSDP:
-        assert (folder / "hf" / "model.safetensors").exists(), "as at the end of theirs, without being asked"
+        assert (folder / "hf" / "model.safetensors").exists(), "exported by the experiment's own setting"
         return
     out = workplace / f"{name}_out"
     _python("scripts/export_hf.py", folder, out, cwd=workplace)

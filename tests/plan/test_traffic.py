@@ -1,4 +1,4 @@
-"""Predicted traffic against numbers worked out by hand; tests/tools/traffic/test_measure.py counts real ones."""
+"""Predicted traffic against numbers worked out by hand; tests/tools/traffic/test_count_steps.py counts real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of precisions: its arithmetic on made-up losses, and its mistakes. The training is train.py's."""
+"""The comparison of precisions: its arithmetic on given losses, and its errors. train.py does the training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_draws(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "precision_curves.py"), "--steps", "1", "--output", str(tmp_path)]
     done = subprocess.run([*script, "--precisions", "fp23"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "must be one of fp32, bf16" in done.stderr

@@ -124,7 +124,7 @@ def _wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
     for path in arguments.seeds:
         where = Path(path).resolve()
         if where in known:
-            rule = "is named twice: seeds are further runs, and comparing a seed with its own mean says nothing"
+            rule = "is named twice: seeds are further runs, and a run can't be compared with a mean that it is part of"
             yield Problem("--seeds", path, rule, "name each run once")
         known.add(where)
 

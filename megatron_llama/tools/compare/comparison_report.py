@@ -28,7 +28,7 @@ def verdict(comparison: Comparison) -> str:
     if not apart and not comparison.covered:
         return (
             f"Only {comparison.overlap:.0%} of {to}'s samples could be compared, and {comparison.min_overlap:.0%} are "
-            "asked for (--min-overlap): no verdict, which counts as not agreeing."
+            "required (--min-overlap): no verdict, which counts as not agreeing."
         )
     if not apart:
         what = "The curve agrees" if len(comparison.compared) == 1 else "The curves agree"
@@ -88,7 +88,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
     for run in runs:
         share = float(run.samples[-1] / longest.samples[-1])
         if share < 0.99:
-            yield f"{run.name} ends after {share:.0%} of {longest.name}'s samples; nothing is said about the rest."
+            yield f"{run.name} ends after {share:.0%} of {longest.name}'s samples; the rest is not compared."
     lengths = {run.name: run.tokens_per_sample for run in runs if run.tokens_per_sample}
     if lengths and max(lengths.values()) > 1.01 * min(lengths.values()):
         each = ", ".join(f"{name} {length:,.0f}" for name, length in lengths.items())

@@ -19,7 +19,7 @@ from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 EVENTS = "events.out.tfevents."
 TRAINER_STATE = "trainer_state.json"
-# Names inside a run's folder, which say nothing about the run.
+# Names inside a run's folder, which don't identify the run.
 FILES_OF_A_RUN = (METRICS_FILE, TRAINER_STATE, "tensorboard", "/")
 # A SessionLog of this status is TensorBoard's purge mark: an earlier attempt's points from its step on are void.
 SESSION_START = 1
@@ -61,7 +61,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log | Problem:
-    """The log of a run folder, TensorBoard folder or file; or why there is none."""
+    """The log of a run folder, TensorBoard folder or file; or what is wrong with the path."""
     try:
         if not path.exists():
             instead = "write the path of a run folder, a TensorBoard folder or a metrics.jsonl"
@@ -78,7 +78,7 @@ def read_log(path: Path) -> Log | Problem:
 
 
 def _source_in(folder: Path) -> Path | Problem:
-    """The one log in a folder: ours first, then Trainer's, then TensorBoard's, wherever below it stands."""
+    """The one log in a folder: ours first, then Trainer's, then TensorBoard's, wherever below the folder."""
     if (folder / METRICS_FILE).is_file():
         return folder / METRICS_FILE
     if (folder / TRAINER_STATE).is_file():

@@ -27,13 +27,13 @@ class Run:
     samples: Floats
     """Sequences consumed after each logged step, ascending, each once."""
     losses: Floats
-    """Loss of each logged step, nats per token; NaN where it was no finite number."""
+    """Loss of each logged step, nats per token; NaN where it was not finite."""
     speed: float | None = None
-    """Sequences per second, the median over the steps; None where the log does not tell."""
+    """Sequences per second, the median over the steps; None where the log does not have it."""
     tokens_per_sample: float | None = None
-    """Sequence length, where the log tells."""
+    """Sequence length, where the log has it."""
     notes: tuple[str, ...] = ()
-    """What a reader should know about the log."""
+    """What the reader of a report should know about the log."""
 
     @property
     def step(self) -> float:
@@ -48,7 +48,7 @@ class Reading:
     tags: Mapping[str, Sequence[str]]
     """The user's names by role."""
     samples_per_step: Mapping[str, float]
-    """Global batch size of runs that log steps only, by their path as it was written; "" stands for all others."""
+    """Global batch size of runs that log steps only, by their path as given; "" is for all others."""
 
 
 def read_run(path: str, name: str, reading: Reading) -> Run | list[Problem]:
@@ -91,7 +91,7 @@ def _listed(log: Log, most: int = 40) -> str:
 
 def _curve(log: Log, program: Program, samples_per_step: float | None) -> tuple[str, tuple[Floats, Floats] | None]:
     """The loss over samples, and its tag. The samples are logged, or the axis of the series itself, or the sum of the
-    batches, or what the user says, in this order."""
+    batches, or --samples-per-step, in this order."""
     tag = first(program.loss, log.series) or ""
     if tag + OVER_SAMPLES in log.series:
         return tag + OVER_SAMPLES, _ascending(*_columns(log.series[tag + OVER_SAMPLES]))
@@ -154,8 +154,8 @@ def _notes(log: Log, tag: str, losses: Floats) -> list[str]:
     notes = []
     dropped = log.series[tag].dropped
     if dropped:
-        notes.append(f"{dropped:,} steps stand in the log twice (it was resumed); the later attempt counts")
+        notes.append(f"{dropped:,} steps are in the log twice (it was resumed); the later attempt counts")
     bad = int((~np.isfinite(losses)).sum())
     if bad:
-        notes.append(f"{bad:,} of {len(losses):,} losses are no finite number")
+        notes.append(f"{bad:,} of {len(losses):,} losses are not finite")
     return notes

@@ -1,4 +1,4 @@
-"""How far apart runs lie that differ only in their seed, and what that says about one more run.
+"""The spread of runs that differ only in their seed, and the interval in which one more run is expected.
 
 docs/compare.md derives the band; the terms are those of one-way analysis of variance with random effects.
 """
@@ -11,16 +11,17 @@ import numpy as np
 
 from megatron_llama.train.smoothing import Floats
 
-# The share of honest runs that a point of the band holds; the variance is pooled over this many windows around it.
+# The share of runs without a true gap that are inside the band at a point; the variance is pooled over this many
+# windows around the point.
 LEVEL, POOLED_WINDOWS = 0.99, 5
 
 
 def seeds_band(curves: Floats, window: int) -> Floats:
-    """How far a further run may lie from the seeds' mean, relative to it, at each point.
+    """How far a further run may be from the seeds' mean, relative to it, at each point.
 
     ``curves`` are the smoothed curves of at least two seeds, [seeds, points]; ``window`` is the smoothing's, in points.
-    A prediction interval: t · σ · sqrt(1 + 1/seeds), with Student's t at as many degrees of freedom as the seeds are
-    worth, which is fewer when each keeps to its side of the mean all the way.
+    A prediction interval: t · σ · sqrt(1 + 1/seeds), with Student's t at the effective degrees of freedom: fewer
+    where each seed stays on its side of the mean all along the curve.
     """
     seeds, points = curves.shape
     mean = curves.mean(axis=0)
@@ -34,8 +35,8 @@ def seeds_band(curves: Floats, window: int) -> Floats:
 
 
 def pooled(values: Floats, span: int) -> Floats:
-    """The mean over ``span`` points around each; at the ends over those that are there. Points without a value don't
-    count."""
+    """The mean over ``span`` points around each; at the ends over those that are there. NaN is left
+    out."""
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))
@@ -45,10 +46,10 @@ def pooled(values: Floats, span: int) -> Floats:
 
 
 def persistence(standardised: Floats, window: int) -> float:
-    """The share of the seeds' variance, 0 to 1, that a seed keeps all along the curve (the intraclass correlation).
+    """The share of the seeds' variance, 0 to 1, that is constant along the curve (the intraclass correlation).
 
     ``standardised`` are deviations from the seeds' mean in units of their spread, [seeds, points]. Windows that don't
-    overlap are taken as the members of a class. One window can't tell, and counts as 1.
+    overlap are the members of a class. One window is not enough to estimate it, and gives 1.
     """
     blocks = standardised[:, ::window]
     blocks = blocks[:, np.isfinite(blocks).all(axis=0)]
@@ -63,9 +64,9 @@ def persistence(standardised: Floats, window: int) -> float:
 
 
 def degrees_of_freedom(seeds: int, windows: float, kept: float) -> float:
-    """Satterthwaite's for a variance pooled over ``windows``, when the share ``kept`` of it is the same in all.
+    """Satterthwaite's for a variance pooled over ``windows``, where the share ``kept`` of it is the same in all.
 
-    seeds - 1 where everything is kept, (seeds - 1) · windows where nothing is.
+    seeds - 1 for ``kept`` 1, (seeds - 1) · windows for 0.
     """
     if windows <= 1:
         return seeds - 1.0

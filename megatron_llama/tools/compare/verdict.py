@@ -1,4 +1,4 @@
-"""Whether curves agree. docs/compare.md says what each figure means."""
+"""Whether curves agree. docs/compare.md defines each figure."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Compared:
     """Sequences per second, over the reference's."""
     divergence: Divergence | None
     noise: float
-    """What the step-to-step noise alone makes of a smoothed gap, two standard errors, relative."""
+    """Two standard errors of a smoothed gap, relative, from the noise between steps alone."""
 
     @property
     def agrees(self) -> bool:
-        """Whether its curve is the reference's, as far as tolerance and noise let one say."""
+        """Whether its curve is the reference's, within the tolerance and the seeds' noise."""
         return self.divergence is None
 
 
@@ -120,14 +120,14 @@ def compare(
     curves = moving_average(drawn, grid.window)
     band = np.full(len(grid.centres), tolerance)
     if seeds:
-        _different(reference, seeds, drawn)
+        _refuse_copies(reference, seeds, drawn)
         band = band + seeds_band(curves, grid.window)
     means = drawn.mean(axis=0), curves.mean(axis=0)
     comparison = Comparison(tolerance, grid, reference, tuple(seeds), *means, band, min_overlap)
     return replace(comparison, compared=tuple(_compared(run, comparison) for run in others))
 
 
-def _different(reference: Run, seeds: Sequence[Run], drawn: Floats) -> None:
+def _refuse_copies(reference: Run, seeds: Sequence[Run], drawn: Floats) -> None:
     """Refuses seeds that are the same run twice: they would make the spread look smaller than it is."""
     names = [run.name for run in (reference, *seeds)]
     problems = [
@@ -164,21 +164,21 @@ def _compared(run: Run, to: Comparison) -> Compared:
 
 
 def _divergence(run: Run, bins: Floats, gap: Floats, to: Comparison) -> Divergence | None:
-    """The first time that a gap leaves the band for longer than a spike would, or a loss is no number for long."""
-    found = [_ends_without_number(one, to.grid) for one in (to.reference, *to.seeds, run)]
+    """The first time that a gap leaves the band for longer than a spike would, or losses are not finite for long."""
+    found = [_ends_non_finite(one, to.grid) for one in (to.reference, *to.seeds, run)]
     found += [_leaves_band(gap, bins, to)]
     return min((one for one in found if one is not None), key=lambda one: one.start, default=None)
 
 
-def _ends_without_number(run: Run, grid: Grid) -> Divergence | None:
-    """A run whose last losses are no number has failed there, however few they are."""
+def _ends_non_finite(run: Run, grid: Grid) -> Divergence | None:
+    """A run whose last losses are not finite has failed there, however few they are."""
     finite = np.flatnonzero(np.isfinite(run.losses))
     if len(finite) and finite[-1] == len(run.losses) - 1:
         return None
     start = float(run.samples[finite[-1] + 1]) if len(finite) else float(run.samples[0])
     if start > grid.end + grid.width:
         return None  # beyond what is compared
-    return Divergence(start, None, f"from there on {run.name}'s loss is no finite number")
+    return Divergence(start, None, f"from there on {run.name}'s loss is not finite")
 
 
 def _leaves_band(gap: Floats, bins: Floats, to: Comparison) -> Divergence | None:
@@ -191,7 +191,7 @@ def _leaves_band(gap: Floats, bins: Floats, to: Comparison) -> Divergence | None
         to_the_end = after == len(outside)
         end = None if to_the_end else float(centres[after])
         if missing[first:after].any():
-            reason = "most losses of a whole window are no finite number"
+            reason = "most losses of a whole window are not finite"
         elif after - first > PATIENCE * grid.window:
             reason = f"outside the band for {(after - first) * grid.width:,.0f} samples"
         elif to_the_end and _still_outside(bins, to):
@@ -215,6 +215,6 @@ def _step_noise(bins: Floats, to: Comparison) -> float:
     changes = np.diff(gaps[np.isfinite(gaps)])
     if len(changes) < 2:
         return 0.0
-    # The median of |N(0, s) - N(0, s)| is 0.6745 · sqrt(2) · s; it does not mind spikes.
+    # The median of |N(0, s) - N(0, s)| is 0.6745 · sqrt(2) · s; spikes hardly change it.
     spread = float(np.median(np.abs(changes))) / (0.6745 * 2**0.5)
     return 2 * spread / float(np.sqrt(to.grid.window))

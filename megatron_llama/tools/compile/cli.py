@@ -26,10 +26,10 @@ python scripts/compile.py [{ONE_PER_STAGE}] [group=choice ...] [section.setting=
 
 Compiles every graph that `python train.py` with the same settings will need, without training: no TensorBoard, no
 checkpoints, random data. The graphs go to trainer.compile_cache; a run with trainer.compile=true finds them there.
-Starts its own ranks, or takes its place under torchrun and srun (sbatch compile.slurm ...), as train.py does.
+Starts its own ranks, or is a rank under torchrun and srun (sbatch compile.slurm ...), as train.py does.
 
   {ONE_PER_STAGE}  on this machine alone, for a run of any size: one process for each kind of pipeline stage
-                   (trainer.dp=N says how many copies the run will have); each needs its stage's memory
+                   (trainer.dp=N is the run's number of model copies); each needs its stage's memory
   --help           this text
 
 Examples
@@ -37,7 +37,7 @@ Examples
   python scripts/compile.py {ONE_PER_STAGE} model=llama_15m trainer.tp=8 trainer.pp=4 trainer.dp=2
 
 Ends with the numbers of graphs, of successful and of failed compilations. Where run.dir is given, that run's own
-files stay as they are: all of this, the report compile.json too, goes to <run.dir>/compile.
+files stay as they are: all output, the report compile.json too, goes to <run.dir>/compile.
 Exit status: 0 all graphs were compiled, 2 a config that can't work, else a failure.
 """
 FOLDER = "compile"

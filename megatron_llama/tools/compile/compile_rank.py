@@ -30,7 +30,7 @@ STEPS = 2
 
 
 class NotCompiled(RuntimeError):
-    """Some graphs could not be compiled; the report says which."""
+    """Some graphs could not be compiled; the report lists them."""
 
 
 def compile_rank(plan: Plan, representatives: Sequence[int] | None = None) -> None:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.write(f"the same without the file:\n  {command_line(converted, CONF_DIR)}\n")
     problems = check(out, CONF_DIR, converted.world_size)
     if problems:
-        sys.stdout.write("\n" + format_problems(problems, "As it is, train.py says that it") + "\n")
+        sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
     return EXIT_FAILED if problems or converted.unsupported else 0
 
 
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("theirs", type=Path, help="their YAML")
+    parser.add_argument("theirs", type=Path, help="the YAML to convert")
     about = "what their command line changes in it: model.num_layers=32 (also model.vocab_size=N)"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
     about = "the file to write (default: conf/experiment/<name of theirs>.yaml)"

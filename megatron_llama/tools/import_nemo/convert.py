@@ -29,7 +29,7 @@ LLAMA2_VOCAB_SIZE = 32000
 
 @dataclass(frozen=True)
 class Found:
-    """One key of theirs and what becomes of it."""
+    """One key of the source and what becomes of it."""
 
     key: str
     value: Any
@@ -220,7 +220,7 @@ class _Conversion:
             prefix = prefix.get("train")
         prefix = [prefix] if isinstance(prefix, str) else prefix
         settings["data.prefixes"] = prefix or []
-        # The default dataset's own, which theirs doesn't have.
+        # Unset, or the default dataset's would be used.
         settings |= {"data.prepare": None, "data.tokenizer": None}
         if prefix:
             settings["data.name"] = self.result.name

@@ -12,7 +12,7 @@ from typing import Any
 
 LAYOUT = "distributed_strategy."
 
-# One key, one setting, the same meaning; the value is taken as it is. A null means the default, theirs and ours.
+# One key, one setting, the same meaning; the value is taken as it is. A null means the default, which is the same here.
 ONE_TO_ONE: Mapping[str, str] = {
     **{
         f"{section}{theirs}": ours

@@ -23,7 +23,7 @@ class Precision:
 
     name: str
     key: str
-    """The key of theirs that decided."""
+    """The source's key that decided."""
     why: str = ""
     supported: bool = True
     assumed: str = ""

@@ -67,7 +67,7 @@ def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
         try:
             value = config[name]
         except (OmegaConfBaseException, ValueError):
-            # A resolver of theirs (${multiply:...}), or a key that is not there.
+            # A resolver of their program (${multiply:...}), or a missing key.
             value = OmegaConf.to_container(config, resolve=False)[name]  # type: ignore[call-overload, index]
         if isinstance(value, DictConfig) and value and not key.endswith("data_prefix"):
             yield from _leaves(value, f"{key}.")

@@ -112,7 +112,7 @@ def _written(value: Any) -> str:
 
 
 def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
-    """The problems that train.py would find in the written file, on as many devices as theirs names, with its data."""
+    """The problems that train.py would find in the written file, on the source's devices, if its data existed."""
     try:
         config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
         block = config.trainer.tp * config.trainer.pp

@@ -26,9 +26,9 @@ USAGE = f"""\
 python scripts/traffic.py [{MEASURE}] [group=choice ...] [section.setting=value ...]
 
 Prints how many bytes each rank sends in a training step of `python train.py` with the same settings, by parallel axis
-and kind of collective; docs/traffic.md has the formulas. trainer.dp=N speaks of machines that are not here.
+and kind of collective; docs/traffic.md has the formulas. trainer.dp=N predicts for machines that are not here.
 
-  {MEASURE}   also run two steps here, on made-up data, and compare with what really passed; every byte must agree
+  {MEASURE}   also run two steps here, on random data, and compare with what was really sent; every byte must agree
   --help      this text
 
   payload     all_reduce: bytes of the buffer; all_gather: of the result; reduce_scatter: of the input; send, recv: of

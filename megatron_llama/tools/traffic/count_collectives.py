@@ -1,7 +1,7 @@
-"""Counts what a rank really sends: every collective that passes torch's dispatcher, by axis and kind.
+"""Counts what a rank sends: every collective that passes torch's dispatcher, by axis and kind.
 
-The other half of ``traffic.py``: bytes come from the tensors that the operators are given, never from a plan. For
-tests and ``scripts/traffic.py``; training does without.
+Bytes come from the tensors that the operators are given, never from a plan: plan/traffic.py, which predicts them, is
+checked against this. For tests and ``scripts/traffic.py``; training does not count.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _NO_PAYLOAD = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_aut
 
 
 class UnknownCollective(NotImplementedError):
-    """A collective, or a group, that the counter can't put anywhere; leaving it out would be a wrong count."""
+    """A collective or a process group that the counter does not know; without it the count would be wrong."""
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Use as a context; ``taken`` then says what was counted since it was last asked."""
+    """A context manager that counts; ``taken`` returns what was counted since its last call."""
 
     def __init__(self, axes: dict[str, str]) -> None:
         """``axes`` gives the axis of each group by its name, see ``axes_of``."""
@@ -58,15 +58,15 @@ class TrafficCounter(TorchDispatchMode):
         self._axes = axes
         self._found: Traffic = {}
 
-    supports_higher_order_operators = True  # the compiler's own, met while it traces; they carry no collective
+    supports_higher_order_operators = True  # appear while torch.compile traces; they contain no collective
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Blocks are to run compiled under this mode, as they do without it."""
+        """Keeps compiled blocks compiled under this mode; by default a mode disables them."""
         return True
 
     def taken(self) -> Traffic:
-        """What was counted so far; the next count starts at nothing."""
+        """Returns what was counted so far, and starts again at zero."""
         found, self._found = in_order(self._found), {}
         return found
 
@@ -96,11 +96,11 @@ class TrafficCounter(TorchDispatchMode):
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
         if kind in ("send", "recv"):
-            return "pp"  # between two stages megatron-core takes the world's group for one of the directions
+            return "pp"  # megatron-core uses the world's group for one direction between two stages
         axis = self._axes.get(group.group_name)
         if axis is None:
             raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
-        # Where there are none but data-parallel ranks, fully_shard borrows the world's group.
+        # Where all ranks are data-parallel ones, fully_shard uses the world's group.
         return "dp" if axis == "world" and _called_from("torch.distributed.fsdp") else axis
 
 
@@ -110,14 +110,14 @@ def axes_of(model: ParallelModel) -> dict[str, str]:
         ("tp", [parallel_state.get_tensor_model_parallel_group(), model.replicated.kv_group]),
         ("pp", [parallel_state.get_embedding_group(check_initialized=False)]),
         ("dp", _mesh_groups(model)),
-        ("world", [dist.group.WORLD]),  # last: a mesh may have borrowed it
+        ("world", [dist.group.WORLD]),  # last: a mesh may be this very group
     ]
     return {group.group_name: axis for axis, some in groups for group in some if group is not None}
 
 
 def _mesh_groups(model: ParallelModel) -> list[dist.ProcessGroup]:
     parameter = model.shards[0].parameter
-    assert isinstance(parameter, DTensor), "fully_shard has been through"
+    assert isinstance(parameter, DTensor), "fully_shard has been applied"
     return parameter.device_mesh.get_all_groups()
 
 

@@ -114,7 +114,7 @@ def test_a_resumed_run_counts_each_step_once_and_the_later_attempt(
     nemo(folder, range(41, STEPS + 1), purge=purge)
     agrees(reference, str(folder))
     run = compared(reference, str(folder)).compared[0].run
-    assert np.all(np.diff(run.samples) > 0) and "10 steps stand in the log twice" in run.notes[0]
+    assert np.all(np.diff(run.samples) > 0) and "10 steps are in the log twice" in run.notes[0]
 
 
 def test_a_resumed_run_that_has_not_come_as_far_forgets_what_was_purged(tmp_path: Path, reference: str) -> None:
@@ -171,13 +171,13 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         events(tmp_path / "several" / name, steps, [("loss", same, same)])
     paths = [str(tmp_path / name) for name in ("gone", "empty", "no_step", "several")]
     found = problems(*paths, untagged, tag=["los=x"], samples_per_step=["0", "other=3"], tolerance=-1.0, window=0.0)
-    told = {(one.field, str(one.value)): f"{one.rule} {one.instead}" for one in found}
-    assert len(found) == len(told) == 10
+    wrong = {(one.field, str(one.value)): f"{one.rule} {one.instead}" for one in found}
+    assert len(found) == len(wrong) == 10
     for path, words in zip(paths, ("no such file", "holds no metrics.jsonl", "no step yet", "one, two"), strict=True):
-        assert words in told["run", path]
-    assert "there are: speed, val/acc" in told["run", untagged]
-    assert "a role of loss, samples" in told["--tag", "los=x"]
-    assert {field for field, _ in told} == {"run", "--tag", "--samples-per-step", "--tolerance", "--window"}
+        assert words in wrong["run", path]
+    assert "there are: speed, val/acc" in wrong["run", untagged]
+    assert "a role of loss, samples" in wrong["--tag", "los=x"]
+    assert {field for field, _ in wrong} == {"run", "--tag", "--samples-per-step", "--tolerance", "--window"}
 
 
 def test_labels_tell_runs_apart() -> None:

@@ -45,7 +45,7 @@ def test_the_report(tmp_path: Path, gap: float, status: int) -> None:
     assert picture.startswith(b"\x89PNG") and struct.unpack(">II", picture[16:24]) > (1000, 800)
     page = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
     outside = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
-    assert not re.search(r"https?:|<script|<link|url\(|@import|file:", outside), "it must stand alone"
+    assert not re.search(r"https?:|<script|<link|url\(|@import|file:", outside), "the page needs no other file"
     assert "&lt;cpu&gt; &amp; co" in outside and "<cpu>" not in outside
     assert 'name="viewport"' in outside and "prefers-color-scheme: dark" in outside
     assert page.count("data:image/png;base64,") == 4, "wide and narrow, light and dark"

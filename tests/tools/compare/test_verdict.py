@@ -155,7 +155,7 @@ def test_a_run_that_was_cut_short_is_compared_as_far_as_it_goes(tmp_path: Path) 
     assert any("ends after 25%" in note for note in notes(result))
     result = compared(a, b)
     assert not result.agree, "a run that dies early must not pass for one that agrees"
-    assert "Only 25% of a's samples could be compared, and 90% are asked for" in verdict(result)
+    assert "Only 25% of a's samples could be compared, and 90% are required" in verdict(result)
     assert rows(result)[-1] == ("verdict", "reference", "agrees so far")
     assert compared(b, a).agree, "of the reference nothing is missing"
     assert [found.field for found in problems(a, b, min_overlap=90)] == ["--min-overlap"]
@@ -175,22 +175,22 @@ def test_no_samples_in_common(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [0, 1])
-def test_a_run_that_ends_without_a_number_has_diverged(tmp_path: Path, run: int) -> None:
-    """One loss that is no number was skipped (skip_nonfinite_steps); at the end it is the end."""
+def test_a_run_that_ends_in_non_finite_losses_has_diverged(tmp_path: Path, run: int) -> None:
+    """A non-finite loss was skipped (skip_nonfinite_steps); where the last losses are, the run has failed."""
     losses = falling()
     losses[50] = np.nan
     skipped = ours(tmp_path / "skipped", losses)
     one = compared(ours(tmp_path / "a", falling()), skipped).compared[0]
-    assert one.agrees and "1 of 400 losses are no finite number" in one.run.notes[0]
+    assert one.agrees and "1 of 400 losses are not finite" in one.run.notes[0]
     losses[-2:] = np.inf
     both = [ours(tmp_path / "b", falling()), ours(tmp_path / "ended", losses)]
     found = compared(*(both if run else reversed(both))).compared[0].divergence
     assert found is not None and found.start == SAMPLES - BATCH and "ended" in found.reason
 
 
-def test_a_hole_of_losses_without_a_number_is_a_divergence(tmp_path: Path) -> None:
+def test_a_hole_of_non_finite_losses_is_a_divergence(tmp_path: Path) -> None:
     losses = falling()
     losses[200:212] = np.nan  # more than half of a window of 20
     found = compared(ours(tmp_path / "a", falling()), ours(tmp_path / "b", losses)).compared[0].divergence
-    assert found is not None and "no finite number" in found.reason
+    assert found is not None and "not finite" in found.reason
     assert 195 * BATCH < found.start < 206 * BATCH

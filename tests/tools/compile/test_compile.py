@@ -1,4 +1,4 @@
-"""scripts/compile.py fills the cache of the run that follows, for all its ranks or with a few that stand for them."""
+"""scripts/compile.py fills the cache of a later run, with all its ranks or with one representative per stage."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Job:
 
     def run(self, name: str, *arguments: str, compiler: str | None = None) -> tuple[int, str, dict[str, Any]]:
         """Exit status, what was printed, and compile.json."""
-        place = self.folder / name
-        place.mkdir()
+        folder = self.folder / name
+        folder.mkdir()
         main = cli.main if name.startswith("train") else ahead.main
-        words = [*arguments, f"trainer.compile_cache={self.folder / 'cache'}", f"run.dir={place / 'run'}"]
+        words = [*arguments, f"trainer.compile_cache={self.folder / 'cache'}", f"run.dir={folder / 'run'}"]
 
         def work() -> int:
             os.chdir(self.folder)
@@ -45,9 +45,9 @@ class Job:
                 torch._inductor.config.cpp.cxx = (compiler,)
             return main(words)
 
-        starter = Starter(work, place)
+        starter = Starter(work, folder)
         status = starter.wait(300)
-        report = place / "run" / ("" if main is cli.main else "compile") / "compile.json"
+        report = folder / "run" / ("" if main is cli.main else "compile") / "compile.json"
         return (
             status,
             starter.out.read_text() + starter.errors,
@@ -62,9 +62,9 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.mark.slow
 def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
-    status, said, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")
-    assert status == 0, said
-    assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in said
+    status, output, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")
+    assert status == 0, output
+    assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in output
     assert (report["world_size"], report["cache_misses"], report["total_graphs"]) == (8, 2, 2)
     assert {tuple(graph["ranks"]) for graph in report["graphs"]} == {(0, 4)}
     assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
@@ -72,12 +72,12 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     assert left == {"config.yaml", "plan.txt", "compile.json"}, "no TensorBoard, no checkpoints, no metrics"
 
     trained = (*LAYOUT, "trainer.compile=true", "trainer.compile_strict=true", "trainer.steps=4")
-    status, said, report = job.run("train", *trained, "checkpoint.save_last=false")
-    assert status == 0, said
-    assert "compiled 2 graphs on 4 ranks: cache hits 8, misses 0" in said
+    status, output, report = job.run("train", *trained, "checkpoint.save_last=false")
+    assert status == 0, output
+    assert "compiled 2 graphs on 4 ranks: cache hits 8, misses 0" in output
     assert (report["cache_hits"], report["cache_misses"]) == (8, 0)
     losses = [json.loads(line)["reduced_train_loss"] for line in open(job.folder / "train" / "run" / "metrics.jsonl")]
-    status, said, _ = job.run(
+    status, output, _ = job.run(
         "train eagerly", *LAYOUT, "trainer.tp=1", "trainer.pp=1", "trainer.steps=4", "checkpoint.save_last=false"
     )
     eager = [
@@ -88,11 +88,11 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
-    status, said, report = job.run("ahead", *SMALL, compiler="/bin/false")
+    status, output, report = job.run("ahead", *SMALL, compiler="/bin/false")
     assert status == 1
-    assert "Total graphs: 1\nTotal successful compilations: 0\nTotal failed compilations: 1\n" in said
-    assert "FAILED: " in said
-    assert said.rstrip().endswith("NotCompiled: 1 of 1 graphs could not be compiled")
+    assert "Total graphs: 1\nTotal successful compilations: 0\nTotal failed compilations: 1\n" in output
+    assert "FAILED: " in output
+    assert output.rstrip().endswith("NotCompiled: 1 of 1 graphs could not be compiled")
     assert report["graphs"][0]["failure"]
     assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
 
@@ -100,9 +100,9 @@ def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
 def test_mistakes_are_the_users(job: Job) -> None:
     for argument in ([], ["--one-per-stage"]):
         wrong = ("trainer.tp=3", "trainer.seed=-1", "trainer.stepss=1")
-        status, said, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *wrong)
-        assert status == 2 and "Traceback" not in said
-        assert all(name in said for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
+        status, output, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *wrong)
+        assert status == 2 and "Traceback" not in output
+        assert all(name in output for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
 
 
 def test_help_needs_no_torch() -> None:

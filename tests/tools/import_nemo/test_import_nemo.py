@@ -56,10 +56,10 @@ def test_seventy_billion_of_nxdt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
 def test_every_key_is_accounted_for_once(tmp_path: Path, content: dict[str, Any]) -> None:
-    def leaves(place: dict[str, Any], prefix: str = "") -> list[str]:
+    def leaves(section: dict[str, Any], prefix: str = "") -> list[str]:
         return [
             key
-            for name, value in place.items()
+            for name, value in section.items()
             for key in (leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])
         ]
 

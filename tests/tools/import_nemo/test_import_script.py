@@ -86,8 +86,8 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     bare = {"model": {"hidden_size": 64, "activations_checkpoint_granularity": "some"}}
     with pytest.raises(ConfigError) as error:
         converted(tmp_path, bare)
-    told = {problem.field for problem in error.value.problems}
-    assert told == {
+    wrong = {problem.field for problem in error.value.problems}
+    assert wrong == {
         "model.num_layers",
         "model.num_attention_heads",
         "model.micro_batch_size",
@@ -112,7 +112,7 @@ def test_an_experiment_in_conf_goes_by_its_name(tmp_path: Path) -> None:
         load_config(["experiment=sevn"], conf)
 
 
-def test_a_mistake_in_an_experiment_is_told(tmp_path: Path) -> None:
+def test_a_mistake_in_an_experiment_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("trainer:\n  stepz: 3\n")
     with pytest.raises(ConfigError) as error:

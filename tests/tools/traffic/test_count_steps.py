@@ -241,7 +241,9 @@ def _uncounted(rank: int, what: str) -> None:
             dist.all_reduce(torch.ones(1), group=group)
 
 
-@pytest.mark.parametrize(("what", "said"), [("operator", "broadcast_ is not counted"), ("group", "a group of no axis")])
-def test_what_it_does_not_know_is_an_error(what: str, said: str) -> None:
-    with pytest.raises(RankFailed, match=f"{UnknownCollective.__name__}.*{said}"):
+@pytest.mark.parametrize(
+    ("what", "message"), [("operator", "broadcast_ is not counted"), ("group", "a group of no axis")]
+)
+def test_what_it_does_not_know_is_an_error(what: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=f"{UnknownCollective.__name__}.*{message}"):
         run_ranks(_uncounted, 2, what)
