@@ -127,6 +127,10 @@ class Starter:
         return self.errors.rstrip().splitlines()[-1]
 
 
+MakeStarter = Callable[[Callable[[], int]], Starter]
+"""The fixture ``starter``: a process that runs a function."""
+
+
 def children(pid: int) -> list[int]:
     """The processes that ``pid`` has started."""
     done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed  # noqa: F401  once, before any fork
 
-from tests.processes import Starter
+from tests.processes import MakeStarter, Starter
 
 
 @pytest.fixture
-def starter(tmp_path: Path) -> Iterator[Callable[[Callable[[], int]], Starter]]:
+def starter(tmp_path: Path) -> Iterator[MakeStarter]:
     """Makes starters, and ends those that a failed test leaves."""
     made: list[Starter] = []
 

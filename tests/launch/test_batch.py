@@ -88,13 +88,13 @@ def job(tmp_path: Path) -> Job:
         (137, "2", 2, False),
     ],
 )
-def test_what_the_end_of_a_step_means(job, ends, said, status, requeued):
+def test_what_the_end_of_a_step_means(job: Job, ends: int, said: str, status: int, requeued: bool) -> None:
     end = job.run(ends, said)
     assert (end.status, end.requeued) == (status, requeued), end.printed
 
 
 @pytest.mark.parametrize(("ends", "said", "status"), [(75, "75", 75), (1, "1", 1), (0, "running", 1)])
-def test_the_restart_limit_ends_with_a_failure(job, ends, said, status):
+def test_the_restart_limit_ends_with_a_failure(job: Job, ends: int, said: str, status: int) -> None:
     last = job.run(ends, said, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
     assert last.requeued
     over = job.run(ends, said, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
@@ -104,7 +104,7 @@ def test_the_restart_limit_ends_with_a_failure(job, ends, said, status):
     assert job.run(0, "0", SLURM_RESTART_COUNT="4", MAX_RESTARTS="3").status == 1
 
 
-def test_a_failure_that_comes_back_each_time_ends_the_job(job):
+def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
     assert job.run(1, "1", CHECKPOINT="step_00000010").requeued
     for restart, checkpoint in enumerate(["step_00000010", "step_00000020", "step_00000020"], 1):
         assert job.run(1, "1", CHECKPOINT=checkpoint, SLURM_RESTART_COUNT=str(restart)).requeued, "there was progress"
@@ -115,7 +115,7 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_reaches_the_step_and_the_job_comes_back(job, number):
+def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: str) -> None:
     script = job.start(138, "running", WAIT="1")
     deadline = time.monotonic() + 60
     while not (job.folder / "waiting").exists():
@@ -129,14 +129,14 @@ def test_a_signal_reaches_the_step_and_the_job_comes_back(job, number):
 
 
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job, number):
+def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job: Job, number: str) -> None:
     end = job.run(0, "0", EARLY=number)
     assert not (job.folder / "arguments").exists(), "srun was started"
     assert (end.status, end.requeued) == (75, True)
     assert "stopped before it could save" in end.printed
 
 
-def test_arguments_arrive_untouched(job):
+def test_arguments_arrive_untouched(job: Job) -> None:
     job.run(0, "0")
     arguments = (job.folder / "arguments").read_text().splitlines()
     assert arguments[-3:] == ["train.py", "a=b c", "it's"]
@@ -146,13 +146,13 @@ def test_arguments_arrive_untouched(job):
 
 
 @pytest.mark.parametrize(("ends", "said", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
-def test_compilation_is_not_queued_again(job, ends, said, status):
+def test_compilation_is_not_queued_again(job: Job, ends: int, said: str, status: int) -> None:
     end = job.end(job.start(ends, said, "compile.slurm"))
     assert (end.status, end.requeued) == (status, False)
     assert "scripts/compile.py" in (job.folder / "arguments").read_text()
 
 
-def test_the_users_own_settings_win(job):
+def test_the_users_own_settings_win(job: Job) -> None:
     script = ". scripts/slurm_env.sh; echo $NCCL_DEBUG $NCCL_SOCKET_IFNAME $PYTHON"
     variables = environment(NCCL_DEBUG="INFO", PYTHON="mine", NCCL_SOCKET_IFNAME="")
     done = subprocess.run(["bash", "-c", script], cwd=job.folder, env=variables, capture_output=True, text=True)

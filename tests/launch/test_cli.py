@@ -23,7 +23,7 @@ from megatron_llama.plan import Plan
 from tests.data.files import numbered, write_indexed
 from tests.launch.fake_train import TINY, note_place, script
 from tests.paths import ROOT
-from tests.processes import STARTERS, environment
+from tests.processes import STARTERS, MakeStarter, environment
 
 # Runs train.py and says afterwards which of the heavy packages came along.
 PROBE = """
@@ -49,7 +49,7 @@ def probe(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_is_light_and_lists_the_groups():
+def test_help_is_light_and_lists_the_groups() -> None:
     done = probe(["--help"])
     assert done.stdout.endswith("heavy: [] status: 0\n"), done.stderr
     for word in ("--dry-run", "torchrun", "srun", "llama70b", "mock", "trainer.tp=8"):
@@ -65,14 +65,14 @@ def test_help_is_light_and_lists_the_groups():
     ],
     ids=["cpu", "512 ranks", "another device"],
 )
-def test_a_dry_run_is_light_and_leaves_nothing(arguments):
+def test_a_dry_run_is_light_and_leaves_nothing(arguments: list[str]) -> None:
     before = set(ROOT.iterdir()) | set((ROOT / "runs").glob("*"))
     done = probe(arguments)
     assert done.stdout.endswith("heavy: [] status: 0\n"), done.stderr
     assert set(ROOT.iterdir()) | set((ROOT / "runs").glob("*")) == before
 
 
-def test_broken_data_is_told_before_a_rank_starts(tmp_path):
+def test_broken_data_is_told_before_a_rank_starts(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "set", numbered(50, first_id=700))
     write_indexed(tmp_path / "set_mask", numbered(50))  # of another type than masks are
     words = [f"data.prefixes=[{prefix}]", "data.tokenizer=null", "device=cpu", f"run.dir={tmp_path / 'run'}"]
@@ -87,12 +87,14 @@ def test_broken_data_is_told_before_a_rank_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_of_512_ranks_shows_the_last_one():
+def test_a_dry_run_of_512_ranks_shows_the_last_one() -> None:
     done = probe(["--dry-run", "data=mock", "model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4"])
     assert "504-511" in done.stdout
 
 
-def test_mistakes_are_said_without_a_traceback(capfd, monkeypatch):
+def test_mistakes_are_said_without_a_traceback(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clear_starters(monkeypatch)
     assert cli.main([*TINY, "trainer.tp=3", "optim.lr=-1"]) == 2
     text = capfd.readouterr().err
@@ -100,7 +102,9 @@ def test_mistakes_are_said_without_a_traceback(capfd, monkeypatch):
     assert "Traceback" not in text
 
 
-def test_a_device_that_is_not_here_is_refused_together_with_the_rest(capfd, monkeypatch):
+def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clear_starters(monkeypatch)
 
     def missing(name: str) -> None:
@@ -145,7 +149,7 @@ class Accelerator:
         (["device=auto", "trainer.tp=8", "dry_run=true"], 8),
     ],
 )
-def test_the_world_when_started_by_hand(overrides, world, monkeypatch):
+def test_the_world_when_started_by_hand(overrides: list[str], world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_llama.devices.cpu import DEVICE
 
     there = {"cpu": DEVICE}
@@ -153,12 +157,14 @@ def test_the_world_when_started_by_hand(overrides, world, monkeypatch):
     assert find_world(load_config(overrides, cli.CONF_DIR), None).size == world
 
 
-def test_the_world_of_a_starter_wins():
+def test_the_world_of_a_starter_wins() -> None:
     context = ProcessContext("srun", 0, 0, 4, 8, "node1", 15000, "7", False)
     assert find_world(load_config(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), context).size == 8
 
 
-def test_a_run_writes_its_config_and_plan(starter, tmp_path, monkeypatch):
+def test_a_run_writes_its_config_and_plan(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clear_starters(monkeypatch)
     monkeypatch.chdir(tmp_path)
     job = starter(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
@@ -183,7 +189,9 @@ def hold(plan: Plan) -> None:
     time.sleep(600)
 
 
-def test_one_folder_has_one_run(starter, tmp_path, monkeypatch, capfd):
+def test_one_folder_has_one_run(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     clear_starters(monkeypatch)
     arguments = [*TINY, f"run.dir={tmp_path}/run"]
     job = starter(partial(cli.main, arguments, hold))
@@ -206,14 +214,16 @@ def test_one_folder_has_one_run(starter, tmp_path, monkeypatch, capfd):
     raise AssertionError("the lock outlives its run")
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path, monkeypatch, capfd):
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     clear_starters(monkeypatch)
     (tmp_path / "file").touch()
     assert cli.main([*TINY, f"run.dir={tmp_path}/file/run"], note_place) == 2
     assert "can't be written" in capfd.readouterr().err
 
 
-def test_a_job_that_is_started_again_finds_its_folder(tmp_path, monkeypatch):
+def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     clear_starters(monkeypatch)
     config = load_config(TINY, cli.CONF_DIR)
@@ -242,7 +252,7 @@ def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.Compl
     )
 
 
-def test_torchrun_ranks_share_a_folder_that_nobody_named(tmp_path):
+def test_torchrun_ranks_share_a_folder_that_nobody_named(tmp_path: Path) -> None:
     done = torchrun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
@@ -250,7 +260,7 @@ def test_torchrun_ranks_share_a_folder_that_nobody_named(tmp_path):
     assert (folder / "config.yaml").exists() and (folder / "plan.txt").exists()
 
 
-def test_torchrun_shows_the_first_failure(tmp_path):
+def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     done = torchrun(script(tmp_path, "fail_on_one", patience=20), [*TINY, "trainer.tp=2"], tmp_path)
     assert done.returncode == 1
     assert "ZeroDivisionError: the weights of rank one" in done.stderr
@@ -273,7 +283,7 @@ def srun(path: Path, arguments: list[str], folder: Path, tasks: int = 2) -> list
     ]
 
 
-def test_srun_ranks_meet(tmp_path):
+def test_srun_ranks_meet(tmp_path: Path) -> None:
     tasks = srun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
     ends = [task.communicate(timeout=130) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], ends
@@ -284,7 +294,7 @@ def test_srun_ranks_meet(tmp_path):
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1"]
 
 
-def test_under_srun_a_mistake_is_said_once(tmp_path):
+def test_under_srun_a_mistake_is_said_once(tmp_path: Path) -> None:
     tasks = srun(script(tmp_path, "meet"), [*TINY, "trainer.tp=3"], tmp_path)
     ends = [task.communicate(timeout=130)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [2, 2]

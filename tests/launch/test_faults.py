@@ -20,7 +20,7 @@ from megatron_llama.launch import ssh, start, supervise
 from megatron_llama.launch.rank_process import says_peer_lost
 from megatron_llama.launch.start import start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
-from tests.processes import PATIENCE_SECONDS, announce, gone, pids, rank, save_and_leave
+from tests.processes import PATIENCE_SECONDS, MakeStarter, announce, gone, pids, rank, save_and_leave
 
 TAKES_ALL_DOWN_SECONDS = 10.0
 
@@ -53,7 +53,7 @@ def reduce_once(folder: Path) -> None:
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_meet_and_end_well(starter, tmp_path, fork, ranks):
+def test_ranks_meet_and_end_well(starter: MakeStarter, tmp_path: Path, fork: bool, ranks: int) -> None:
     job = starter(run(reduce_once, tmp_path, ranks, fork))
     assert job.wait() == 0, job.errors
     totals = [float((tmp_path / f"total{number}").read_text()) for number in range(ranks)]
@@ -116,7 +116,7 @@ def test_all_are_taken_down_within_ten_seconds(cause: str, grace: Grace, monkeyp
     assert not children[1].ended
 
 
-def test_the_first_failure_has_the_last_word(starter, tmp_path, patient):
+def test_the_first_failure_has_the_last_word(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
     job = starter(run(fail_on_one, tmp_path))
     assert job.wait() == 1
     assert job.last_line == "ZeroDivisionError: the weights of rank one"
@@ -140,7 +140,7 @@ def fail_late_to_say_so(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_a_consequence_that_is_reported_first_does_not_win(starter, tmp_path, patient):
+def test_a_consequence_that_is_reported_first_does_not_win(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
     job = starter(run(fail_late_to_say_so, tmp_path, ranks=2))
     assert job.wait() == 1
     assert job.last_line == "ValueError: the cause"
@@ -172,7 +172,9 @@ def abort(folder: Path) -> None:
         (abort, "rank 1 was killed by SIGSEGV"),
     ],
 )
-def test_every_way_to_die_takes_all_down(starter, tmp_path, work, last_line):
+def test_every_way_to_die_takes_all_down(
+    starter: MakeStarter, tmp_path: Path, work: Callable[[Path], None], last_line: str
+) -> None:
     job = starter(run(work, tmp_path, ranks=3))
     assert job.wait() == 1
     assert job.last_line == last_line
@@ -180,7 +182,7 @@ def test_every_way_to_die_takes_all_down(starter, tmp_path, work, last_line):
         assert "in abort" in job.errors, "the Python stack of a crash is shown"
 
 
-def test_a_killed_rank_takes_all_down_and_is_named(starter, tmp_path):
+def test_a_killed_rank_takes_all_down_and_is_named(starter: MakeStarter, tmp_path: Path) -> None:
     job = starter(run(sleep_long, tmp_path, ranks=3))
     others = pids(tmp_path, 3)
     os.kill(others[2], signal.SIGKILL)
@@ -189,14 +191,14 @@ def test_a_killed_rank_takes_all_down_and_is_named(starter, tmp_path):
     assert all(gone(pid) for pid in others)
 
 
-def test_spawned_ranks_follow_the_same_rules(starter, tmp_path, patient):
+def test_spawned_ranks_follow_the_same_rules(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
     job = starter(run(fail_on_one, tmp_path, ranks=2, fork=False))
     assert job.wait() == 1
     assert job.last_line == "ZeroDivisionError: the weights of rank one"
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-def test_ranks_die_with_their_starter_even_when_it_is_killed(starter, tmp_path, fork):
+def test_ranks_die_with_their_starter_even_when_it_is_killed(starter: MakeStarter, tmp_path: Path, fork: bool) -> None:
     job = starter(run(sleep_long, tmp_path, ranks=2, fork=fork))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGKILL)
@@ -209,7 +211,7 @@ def bad_tokenizer(folder: Path) -> None:
     raise ConfigError([Problem("data.tokenizer", "a.model", rule, "write data.tokenizer=b.model")])
 
 
-def test_a_users_mistake_found_by_all_ranks_is_said_once(starter, tmp_path):
+def test_a_users_mistake_found_by_all_ranks_is_said_once(starter: MakeStarter, tmp_path: Path) -> None:
     job = starter(run(bad_tokenizer, tmp_path))
     assert job.wait() == 2
     assert job.errors.count("the dataset was made by another tokenizer") == 1
@@ -217,7 +219,9 @@ def test_a_users_mistake_found_by_all_ranks_is_said_once(starter, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_are_the_ranks_business_and_75_comes_back(starter, tmp_path, number):
+def test_signals_are_the_ranks_business_and_75_comes_back(
+    starter: MakeStarter, tmp_path: Path, number: signal.Signals
+) -> None:
     job = starter(run(save_and_leave, tmp_path, ranks=2))
     pids(tmp_path, 2)
     os.kill(job.pid, number)
@@ -226,7 +230,7 @@ def test_signals_are_the_ranks_business_and_75_comes_back(starter, tmp_path, num
     assert job.errors == ""
 
 
-def test_sigterm_before_ranks_can_save_ends_the_job(starter, tmp_path):
+def test_sigterm_before_ranks_can_save_ends_the_job(starter: MakeStarter, tmp_path: Path) -> None:
     job = starter(run(sleep_long, tmp_path, ranks=2))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGTERM)
@@ -242,7 +246,7 @@ def fail_while_others_leave(folder: Path) -> None:
     raise OSError("disk full while saving")
 
 
-def test_75_needs_all_ranks(starter, tmp_path):
+def test_75_needs_all_ranks(starter: MakeStarter, tmp_path: Path) -> None:
     job = starter(run(fail_while_others_leave, tmp_path, ranks=2))
     assert job.wait() == 1
     assert job.last_line == "OSError: disk full while saving"
@@ -256,7 +260,7 @@ def interrupted(folder: Path) -> None:
     time.sleep(600)
 
 
-def test_interrupt_ends_all_ranks_with_one_line(starter, tmp_path):
+def test_interrupt_ends_all_ranks_with_one_line(starter: MakeStarter, tmp_path: Path) -> None:
     job = starter(run(interrupted, tmp_path, ranks=2))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGINT)
@@ -275,7 +279,7 @@ def clean_up(folder: Path) -> None:
         (folder / f"cleaned{rank()}").touch()
 
 
-def test_interrupted_ranks_may_close_their_files(starter, tmp_path, patient):
+def test_interrupted_ranks_may_close_their_files(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
     job = starter(run(clean_up, tmp_path, ranks=2))
     pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGINT)
@@ -287,7 +291,7 @@ def talk(folder: Path) -> None:
     os.write(1, f"words of rank {rank()}\n".encode())
 
 
-def test_only_rank_0_has_the_terminal(starter, tmp_path):
+def test_only_rank_0_has_the_terminal(starter: MakeStarter, tmp_path: Path) -> None:
     outputs = tmp_path / "ranks"
     outputs.mkdir()
     job = starter(partial(start_ranks, partial(talk, tmp_path), 3, fork=True, output_dir=outputs))

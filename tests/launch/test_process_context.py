@@ -42,23 +42,23 @@ SRUN = {
         ("", ""),
     ],
 )
-def test_first_node(nodelist, first):
+def test_first_node(nodelist: str, first: str) -> None:
     assert first_node(nodelist) == first
 
 
 @pytest.mark.parametrize(
     ("text", "node", "tasks"), [("4(x2),3", 0, 4), ("4(x2),3", 2, 3), ("8", 0, 8), ("8", 1, None), ("", 0, None)]
 )
-def test_tasks_on_node(text, node, tasks):
+def test_tasks_on_node(text: str, node: int, tasks: int | None) -> None:
     assert tasks_on_node(text, node) == tasks
 
 
-def test_started_by_hand():
+def test_started_by_hand() -> None:
     assert process_context({}) is None
     assert process_context({"WORLD_SIZE": "8"}) is None, "some containers set only this"
 
 
-def test_torchrun():
+def test_torchrun() -> None:
     context = process_context(TORCHRUN)
     assert context is not None
     assert (context.starter, context.rank, context.local_rank, context.world_size) == ("torchrun", 9, 1, 16)
@@ -73,13 +73,13 @@ def test_torchrun():
     }
 
 
-def test_torchrun_names_the_job_by_its_id_or_slurms():
+def test_torchrun_names_the_job_by_its_id_or_slurms() -> None:
     assert process_context(TORCHRUN | {"TORCHELASTIC_RUN_ID": "llama"}).job == "llama"
     assert process_context(TORCHRUN | {"SLURM_JOB_ID": "4711"}).job == "4711"
     assert process_context(TORCHRUN | SRUN).starter == "torchrun", "torchrun inside srun: the inner one counts"
 
 
-def test_srun():
+def test_srun() -> None:
     context = process_context(SRUN)
     assert context is not None
     assert (context.starter, context.rank, context.local_rank, context.local_ranks) == ("srun", 9, 1, 8)
@@ -89,17 +89,17 @@ def test_srun():
     assert {(other.master_addr, other.master_port) for other in others} == {("gpu07", context.master_port)}
 
 
-def test_two_steps_of_a_job_use_two_ports():
+def test_two_steps_of_a_job_use_two_ports() -> None:
     assert process_context(SRUN).master_port != process_context(SRUN | {"SLURM_STEP_ID": "1"}).master_port
 
 
-def test_srun_keeps_what_the_user_chose():
+def test_srun_keeps_what_the_user_chose() -> None:
     context = process_context(SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu08"})
     assert (context.master_addr, context.master_port) == ("10.0.0.7", 4000)
     assert process_context(SRUN | {"SLURM_STEP_NODELIST": "gpu08"}).master_addr == "gpu08"
 
 
-def test_srun_with_the_fewest_variables():
+def test_srun_with_the_fewest_variables() -> None:
     few = {name: SRUN[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST")}
     assert process_context(few).master_addr == "gpu07"
 
@@ -112,11 +112,11 @@ def test_srun_with_the_fewest_variables():
         {"SLURM_NTASKS": "1"},  # one task may start as many ranks as it has devices
     ],
 )
-def test_slurm_shells_are_no_ranks(variables):
+def test_slurm_shells_are_no_ranks(variables: dict[str, str]) -> None:
     assert process_context(SRUN | variables) is None
 
 
-def test_a_batch_script_is_no_rank():
+def test_a_batch_script_is_no_rank() -> None:
     script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
     assert process_context(script | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}) is None
 
@@ -134,13 +134,13 @@ def test_a_batch_script_is_no_rank():
         ({**SRUN, "MASTER_PORT": "some"}, "MASTER_PORT"),
     ],
 )
-def test_contradictions_are_the_users_mistake(environ, field):
+def test_contradictions_are_the_users_mistake(environ: dict[str, str], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         process_context(environ)
     assert error.value.problems[0].field == field
 
 
-def test_one_task_per_node():
+def test_one_task_per_node() -> None:
     tasks = SRUN | {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
     context = process_context(tasks | {"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_NNODES": "4"})
     assert context is not None and context.one_per_node
@@ -151,14 +151,14 @@ def test_one_task_per_node():
     assert (per_device.node, per_device.nodes) == (1, 2)
 
 
-def test_nodes_of_torchrun():
+def test_nodes_of_torchrun() -> None:
     context = process_context(TORCHRUN)
     assert context is not None and (context.node, context.nodes) == (1, 2) and not context.one_per_node
     uneven = process_context(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
     assert uneven is not None and (uneven.node, uneven.nodes) == (2, 3)
 
 
-def test_a_process_on_a_host():
+def test_a_process_on_a_host() -> None:
     told = {NODE: "1", NODES: "3", SLOTS: "4,2,2", RUN_ID: "x", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}
     context = process_context(told | SRUN)
     assert context is not None and context.starter == "hosts" and context.one_per_node

@@ -54,7 +54,7 @@ def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_on_two_hosts_meet(tmp_path, ssh):
+def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "meet", "trainer.tp=2", "trainer.dp=2", "launch.hosts=[a,u@b]", ssh, "run.dir='a run'")
     out, errors = run.communicate(timeout=150)
     assert run.returncode == 0, errors
@@ -66,7 +66,7 @@ def test_ranks_on_two_hosts_meet(tmp_path, ssh):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_reach_the_ranks_and_75_comes_back(tmp_path, ssh, number):
+def test_signals_reach_the_ranks_and_75_comes_back(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
     pids(tmp_path, 2)
     run.send_signal(number)
@@ -77,7 +77,7 @@ def test_signals_reach_the_ranks_and_75_comes_back(tmp_path, ssh, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_command(tmp_path, ssh, number):
+def test_ranks_end_with_the_command(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
     ranks = pids(tmp_path, 2)
     run.send_signal(number)
@@ -86,7 +86,7 @@ def test_ranks_end_with_the_command(tmp_path, ssh, number):
     assert all(gone(pid) for pid in ranks)
 
 
-def test_a_failing_rank_ends_all_hosts_and_has_the_last_word(tmp_path, ssh):
+def test_a_failing_rank_ends_all_hosts_and_has_the_last_word(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_fail_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh)
     ranks = pids(tmp_path, 4)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
@@ -96,7 +96,7 @@ def test_a_failing_rank_ends_all_hosts_and_has_the_last_word(tmp_path, ssh):
     assert all(gone(pid) for pid in ranks)
 
 
-def test_a_host_that_cannot_be_reached_ends_all(tmp_path, ssh):
+def test_a_host_that_cannot_be_reached_ends_all(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,down]", ssh)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 1, "and does not wait for host a, whose rank never ends"
@@ -104,7 +104,7 @@ def test_a_host_that_cannot_be_reached_ends_all(tmp_path, ssh):
     assert errors.rstrip().splitlines()[-1] == "ssh: connect to host down: No route to host"
 
 
-def test_hostfile():
+def test_hostfile() -> None:
     text = "# ours\nn1 slots=8\n\nu@n2.cluster slots = 8 max_slots=16  # the second\n"
     assert hostfile_hosts(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
     assert hostfile_hosts("a\nb\n") == [Host("a"), Host("b")]
@@ -117,7 +117,7 @@ def of(*overrides: str) -> Config:
     return load_config([*TINY, *overrides], cli.CONF_DIR)
 
 
-def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path):
+def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't\s+be\s+read"):
         find_world(of(f"launch.hostfile={tmp_path}/none"), None)
     (tmp_path / "file").write_text("a slots=two\n")
@@ -133,11 +133,13 @@ def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path):
         (["launch.hosts=[a:4,b:2]", "trainer.tp=2"], 6),
     ],
 )
-def test_the_world_of_hosts(overrides, world):
+def test_the_world_of_hosts(overrides: list[str], world: int) -> None:
     assert find_world(of(*overrides), None).size == world
 
 
-def test_hosts_that_do_not_fit_the_layout_are_refused(capfd, monkeypatch):
+def test_hosts_that_do_not_fit_the_layout_are_refused(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_llama.launch.ssh.run_on_hosts", None)
     assert cli.main([*TINY, "launch.hosts=[a,b,c]", "trainer.tp=2"]) == 2
     assert "must divide the number of devices, which is 3" in capfd.readouterr().err

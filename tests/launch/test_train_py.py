@@ -55,7 +55,7 @@ def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: fl
 
 
 @pytest.mark.slow
-def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path):
+def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path: Path) -> None:
     for name, command in (("hand", BY_HAND), ("torchrun", TORCHRUN)):
         run = start(command, "trainer.steps=3", f"run.dir={tmp_path}/{name}")
         out, errors = run.communicate(timeout=200)
@@ -66,7 +66,7 @@ def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path):
     assert len(losses(tmp_path / "hand")) == 3
 
 
-def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_path):
+def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_path: Path) -> None:
     arguments = (f"run.dir={tmp_path}/run", "optim=constant", "optim.warmup_steps=0")
     run = start(BY_HAND, "trainer.steps=100000", *arguments)
     wait_for_step(run, tmp_path / "run", 3)
@@ -81,7 +81,7 @@ def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_p
     assert steps(tmp_path / "run") == list(range(1, done + 3)), "each step stands there once"
 
 
-def test_ctrl_c(tmp_path):
+def test_ctrl_c(tmp_path: Path) -> None:
     run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
     wait_for_step(run, tmp_path / "run", 2)
     ranks = children(run.pid)
@@ -93,7 +93,7 @@ def test_ctrl_c(tmp_path):
 
 
 @pytest.mark.parametrize("command", [BY_HAND, TORCHRUN], ids=["hand", "torchrun"])
-def test_ranks_die_with_a_starter_that_is_killed(tmp_path, command):
+def test_ranks_die_with_a_starter_that_is_killed(tmp_path: Path, command: list[str]) -> None:
     run = start(command, "trainer.steps=100000", f"run.dir={tmp_path}/run")
     wait_for_step(run, tmp_path / "run", 2)
     ranks = children(run.pid)
@@ -103,7 +103,7 @@ def test_ranks_die_with_a_starter_that_is_killed(tmp_path, command):
     assert all(gone(pid) for pid in ranks)
 
 
-def test_a_killed_rank_is_named_last(tmp_path):
+def test_a_killed_rank_is_named_last(tmp_path: Path) -> None:
     run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
     wait_for_step(run, tmp_path / "run", 2)
     victim = max(children(run.pid))
