@@ -26,6 +26,9 @@ class Problem:
     """The rule it breaks, as a sentence."""
     instead: str
     """What to write instead, ready to paste where that is possible."""
+    only_here: bool = False
+    """Whether the setting is right and only this machine lacks what it names, which a command, a download or a larger
+    machine mends: a dry run notes it and goes on."""
 
     def __str__(self) -> str:
         return f"{self.field}={shown(self.value)}: {self.rule}; {self.instead}"

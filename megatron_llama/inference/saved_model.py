@@ -28,9 +28,9 @@ from megatron_llama.config.hf_config import (
     shape_from_hf,
 )
 from megatron_llama.config.settings import RopeScaling
-from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.plan.shapes import head_dim, kv_heads
 from megatron_llama.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 

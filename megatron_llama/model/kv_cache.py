@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.rotary import rotary_table
+from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 
 class LayerCache:
@@ -46,10 +47,9 @@ class KVCache:
     """The cache of a batch: ``at`` says where the next tokens belong, then the model is run with it."""
 
     def __init__(self, model: ModelConfig, tp: int, batch: int, capacity: int, like: torch.Tensor) -> None:
-        assert model.head_dim is not None and model.num_key_value_heads is not None
         self.device, self.capacity = like.device, capacity
         self.rows = torch.arange(batch, device=self.device)[:, None]
-        shape = batch, max(1, model.num_key_value_heads // tp), capacity, model.head_dim
+        shape = batch, kv_heads_per_rank(model, tp), capacity, head_dim(model)
         self.layers = [LayerCache(self, shape, like.dtype) for _ in range(model.num_hidden_layers)]
         self._cos, self._sin = rotary_table(model, capacity, self.device)
         self._slots = torch.arange(capacity, device=self.device)

@@ -22,6 +22,7 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import hide_padding, token_losses
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
+from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,11 +54,10 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute_core: bool) -> None:
         super().__init__()
-        assert model.head_dim is not None and model.num_key_value_heads is not None
         tp = mcore.tensor_model_parallel_size
-        self.head_dim = model.head_dim
+        self.head_dim = head_dim(model)
         self.num_heads = model.num_attention_heads // tp
-        self.num_kv_heads = max(1, model.num_key_value_heads // tp)
+        self.num_kv_heads = kv_heads_per_rank(model, tp)
         self.recompute_core = recompute_core
         heads = self.num_heads + 2 * self.num_kv_heads
         self.qkv_proj = ColumnParallelLinear(

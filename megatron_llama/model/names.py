@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_llama.config import FinetuneConfig, ModelConfig
+from megatron_llama.plan.shapes import kv_copies, matrices
 
 Shape = tuple[int, ...]
 # What PEFT puts before a model's own names in an adapter's file.
@@ -50,18 +51,11 @@ class TensorParallel:
 
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every tensor of the Hugging Face checkpoint and its shape, in file order."""
-    assert model.head_dim is not None and model.num_key_value_heads is not None
-    h, ffn, d = model.hidden_size, model.intermediate_size, model.head_dim
+    h = model.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, h)}
     for i in range(model.num_hidden_layers):
         layer = f"model.layers.{i}."
-        shapes[layer + "self_attn.q_proj.weight"] = (model.num_attention_heads * d, h)
-        shapes[layer + "self_attn.k_proj.weight"] = (model.num_key_value_heads * d, h)
-        shapes[layer + "self_attn.v_proj.weight"] = (model.num_key_value_heads * d, h)
-        shapes[layer + "self_attn.o_proj.weight"] = (h, model.num_attention_heads * d)
-        shapes[layer + "mlp.gate_proj.weight"] = (ffn, h)
-        shapes[layer + "mlp.up_proj.weight"] = (ffn, h)
-        shapes[layer + "mlp.down_proj.weight"] = (h, ffn)
+        shapes |= {f"{layer}{matrix.name}.weight": matrix.shape for matrix in matrices(model).values()}
         shapes[layer + "input_layernorm.weight"] = (h,)
         shapes[layer + "post_attention_layernorm.weight"] = (h,)
     shapes["model.norm.weight"] = (h,)
@@ -153,12 +147,6 @@ def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:
                 )
             )
     return kept
-
-
-def kv_copies(model: ModelConfig, tp_size: int) -> int:
-    """Neighbouring tensor-parallel ranks that hold the same kv head; 1 where there are enough heads for all."""
-    assert model.num_key_value_heads is not None
-    return max(1, tp_size // model.num_key_value_heads)
 
 
 def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Piece:

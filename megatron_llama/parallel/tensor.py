@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_llama.model.names import kv_copies
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan
+from megatron_llama.plan.shapes import kv_copies
 from megatron_llama.topology import Topology
 
 # Whole on every tensor-parallel rank, and at work on its part of the sequence under sequence parallelism.

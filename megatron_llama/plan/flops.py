@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_llama.config import FinetuneConfig, ModelConfig
-from megatron_llama.plan import parameters
-from megatron_llama.plan.parameters import head_dim, lora_parameters
+from megatron_llama.plan.parameters import lora_parameters, matrices_per_layer
+from megatron_llama.plan.shapes import head_dim
 
 FORWARD_AND_BACKWARD = 3  # the backward is two products for each one of the forward
 CAUSAL, FULL = 6, 12
@@ -31,10 +31,7 @@ class FlopsPerToken:
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Weights that every token is multiplied with: matrices and the output head, no table look-ups and no norms."""
-    norms = (2 * model.num_hidden_layers + 1) * model.hidden_size
-    table = model.vocab_size * model.hidden_size
-    # A tied table is counted once among the parameters, and it is the head that multiplies.
-    return parameters(model) - norms - (0 if model.tie_word_embeddings else table)
+    return model.num_hidden_layers * matrices_per_layer(model) + model.vocab_size * model.hidden_size
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, finetune: FinetuneConfig | None = None) -> FlopsPerToken:

@@ -46,7 +46,7 @@ def _head(plan: Plan) -> Iterator[str]:
     padded = f" + {padding} of padding" if padding else ""
     tied = "tied" if model.tie_word_embeddings else "untied"
     yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {_positions(plan)}")
-    per_stage = parameters_per_stage(plan)
+    per_stage = [stage.held for stage in parameters_per_stage(plan)]
     least, most = min(per_stage), max(per_stage)
     on_a_rank = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     share = f" in all · {on_a_rank} on a rank" if plan.world_size > 1 else ""
@@ -115,7 +115,7 @@ def _cells(plan: Plan, columns: int) -> list[list[str]]:
             continue
         chunks = f"{layers[stage]:>3}  " + " + ".join(_span(chunk) for chunk in plan.stage_layers[stage::pp])
         ranks = [_ranks(plan, stage, replica) if replica is not None else "…" for replica in replicas]
-        rows.append([f"pp {stage}", chunks, short_count(counts[stage]), gib(memory[stage].total), *ranks])
+        rows.append([f"pp {stage}", chunks, short_count(counts[stage].held), gib(memory[stage].total), *ranks])
     return rows
 
 

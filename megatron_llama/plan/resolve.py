@@ -14,14 +14,13 @@ from megatron_llama.config.fields import check_limits, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import epochs_of, samples_per_epoch
-from megatron_llama.plan.memory import Machine
-from megatron_llama.plan.memory_check import check_memory
-from megatron_llama.plan.parameters import padded_vocab_size
+from megatron_llama.plan.memory import Machine, check_memory
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.finetune import derive_finetuning
 from megatron_llama.plan.rules.paths import check_data, check_files, check_quantizer, check_weights
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.plan.shapes import padded_vocab_size
 
 COSINE = {
     "_target_": "megatron_llama.optim.schedules.CosineAnnealing",

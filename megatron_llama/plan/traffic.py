@@ -11,14 +11,13 @@ tensor-parallel size and micro batches per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_llama.config.precision import BYTES
-from megatron_llama.plan import Plan
-from megatron_llama.plan.parameters import head_dim, kv_heads
-from megatron_llama.topology import Topology, build_topology
+from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.shapes import kv_copies, matrices
 
 AXES = ("tp", "pp", "dp", "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send", "recv")
@@ -96,36 +95,21 @@ def in_order(traffic: Traffic) -> Traffic:
     return dict(sorted(traffic.items(), key=lambda item: (AXES.index(item[0][0]), KINDS.index(item[0][1]), item[0][2])))
 
 
-def operations(plan: Plan, rank: int) -> list[Operation]:
-    """All that ``rank`` takes part in during a training step: forward, backward, norm, update, and what the loop
-    agrees on after it. Validation and checkpoints come on top.
+def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
+    """All that a rank takes part in during a training step: forward, backward, gradient norm, update, and what the
+    loop agrees on after it. Validation and checkpoints come on top.
+
+    Only the rank's pipeline stage and its position among the ranks that share one copy of what is sharded matter.
     """
-    topology = build_topology(plan, rank)
+    chunks = _chunks(plan, pp_rank)
     found = (
-        *_tensor_parallel(plan, topology),
-        *_pipeline(plan, topology),
-        *_data_parallel(plan, topology),
-        *_replicated_gradients(plan, topology),
+        *_tensor_parallel(plan, chunks),
+        *_pipeline(plan, chunks),
+        *_data_parallel(plan, chunks),
+        *_replicated_gradients(plan, chunks, shard_rank),
         *_world(plan),
     )
     return [operation for operation in found if operation.line.ranks > 1 and operation.calls]
-
-
-def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
-    """Every rank, together with those that communicate as much: (ranks, operations of each)."""
-    seen: dict[tuple[int, int], list[int]] = {}
-    for rank in range(plan.world_size):
-        topology = build_topology(plan, rank)
-        seen.setdefault((topology.pp_rank, topology.shard_rank), []).append(rank)
-    alike: list[tuple[list[int], list[Operation]]] = []
-    for ranks in seen.values():  # nothing else of a rank's place matters
-        mine = operations(plan, ranks[0])
-        same = next((group for group, theirs in alike if theirs == mine), None)
-        if same is None:
-            alike.append((ranks, mine))
-        else:
-            same.extend(ranks)
-    return [(sorted(ranks), theirs) for ranks, theirs in alike]
 
 
 @dataclass(frozen=True)
@@ -137,18 +121,17 @@ class _Chunk:
     is_last: bool
 
 
-def _chunks(plan: Plan, topology: Topology) -> list[_Chunk]:
-    stages = range(topology.pp_rank, len(plan.stage_layers), topology.pp)
+def _chunks(plan: Plan, pp_rank: int) -> list[_Chunk]:
+    stages = range(pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
     last = len(plan.stage_layers) - 1
     return [_Chunk(len(plan.stage_layers[stage]), stage == 0, stage == last) for stage in stages]
 
 
-def _tensor_parallel(plan: Plan, topology: Topology) -> Iterator[Operation]:
+def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Sums of activations [s, b, h], or with sequence parallelism gathers and scatters of them; the cross entropy."""
-    trainer, t, m = plan.config.trainer, topology.tp, plan.num_microbatches
+    trainer, t, m = plan.config.trainer, plan.config.trainer.tp, plan.num_microbatches
     tokens = plan.config.data.seq_length * trainer.micro_batch_size
     activations = tokens * plan.model.hidden_size * widths(plan).activations
-    chunks = _chunks(plan, topology)
     blocks = m * sum(chunk.layers for chunk in chunks)
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
@@ -181,14 +164,13 @@ def _tensor_parallel(plan: Plan, topology: Topology) -> Iterator[Operation]:
     yield Operation("cross entropy: maximum, own logit, sum", Line("tp", "all_reduce", t), 3 * last, tokens * FP32)
 
 
-def _pipeline(plan: Plan, topology: Topology) -> Iterator[Operation]:
+def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Activations and their gradients between virtual stages; the schedule decides when, not how much."""
     trainer, m = plan.config.trainer, plan.num_microbatches
-    if topology.pp == 1:
+    if trainer.pp == 1:
         return
     tokens = plan.config.data.seq_length * trainer.micro_batch_size
-    message = tokens // (topology.tp if plan.sp else 1) * plan.model.hidden_size * widths(plan).activations
-    chunks = _chunks(plan, topology)
+    message = tokens // (trainer.tp if plan.sp else 1) * plan.model.hidden_size * widths(plan).activations
     onwards = m * sum(not chunk.is_last for chunk in chunks)
     back = m * sum(not chunk.is_first for chunk in chunks)
     for kind, forward, backward in (("send", onwards, back), ("recv", back, onwards)):
@@ -196,14 +178,14 @@ def _pipeline(plan: Plan, topology: Topology) -> Iterator[Operation]:
         yield Operation("their gradients", Line("pp", kind, 2), backward, message)
 
 
-def _data_parallel(plan: Plan, topology: Topology) -> Iterator[Operation]:
+def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """What ``fully_shard`` gathers and scatters, unit by unit: each parameter's rows are filled up to a multiple of the
     shard size."""
-    zero, m, n = plan.config.trainer.zero, plan.num_microbatches, topology.shard_size
-    width, replicas = widths(plan), topology.dp // topology.shard_size
+    zero, m, n = plan.config.trainer.zero, plan.num_microbatches, plan.shard_size
+    width, replicas = widths(plan), plan.dp // plan.shard_size
     gathers = 2 * m if zero == 3 else 1
     sums = m if zero >= 2 else 1
-    for chunk in _chunks(plan, topology):
+    for chunk in chunks:
         for what, units, parameters in (
             ("blocks", chunk.layers, block_parameters(plan)),
             ("embedding, norm, head", 1, _other_parameters(plan, chunk)),
@@ -221,9 +203,15 @@ def _data_parallel(plan: Plan, topology: Topology) -> Iterator[Operation]:
 
 def block_parameters(plan: Plan) -> list[tuple[int, int]]:
     """(rows, columns) of a block's parameters on one tensor-parallel rank; a vector has one column."""
-    model, tp = plan.model, plan.config.trainer.tp
-    h, queries, feed_forward = model.hidden_size, _query_rows(plan), model.intermediate_size // tp
-    return [(h, 1), (queries + 2 * _kv_rows(plan), h), (h, queries), (h, 1), (2 * feed_forward, h), (h, feed_forward)]
+    h, cut = plan.model.hidden_size, _local_shapes(plan)
+    qkv = sum(cut[name][0] for name in ("q_proj", "k_proj", "v_proj"))
+    gate_up = cut["gate_proj"][0] + cut["up_proj"][0]
+    return [(h, 1), (qkv, h), cut["o_proj"], (h, 1), (gate_up, h), cut["down_proj"]]
+
+
+def _local_shapes(plan: Plan) -> dict[str, tuple[int, int]]:
+    tp = plan.config.trainer.tp
+    return {name: matrix.local_shape(tp) for name, matrix in matrices(plan.model).items()}
 
 
 def _other_parameters(plan: Plan, chunk: _Chunk) -> list[tuple[int, int]]:
@@ -237,42 +225,33 @@ def _other_parameters(plan: Plan, chunk: _Chunk) -> list[tuple[int, int]]:
     return found
 
 
-def _query_rows(plan: Plan) -> int:
-    return plan.model.num_attention_heads // plan.config.trainer.tp * head_dim(plan.model)
-
-
-def _kv_rows(plan: Plan) -> int:
-    """Rows of the keys, and as many of the values, on one tensor-parallel rank."""
-    return max(1, kv_heads(plan.model) // plan.config.trainer.tp) * head_dim(plan.model)
-
-
-def _replicated_gradients(plan: Plan, topology: Topology) -> Iterator[Operation]:
+def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
     """The sums of parallel/tensor.py, of the rows that this rank's shard holds."""
-    model, t, h, width = plan.model, topology.tp, plan.model.hidden_size, widths(plan).kept
-    chunks = _chunks(plan, topology)
+    model, t, h, width = plan.model, plan.config.trainer.tp, plan.model.hidden_size, widths(plan).kept
+
+    def held(rows: int, wanted: tuple[int, int]) -> int:
+        """How many of the rows ``wanted`` this rank's shard of ``rows`` holds."""
+        per_rank = -(-rows // plan.shard_size)
+        start = shard_rank * per_rank
+        return max(0, min(wanted[1], start + per_rank, rows) - max(wanted[0], start))
+
     layers = sum(chunk.layers for chunk in chunks)
     first, last = (any(getattr(chunk, end) for chunk in chunks) for end in ("is_first", "is_last"))
     if plan.sp:
         vectors = 2 * layers + last
-        payload = vectors * _overlap(h, (0, h), topology) * width
+        payload = vectors * held(h, (0, h)) * width
         yield Operation("gradients of norms", Line("tp", "all_reduce", t), int(vectors > 0), payload)
-    copies = max(1, t // kv_heads(model))
+    copies = kv_copies(model, t)
     if copies > 1:
-        queries, both = _query_rows(plan), 2 * _kv_rows(plan)
-        rows = _overlap(queries + both, (queries, queries + both), topology)
+        cut = _local_shapes(plan)
+        queries, both = cut["q_proj"][0], cut["k_proj"][0] + cut["v_proj"][0]
+        rows = held(queries + both, (queries, queries + both))
         line = Line("tp", "all_reduce", copies)
         yield Operation("gradients of shared kv heads", line, int(layers * rows > 0), layers * rows * h * width)
-    if model.tie_word_embeddings and topology.pp > 1:
+    if model.tie_word_embeddings and plan.config.trainer.pp > 1:
         table = plan.padded_vocab_size // t
-        payload = _overlap(table, (0, table), topology) * h * width
+        payload = held(table, (0, table)) * h * width
         yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload)
-
-
-def _overlap(rows: int, wanted: tuple[int, int], topology: Topology) -> int:
-    """How many of the rows ``wanted`` this rank's shard of ``rows`` holds."""
-    per_rank = -(-rows // topology.shard_size)
-    start = topology.shard_rank * per_rank
-    return max(0, min(wanted[1], start + per_rank, rows) - max(wanted[0], start))
 
 
 def _world(plan: Plan) -> Iterator[Operation]:
@@ -283,14 +262,3 @@ def _world(plan: Plan) -> Iterator[Operation]:
     yield Operation("gradient norm", line, 1, FP32)
     yield Operation("weight norm", line, int(plan.config.logging.parameter_norm), FP32)
     yield Operation("whether to stop, to wait for a save, to report its failure", line, 1, 3 * INT32)
-
-
-def compact(ranks: Sequence[int]) -> str:
-    """0-3, 8-11 for the ranks 0 1 2 3 8 9 10 11."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)

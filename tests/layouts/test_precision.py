@@ -19,6 +19,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
+from megatron_llama.plan.parameters import StageParameters
 from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan
 from tests.ranks import run_ranks
@@ -136,7 +137,8 @@ def _look(rank: int, plans: list[Plan]) -> list[Found]:
             found.weight_bytes += sum(shard.local.nbytes for shard in model.shards)
             moments = [moment for _, _, moment in optimizer.states()]
             found.moments, found.moment_bytes = {m.dtype for m in moments}, sum(m.nbytes for m in moments)
-            memory = rank_memory(sum(shard.parameter.numel() for shard in model.shards), plan)
+            held = sum(shard.parameter.numel() for shard in model.shards)
+            memory = rank_memory(plan, StageParameters(held, held, 0))
             found.planned = (memory.weights, memory.gradients, memory.optimizer)
             answers.append(found)
     return answers

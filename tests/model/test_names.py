@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.names import Piece, TensorParallel, hf_shapes, keep_rows, kv_copies, pieces
-from megatron_llama.plan.parameters import padded_vocab_size
+from megatron_llama.model.names import Piece, TensorParallel, hf_shapes, keep_rows, pieces
+from megatron_llama.plan.shapes import kv_copies, padded_vocab_size
 
 # kv heads, tp, vocabulary, tied; with 8 query heads
 CUTS = [

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import Machine, Plan, parameters_per_stage, resolve, stage_memory
-from megatron_llama.plan.memory import rank_memory
+from megatron_llama.plan.memory import RankMemory, rank_memory
+from megatron_llama.plan.parameters import StageParameters
 from megatron_llama.system.units import GIB
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
@@ -24,6 +25,10 @@ def plan_of(zero: int, precision: str, dp: int = 4, optimizer: str = "adamw", mi
         "trainer.global_batch_size": dp * micro_batches,
     }
     return resolve(make(**changes), dp)
+
+
+def memory_of(plan: Plan) -> RankMemory:
+    return rank_memory(plan, StageParameters(held=COUNT, trained=COUNT, quantizable=0))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def plan_of(zero: int, precision: str, dp: int = 4, optimizer: str = "adamw", mi
     ],
 )
 def test_bytes_per_parameter(zero: int, precision: str, weights: float, gradients: float, optimizer: float) -> None:
-    memory = rank_memory(COUNT, plan_of(zero, precision))
+    memory = memory_of(plan_of(zero, precision))
     assert (memory.weights, memory.gradients, memory.optimizer) == (
         weights * COUNT,
         gradients * COUNT,
@@ -59,14 +64,14 @@ def test_bytes_per_parameter(zero: int, precision: str, weights: float, gradient
 
 
 def test_sgd_has_no_moments_and_one_micro_batch_is_reduced_at_once() -> None:
-    assert rank_memory(COUNT, plan_of(1, "fp32", optimizer="sgd")).optimizer == 0
-    once = rank_memory(COUNT, plan_of(1, "fp32", micro_batches=1))
+    assert memory_of(plan_of(1, "fp32", optimizer="sgd")).optimizer == 0
+    once = memory_of(plan_of(1, "fp32", micro_batches=1))
     assert (once.weights, once.gradients, once.optimizer) == (4 * COUNT, COUNT, 2 * COUNT)
 
 
 def test_each_stage_needs_what_its_parameters_need() -> None:
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
-    assert [memory.total for memory in stage_memory(plan)] == [20 * count for count in parameters_per_stage(plan)]
+    assert [memory.total for memory in stage_memory(plan)] == [20 * stage.held for stage in parameters_per_stage(plan)]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

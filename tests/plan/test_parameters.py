@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import parameters, parameters_per_stage, resolve
-from megatron_llama.plan.parameters import layer_tensors, parameters_per_layer
+from megatron_llama.plan.parameters import matrices_per_layer, parameters_per_layer
+from megatron_llama.plan.shapes import matrices
 from tests.paths import CONF
 from tests.plan.published import OURS, PUBLISHED
 
@@ -32,23 +35,24 @@ def test_pipeline_stages_add_up_to_the_model(name: str, tp: int, pp: int) -> Non
     model = plan.model
     # Cut over stages, a tied table is held twice: as the embedding on the first stage and as the head on the last.
     copies = model.vocab_size * model.hidden_size if model.tie_word_embeddings and pp > 1 else 0
-    assert sum(parameters_per_stage(plan)) == parameters(model) + copies
+    assert sum(stage.held for stage in parameters_per_stage(plan)) == parameters(model) + copies
 
 
 def test_tensor_parallel_ranks_hold_equal_shares_and_whole_norms() -> None:
     model = load_config(["model=llama70b"], CONF).model
-    whole, eighth = layer_tensors(model), layer_tensors(model, tp=8)
-    for name, count in whole.items():
-        assert eighth[name] == (count if "layernorm" in name else count // 8), name
+    for name, matrix in matrices(model).items():
+        assert math.prod(matrix.local_shape(8)) == math.prod(matrix.shape) // 8, name
+    assert parameters_per_layer(model, tp=8) == matrices_per_layer(model) // 8 + 2 * model.hidden_size
     # 8 kv heads over 16 ranks: two ranks hold the same one.
-    assert layer_tensors(model, tp=16)["self_attn.k_proj"] == eighth["self_attn.k_proj"]
-    assert layer_tensors(model, tp=16)["self_attn.q_proj"] == eighth["self_attn.q_proj"] // 2
+    keys, queries = matrices(model)["k_proj"], matrices(model)["q_proj"]
+    assert keys.local_shape(16) == keys.local_shape(8) == (128, 8192)
+    assert (queries.local_shape(8), queries.local_shape(16)) == ((1024, 8192), (512, 8192))
 
 
 def test_padding_is_on_the_ranks_but_not_in_the_model() -> None:
     overrides = ["model.vocab_size=4099", "trainer.tp=4", "data=mock"]
     plan = resolve(load_config(overrides, CONF), 4)
     rows = 4100 // 4
-    (held,) = parameters_per_stage(plan)
-    assert held == 2 * rows * 192 + 4 * parameters_per_layer(plan.model, 4) + 192
+    (stage,) = parameters_per_stage(plan)
+    assert stage.held == 2 * rows * 192 + 4 * parameters_per_layer(plan.model, 4) + 192
     assert parameters(plan.model) == 2 * 4099 * 192 + 4 * parameters_per_layer(plan.model) + 192

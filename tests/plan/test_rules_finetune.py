@@ -39,7 +39,7 @@ def lora(**changes: Any):
         (
             {"finetune.modules_to_save": ["embed"]},
             "finetune.modules_to_save",
-            "write finetune.modules_to_save=[embed_tokens,norm]",
+            "write finetune.modules_to_save=[embed_tokens]",
         ),
         (
             {"finetune.modules_to_save": ["embed_tokens", "norm"], "model.tie_word_embeddings": True},
@@ -47,7 +47,7 @@ def lora(**changes: Any):
             "write finetune.modules_to_save=[norm], or finetune.method=full",
         ),
         ({"finetune.method": "qlora"}, "finetune.method", "write finetune.method=lora"),
-        ({"finetune.frozen_dtype": "fp4"}, "finetune.frozen_dtype", "write finetune.frozen_dtype=bf16"),
+        ({"finetune.frozen_dtype": "fp4"}, "finetune.frozen_dtype", "write finetune.frozen_dtype=nf4"),
         (
             {"finetune.method": "full", "finetune.lora_rank": 4},
             "finetune.lora_rank",

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.traffic import Amount, Line, compact, groups_of_ranks, operations, totals, wire
+from megatron_llama.plan.traffic import Amount, Line, totals, wire
+from megatron_llama.tools.traffic.rank_groups import compact, groups_of_ranks, operations_of_rank
 from tests.oracle import make_plan
 from tests.paths import CONF
 
@@ -29,13 +30,13 @@ def recipe(nodes: int, *overrides: str) -> Plan:
 
 
 def of_axis(plan: Plan, axis: str, rank: int = 0) -> dict[Line, Amount]:
-    return {line: amount for line, amount in totals(operations(plan, rank)).items() if line.axis == axis}
+    return {line: amount for line, amount in totals(operations_of_rank(plan, rank)).items() if line.axis == axis}
 
 
 def test_llama7b_by_hand() -> None:
     # 16 micro batches, 32 layers. Gathers: 2 forward, 4 backward, 2 again per layer; embedding 1, head 2.
     # Scatters: 2, 2 and 1 per layer; embedding 1, head 1.
-    found = totals(operations(recipe(1), 0))
+    found = totals(operations_of_rank(recipe(1), 0))
     assert found[Line("tp", "all_gather", 8)] == (16 * (8 * 32 + 3), 16 * (8 * 32 + 3) * ACTIVATIONS)
     assert found[Line("tp", "reduce_scatter", 8)] == (16 * (5 * 32 + 2), 16 * (5 * 32 + 2) * ACTIVATIONS)
     # 3 sums of a number per token, fp32, and one of 65 norms' shards of 4096 / 4 values.
@@ -129,11 +130,11 @@ def test_ranks_that_communicate_alike_stand_together() -> None:
     )
     assert [ranks for ranks, _ in groups_of_ranks(tied)] == [[0, 1], [2], [3, 4], [5]]
     for ranks, theirs in groups_of_ranks(tied):
-        assert all(operations(tied, rank) == theirs for rank in ranks)
+        assert all(operations_of_rank(tied, rank) == theirs for rank in ranks)
 
 
 def test_one_process_sends_nothing() -> None:
-    assert operations(make_plan(1), 0) == []
+    assert operations_of_rank(make_plan(1), 0) == []
 
 
 def test_compact() -> None:

@@ -9,9 +9,9 @@ from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.precision import PRECISIONS, QUANTIZATION_BLOCK, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config, FinetuneConfig
-from megatron_llama.plan.parameters import matrix_shape
 from megatron_llama.plan.rules.layout import layout_tp
 from megatron_llama.plan.rules.rule import nearest_legal, reads
+from megatron_llama.plan.shapes import matrices
 
 FROM_NOTHING = (
     "finetune.method={method} starts from random weights here, which is of use for measuring only: init_from is not set"
@@ -46,12 +46,12 @@ def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
     finetune = config.finetune
     if finetune.method != "lora":
         return
-    sizes = {module: min(matrix_shape(config.model, module)) for module in finetune.lora_target_modules}
-    module = min(sizes, key=lambda name: sizes[name])
-    if finetune.lora_rank > sizes[module]:
-        rows, columns = matrix_shape(config.model, module)
+    shapes = {module: matrices(config.model)[module].shape for module in finetune.lora_target_modules}
+    module = min(shapes, key=lambda name: min(shapes[name]))
+    if finetune.lora_rank > min(shapes[module]):
+        rows, columns = shapes[module]
         rule = f"is above the rank that {module} itself can have, which is {rows} x {columns}"
-        instead = f"write finetune.lora_rank={sizes[module]} or less"
+        instead = f"write finetune.lora_rank={min(shapes[module])} or less"
         yield Problem("finetune.lora_rank", finetune.lora_rank, rule, instead)
 
 
@@ -73,7 +73,7 @@ def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Prob
     kind, tp, model, block = config.finetune.frozen_dtype, config.trainer.tp, config.model, QUANTIZATION_BLOCK
     if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
         return
-    widths = {module: matrix_shape(model, module)[1] for module in ("q_proj", "o_proj", "down_proj")}
+    widths = {module: matrices(model)[module].shape[1] for module in ("q_proj", "o_proj", "down_proj")}
     bad = [module for module, width in widths.items() if width % block]
     if bad:
         rule = f"works on blocks of {block} values of a row, and {bad[0]} has rows of {widths[bad[0]]}"

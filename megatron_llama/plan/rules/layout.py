@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from megatron_llama.config.hostfile import FORMS, bad_hosts
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.parameters import head_dim, kv_heads
 from megatron_llama.plan.rules.rule import nearest_legal, reads
+from megatron_llama.plan.shapes import can_cut, head_dim, kv_heads
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
@@ -21,9 +21,7 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
         tp
         for tp in range(1, model.num_attention_heads + 1)
         if (follows or world_size % (tp * trainer.pp) == 0)
-        and model.num_attention_heads % tp == 0
-        and (kv_heads(model) % tp == 0 or tp % kv_heads(model) == 0)
-        and model.intermediate_size % tp == 0
+        and can_cut(model, tp)
         and not (trainer.sp and config.data.seq_length % tp)
     ]
 

@@ -17,7 +17,7 @@ from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, DataConfig, ModelConfig, RopeScaling
 from megatron_llama.data.indexed_format import MASK_SUFFIX
-from megatron_llama.plan.parameters import head_dim, kv_heads
+from megatron_llama.plan.shapes import head_dim, kv_heads
 
 Exists = Callable[[str], bool]
 TORCHAO = "0.18."

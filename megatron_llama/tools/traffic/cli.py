@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
 def predicted_lines(plan: Plan) -> Iterator[str]:
     """The predicted table of each kind of rank, each line followed by the operations that it is the sum of."""
-    from megatron_llama.plan.traffic import compact, groups_of_ranks, totals, wire
+    from megatron_llama.plan.traffic import totals, wire
+    from megatron_llama.tools.traffic.rank_groups import compact, groups_of_ranks
 
     yield from _head(plan)
     for ranks, operations in groups_of_ranks(plan):
@@ -121,7 +122,7 @@ class Comparison:
 
 def compared_lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Predicted beside counted, for all ranks; equal ones share a table."""
-    from megatron_llama.plan.traffic import compact
+    from megatron_llama.tools.traffic.rank_groups import compact
 
     for number, comparison in enumerate(comparisons):
         if comparison not in comparisons[:number]:
@@ -146,7 +147,8 @@ def _compared(comparison: Comparison) -> list[str]:
 def _measure(plan: Plan) -> int:
     """Runs the ranks here; prints the comparison and returns the exit status."""
     from megatron_llama.launch.start import run_on_this_machine
-    from megatron_llama.plan.traffic import operations, totals
+    from megatron_llama.plan.traffic import totals
+    from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 
     with tempfile.TemporaryDirectory() as folder:
         work = partial(count_one_rank, plan, Path(folder))
@@ -155,7 +157,9 @@ def _measure(plan: Plan) -> int:
         if status:
             return status
         comparisons = [
-            Comparison(totals(operations(plan, rank)), pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()))
+            Comparison(
+                totals(operations_of_rank(plan, rank)), pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())
+            )
             for rank in range(plan.world_size)
         ]
     agree = all(comparison.agrees for comparison in comparisons)

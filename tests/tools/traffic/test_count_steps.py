@@ -19,9 +19,10 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan
-from megatron_llama.plan.traffic import Amount, Line, Traffic, operations, totals
+from megatron_llama.plan.traffic import Amount, Line, Traffic, totals
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
 from megatron_llama.tools.traffic.count_steps import count_steps
+from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 from megatron_llama.train.sanity import FiniteCheck
 from tests.oracle import make_plan
 from tests.ranks import RankFailed, run_ranks
@@ -81,7 +82,7 @@ def differences(world_size: int, *overrides: str) -> list[tuple]:
     plan = small_plan(world_size, *overrides)
     found = []
     for rank, steps in enumerate(run_ranks(counted, world_size, plan)):
-        predicted = totals(operations(plan, rank))
+        predicted = totals(operations_of_rank(plan, rank))
         assert len(steps) == 2
         for step, traffic in enumerate(steps, start=1):
             lines = {**predicted, **traffic}
@@ -107,7 +108,9 @@ def test_compiled(tmp_path: Path) -> None:
 
 def test_layouts_have_something_to_count() -> None:
     plans = [small_plan(ranks, *layout) for ranks, layout in LAYOUTS.values()]
-    lines = {line[:2] for plan in plans for rank in range(plan.world_size) for line in totals(operations(plan, rank))}
+    lines = {
+        line[:2] for plan in plans for rank in range(plan.world_size) for line in totals(operations_of_rank(plan, rank))
+    }
     assert lines == {
         *(("tp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")),
         *(("pp", kind) for kind in ("send", "recv", "all_reduce")),
@@ -168,7 +171,7 @@ def test_nodes_of_32_devices_with_the_same_work_each(layout: list[str], monkeypa
         )
         rank = plan.world_size - 1
         first, second = run_ranks(_as_rank_of_many, 1, plan, rank)[0]
-        assert first == second == totals(operations(plan, rank))
+        assert first == second == totals(operations_of_rank(plan, rank))
         found[nodes] = first
         assert {line.ranks for line in first if line.axis == "dp"} == {dp}
     for nodes in (2, 4):

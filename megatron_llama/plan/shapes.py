@@ -1,0 +1,76 @@
+"""The shapes of a Llama's tensors and how tensor parallelism cuts them: the one table that parameter counts, memory,
+traffic, LoRA and the names of checkpoints are derived from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_llama.config.settings import ModelConfig
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of the seven weight matrices of a block."""
+
+    name: str
+    """Hugging Face's name inside the block, without ``.weight``."""
+    shape: tuple[int, int]
+    """(out, in)."""
+    cut: int
+    """The dimension that tensor parallelism cuts: 0 (column-parallel, by Megatron's name) or 1 (row-parallel)."""
+    most_parts: int
+    """The matrix is cut into at most this many parts; more ranks hold copies."""
+
+    def local_shape(self, tp: int) -> tuple[int, int]:
+        """(out, in) on one of ``tp`` ranks."""
+        parts = min(tp, self.most_parts)
+        rows, columns = self.shape
+        return (rows // parts, columns) if self.cut == 0 else (rows, columns // parts)
+
+
+def matrices(model: ModelConfig) -> dict[str, Matrix]:
+    """The seven matrices by LoRA's name for them, in the order of Hugging Face's files."""
+    hidden, ffn, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads
+    queries, keys = heads * head_dim(model), kv_heads(model) * head_dim(model)
+    table = (
+        Matrix("self_attn.q_proj", (queries, hidden), 0, heads),
+        Matrix("self_attn.k_proj", (keys, hidden), 0, kv_heads(model)),
+        Matrix("self_attn.v_proj", (keys, hidden), 0, kv_heads(model)),
+        Matrix("self_attn.o_proj", (hidden, queries), 1, heads),
+        Matrix("mlp.gate_proj", (ffn, hidden), 0, ffn),
+        Matrix("mlp.up_proj", (ffn, hidden), 0, ffn),
+        Matrix("mlp.down_proj", (hidden, ffn), 1, ffn),
+    )
+    return {matrix.name.partition(".")[2]: matrix for matrix in table}
+
+
+def kv_heads(model: ModelConfig) -> int:
+    """Key and value heads, derived where not given."""
+    return model.num_attention_heads if model.num_key_value_heads is None else model.num_key_value_heads
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Width of a head, derived where not given."""
+    return model.hidden_size // model.num_attention_heads if model.head_dim is None else model.head_dim
+
+
+def kv_heads_per_rank(model: ModelConfig, tp: int) -> int:
+    """Key and value heads on one tensor-parallel rank: where there are fewer heads than ranks, neighbours hold the
+    same one."""
+    return max(1, kv_heads(model) // tp)
+
+
+def kv_copies(model: ModelConfig, tp: int) -> int:
+    """Neighbouring tensor-parallel ranks that hold the same kv head; 1 where there are enough heads for all."""
+    return max(1, tp // kv_heads(model))
+
+
+def can_cut(model: ModelConfig, tp: int) -> bool:
+    """Whether ``tp`` ranks can share every matrix equally: whole heads, or whole groups of ranks for a kv head."""
+    kv = kv_heads(model)
+    return model.num_attention_heads % tp == 0 and model.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """The next multiple of ``tp``: each rank holds the same number of rows."""
+    return -(-vocab_size // tp) * tp
