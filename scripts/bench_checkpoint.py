@@ -19,7 +19,8 @@ import torch
 
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.export import export, find_checkpoint
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch
@@ -77,7 +78,7 @@ def _disk(plan: Plan) -> None:
         for _, _, moment in checkpointer.optimizer.states():
             moment.normal_()
         tensors = contents.weights(checkpointer.model.shards, owned=True)
-        tensors |= contents.moments(checkpointer.optimizer, owned=True)
+        tensors |= contents.optimizer_states(checkpointer.optimizer, owned=True)
         size = sum(part.numel() * part.element_size() for tensor in tensors.values() for _, part in tensor.parts)
         saver, state = checkpointer.saver, checkpointer._state(0, 0)
         step = iter(range(100))

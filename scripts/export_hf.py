@@ -29,7 +29,8 @@ def main() -> int:
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes (default 5)")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
-    from megatron_llama.checkpoint.export import export, find_checkpoint
+    from megatron_llama.checkpoint.export import export
+    from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
 

@@ -113,7 +113,7 @@ def compare(whole: Path, killed: Path, counts: dict[str, int], seconds: float) -
     """Print what is equal and what is not."""
     import torch
 
-    from megatron_llama.checkpoint.export import find_checkpoint
+    from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.manifest import read_manifest
 
     ours, theirs = (read_manifest(find_checkpoint(folder)).stored for folder in (killed, whole))

@@ -15,7 +15,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
-    from megatron_llama.checkpoint.export import find_checkpoint
+    from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.manifest import read_manifest
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError

@@ -1,12 +1,13 @@
 """Checkpoints under Hugging Face's names and shapes: any layout to any layout, from Hugging Face and back.
 
-    checkpoints/step_00000100/checkpoint.json           what it is, where each value lies, a hash for each block
+    checkpoints/step_00000100/checkpoint.json           the manifest: state of the run, files, a hash for each block
                               rank_00000.safetensors    what rank 0 owned; a plain safetensors file
     checkpoints/latest                                  the name of the newest
 
-checkpointer.py is what the loop calls; state.py says what is saved of a rank, as rectangles.py describes it;
-storage.py reads and writes them under torch.distributed.checkpoint; manifest.py and files.py are the format;
-folder.py makes checkpoints appear and disappear whole; saving.py does it beside training.
+checkpointer.py is what the training loop calls. Saving goes through state.py (a rank's tensors as rectangles.py
+describes them), saving.py (the thread beside training), storage.py (a rank's file), manifest.py and folder.py
+(publication). Loading reads a ``Stored`` of stored_tensors.py: a checkpoint (storage.py), a Hugging Face folder
+(hf_folder.py), or a model with its LoRA adapter (adapter.py). export.py writes a Hugging Face folder.
 """
 
 # Imports nothing: export needs neither the model nor megatron-core, and should start at once.

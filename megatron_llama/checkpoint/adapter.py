@@ -1,7 +1,7 @@
-"""What LoRA has trained, as PEFT's adapters have it; and the model that it was added to, which a checkpoint only names.
+"""LoRA adapters on disk, in PEFT's names and format, and the frozen base model that they are added to.
 
-A checkpoint of a LoRA run holds what is trained and its moments. The frozen weights stay in the folder that init_from
-names; the checkpoint keeps a fingerprint of them, so that they can't be mistaken for others.
+A checkpoint of a LoRA run holds the trained tensors and their optimizer states. The frozen weights stay in the folder
+that init_from names; the checkpoint has a fingerprint of them, so that they can't be mistaken for others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
-    """All that LoRA trains: what it adds, under PEFT's names, and what it trains whole, under Hugging Face's."""
+    """The tensors that LoRA trains: A and B under PEFT's names, modules_to_save under Hugging Face's."""
     whole = {name: shape for name, shape in hf_shapes(model).items() if is_saved_module(name, finetune)}
     return {**lora_shapes(model, finetune), **whole}
 
@@ -76,18 +76,18 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
 
 
 def finetune_of(manifest: Manifest) -> FinetuneConfig:
-    """How the run that saved a checkpoint trained; raises CorruptFile where that is not said as ours do."""
+    """The finetune settings of the run that saved a checkpoint. Raises CorruptFile where they are not valid."""
     try:
         return FinetuneConfig(**manifest.state.settings.get("finetune", {}))
     except TypeError as error:
-        raise CorruptFile(f"{manifest.stored.folder}: its fine-tuning is not described as ours is ({error})") from error
+        raise CorruptFile(f"{manifest.stored.folder}: its finetune settings are not valid ({error})") from error
 
 
 def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> SafetensorsFiles:
-    """The frozen weights of a LoRA run: in ``folder``, or where they were; raises ConfigError where they are not."""
+    """The frozen weights of a LoRA run, in ``folder`` or where the run had them. Raises ConfigError for others."""
     where = folder or (None if manifest.state.hf_folder is None else Path(manifest.state.hf_folder))
     if where is None:
-        rule = "its run began from random weights, which are in no folder: there is nothing to add to"
+        rule = "its run began from random weights, which are in no folder: there is nothing to merge with"
         instead = "name a checkpoint of a run with init_from; scripts/export_hf.py without --merge exports the adapter"
         raise ConfigError([Problem("CHECKPOINT", str(manifest.stored.folder), rule, instead)])
     stored = open_frozen(where, model)
@@ -101,8 +101,7 @@ _BASE_ADVICE = "write --base FOLDER, with the model of init_from"
 
 
 def open_frozen(folder: Path, model: ModelConfig) -> SafetensorsFiles:
-    """The weights that an adapter is added to; raises ConfigError, in the words of scripts that have --base, where the
-    folder does not hold this model."""
+    """The weights that an adapter is added to. Raises ConfigError about --base where the folder has another model."""
     if not folder.exists():
         raise ConfigError([Problem("--base", str(folder), "there is no such folder", _BASE_ADVICE)])
     try:
@@ -121,7 +120,7 @@ class MergedTensors(Stored):
     base: Stored
     """The frozen weights."""
     adapter: Stored
-    """A and B under PEFT's names, and what was trained whole under Hugging Face's."""
+    """A and B under PEFT's names, and modules_to_save under Hugging Face's."""
     finetune: FinetuneConfig
 
     @staticmethod
@@ -167,7 +166,7 @@ def only_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfi
 
 
 def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]:
-    """adapter_config.json; what it does not say is PEFT's default."""
+    """The content of adapter_config.json; keys that it lacks have PEFT's defaults."""
     alpha = finetune.lora_alpha
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""What the training loop knows of checkpoints: where to go on from, after each step, and at the end."""
+"""The checkpoints of a run, as the training loop uses them: resume, save after a step, finish."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ import torch
 
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
-from megatron_llama.checkpoint.export import export, find_checkpoint
-from megatron_llama.checkpoint.folder import (
-    BEST,
-    POINTER,
-    clean,
-    folder_name,
-    point_to_best,
-    saved_steps,
-    set_aside,
-)
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import BEST, find_checkpoint, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.rectangles import Rectangles
@@ -41,8 +33,9 @@ class Checkpointer:
     """Saves and restores a run. All ranks must call each method, at the same steps."""
 
     def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer) -> None:
+        assert plan.config.run.dir is not None, "a run has a folder"
         self.plan, self.topology, self.model, self.optimizer = plan, topology, model, optimizer
-        self.checkpoints = plan.run_dir / "checkpoints"
+        self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
         self.bytes_read = 0
         """Bytes that this rank read from files when it was last loaded."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
@@ -53,33 +46,38 @@ class Checkpointer:
         self._base: str | None = None
 
     def resume(self) -> int:
-        """Load the newest good checkpoint, or the weights that the run is to start from; returns the steps already
-        taken.
+        """Loads the newest good checkpoint, or the weights that the run starts from; returns the steps already taken.
 
         Raises ConfigError on all ranks for a checkpoint that does not fit the config, and where there are checkpoints
         but none is good: a run must not start anew by mistake.
         """
-        candidates = from_rank_0(self._candidates)
+        settings = self.plan.config.checkpoint
+        candidates, moved = from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
+        if moved is not None:
+            self._report(f"starting anew; the checkpoints of the earlier run are now in {moved}")
         if self._lora:
-            self._load_base()  # it is in no checkpoint
-        reports = []
+            self._load_base()  # no checkpoint has it
+        failures = []
         for folder in candidates:
-            report = self._try(folder)
-            if report is None:
-                found = read_manifest(folder).state
-                self.optimizer.restore(found.updates, found.step)
-                self._origin = self._origin if self._lora else (found.hf_folder, found.dtype)
-                self._saved = found.step if folder.parent == self.checkpoints else None
-                self._tell(f"going on from {folder}, step {found.step}{self._converted(found)}")
-                return found.step
-            reports.append(report)
-            self._tell(f"{folder} is damaged and not used: {report}")
-        if reports:
+            try:
+                found = self._load(folder)
+            except CorruptFile as error:
+                failures.append(str(error))
+                self._report(f"{folder} is damaged and not used: {error}")
+                continue
+            self.optimizer.restore(found.updates, found.step)
+            self._origin = self._origin if self._lora else (found.hf_folder, found.dtype)
+            self._saved = found.step if folder.parent == self.checkpoints else None
+            ours, theirs = self.plan.config.trainer.precision, found.settings.get("trainer", {}).get("precision")
+            converted = f"; saved with trainer.precision={theirs}, going on with {ours}"
+            self._report(f"going on from {folder}, step {found.step}{'' if theirs in (None, ours) else converted}")
+            return found.step
+        if failures:
             instead = (
                 "write checkpoint.resume=never to start anew (the checkpoints are kept), or the path of a good one"
             )
-            rule = f"no checkpoint can be used: {'; '.join(reports)}"
-            raise ConfigError([Problem("checkpoint.resume", self.plan.config.checkpoint.resume, rule, instead)])
+            rule = f"no checkpoint can be used: {'; '.join(failures)}"
+            raise ConfigError([Problem("checkpoint.resume", settings.resume, rule, instead)])
         if self._lora and self.plan.config.finetune.adapter is not None:
             self._start_from("finetune.adapter", self.plan.config.finetune.adapter, self._load_adapter)
         elif not self._lora and self.plan.config.init_from is not None:
@@ -87,7 +85,7 @@ class Checkpointer:
         return 0
 
     def after_step(self, step: int, stop: bool = False) -> bool:
-        """Save if it is time to. True when ``stop`` is true on any rank: then the step has been saved by all of them.
+        """Saves if the step is due. True when ``stop`` is true on any rank: then all ranks have saved the step.
 
         Raises SaveFailed on all ranks when a checkpoint could not be written.
         """
@@ -100,34 +98,29 @@ class Checkpointer:
         return stop
 
     def note_validation(self, step: int, val_loss: float) -> None:
-        """Remember the validation loss after ``step``, for its checkpoint if it gets one."""
+        """Keeps the validation loss after ``step`` for the checkpoint of that step, if there will be one."""
         self._validated = step, val_loss
 
     def finish(self, step: int) -> None:
-        """Save the last step and wait until all is on disk."""
+        """Saves the last step and waits until everything is on disk."""
         if self.plan.config.checkpoint.save_last:
             self._save(step)
         self.saver.wait()
 
     def export(self) -> None:
-        """Write the run's last checkpoint, or the best where that is kept, as a Hugging Face folder, on rank 0, where
-        that was asked for."""
-        chosen = self.plan.config.checkpoint
-        if chosen.export_hf and self.topology.rank == 0:
+        """With checkpoint.export_hf, writes the run's last checkpoint, or with keep_best the best one, as a Hugging
+        Face folder. Rank 0 does it alone."""
+        settings = self.plan.config.checkpoint
+        if settings.export_hf and self.topology.rank == 0:
             best = self.checkpoints / BEST
-            is_best = chosen.keep_best and best.is_file()  # there is none where no validated loss was a number
+            is_best = settings.keep_best and best.is_file()  # there is none where no validation loss was finite
             source = find_checkpoint(best if is_best else self.checkpoints)
             made = export(source, self.checkpoints.with_name("hf"), merge=self._lora)
             which = "the best in validation" if is_best else "the last"
-            self._tell(f"exported {source.name}, {which}, to {made.folder}, {made.dtype}")
-
-    def _converted(self, found: State) -> str:
-        """What to add for a checkpoint of another precision; values were converted, to nearest, where dtypes differ."""
-        ours, theirs = self.plan.config.trainer.precision, found.settings.get("trainer", {}).get("precision")
-        return "" if theirs in (None, ours) else f"; saved with trainer.precision={theirs}, going on with {ours}"
+            self._report(f"exported {source.name}, {which}, to {made.folder}, {made.dtype}")
 
     def _load_base(self) -> None:
-        """The weights that LoRA leaves as they are, and what tells them from others."""
+        """Loads the weights that LoRA freezes, and takes their fingerprint."""
         trainer, model, folder = self.plan.config.trainer, self.plan.model, self.plan.config.init_from
         if folder is None:
             self._base = f"random weights of trainer.seed={trainer.seed}, {model.initializer_range:g}"
@@ -136,14 +129,14 @@ class Checkpointer:
         self._base = from_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
 
     def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
-        """Load the weights of a folder; raises ConfigError on all ranks where they can't be used."""
+        """Loads the weights of a folder. Raises ConfigError on all ranks where they can't be used."""
         try:
             with together(CorruptFile, ConfigError):
                 load(Path(folder))
         except CorruptFile as error:
             raise ConfigError([Problem(field, folder, str(error), "get the folder again, or name another")]) from None
         what = "frozen weights" if self._lora and field == "init_from" else "starting"
-        self._tell(f"{what} from {folder}")
+        self._report(f"{what} from {folder}")
 
     def _load_weights(self, folder: Path) -> None:
         stored = open_hf_folder(folder, self.plan.model)
@@ -156,15 +149,48 @@ class Checkpointer:
         adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
         self.bytes_read += adapter.load_into(contents.weights(self.model.trained))
 
+    def _load(self, folder: Path) -> State:
+        """Loads a checkpoint. Raises on all ranks CorruptFile, and ConfigError for a checkpoint of another run."""
+        with together(CorruptFile, ConfigError):
+            if self.topology.rank == 0:
+                read_manifest(folder).check_sizes()
+        with together(CorruptFile, ConfigError):
+            manifest = read_manifest(folder)
+            check_fits(self.plan, manifest)
+            if manifest.state.base != self._base:
+                rule = f"is not the model that the checkpoint {folder} was trained on"
+                instead = "write init_from=FOLDER with that model"
+                raise ConfigError([Problem("init_from", self.plan.config.init_from, rule, instead)])
+            self._fill(manifest)
+        return manifest.state
+
+    def _fill(self, manifest: Manifest) -> None:
+        """Fills weights and optimizer states, and restores the random state where it is this rank's. Raises
+        CorruptFile."""
+        found, tensors, device = manifest.state, manifest.stored.tensors, self.model.device
+        wanted = contents.weights(self.model.trained)
+        if found.step > 0:
+            wanted |= contents.optimizer_states(self.optimizer)
+        missing = sorted(name for name in wanted if name not in tensors)
+        if missing:
+            raise CorruptFile(f"{missing[0]} is not in it")
+        ((own, current),) = contents.random_state(self.topology.rank, device).items()
+        same_ranks = found.world_size == self.plan.world_size and own in tensors
+        if same_ranks:
+            saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
+            wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
+        self.bytes_read = manifest.stored.load_into(wanted)
+        if same_ranks and saved.shape == current.shape:  # else another kind of device saved it
+            contents.set_random_state(saved, device)
+
     def _save(self, step: int) -> None:
         if step == self._saved:
             return
-        updates = self.optimizer.updates
         tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
-            tensors |= contents.moments(self.optimizer, owned=True)
+            tensors |= contents.optimizer_states(self.optimizer, owned=True)
         tensors |= contents.random_state(self.topology.rank, self.model.device)
-        self.saver.start(tensors, self._state(step, updates))
+        self.saver.start(tensors, self._state(step, self.optimizer.updates))
         self._saved = step
 
     def _state(self, step: int, updates: int) -> State:
@@ -178,92 +204,30 @@ class Checkpointer:
             settings=asdict(config),
             hf_folder=self._origin[0],
             dtype=self._origin[1],
-            # A loss that is no number would be neither better nor worse than any other.
+            # NaN compares as neither better nor worse than any other loss.
             val_loss=self._validated[1] if self._validated[0] == step and math.isfinite(self._validated[1]) else None,
             base=self._base,
         )
 
-    def _candidates(self) -> list[Path]:
-        """The checkpoints to try, best first. Rank 0 only: it also clears away what a killed run left behind."""
-        resume = self.plan.config.checkpoint.resume
-        clean(self.checkpoints)
-        if resume == "never":
-            aside = set_aside(self.checkpoints)
-            if aside is not None:
-                self._tell(f"starting anew; the checkpoints of the earlier run are now in {aside}")
-            return []
-        if self.plan.config.checkpoint.keep_best and self.checkpoints.is_dir():
-            point_to_best(self.checkpoints)
-        try:
-            own = [self.checkpoints / folder_name(step) for step in saved_steps(self.checkpoints)]
-        except CorruptFile as error:
-            raise ConfigError(
-                [Problem("run.dir", str(error), "its checkpoints can't be read", "make it readable")]
-            ) from None
-        if resume == "auto":
-            return own
-        # A path is where a run begins. Started again by the same command, it goes on from what it has saved itself;
-        # a path among its own checkpoints is a wish to go back to that one.
-        chosen = Path(os.path.abspath(resume))
-        if chosen.name in (POINTER, BEST) and chosen.is_file():
-            chosen = find_checkpoint(chosen)
-        inside = chosen.parent == Path(os.path.abspath(self.checkpoints))
-        return [chosen] if inside or not own else own
-
-    def _try(self, folder: Path) -> str | None:
-        """Load a checkpoint on all ranks; returns what is wrong with it, the same text on all ranks, or None."""
-        try:
-            with together(CorruptFile, ConfigError):
-                if self.topology.rank == 0:
-                    read_manifest(folder).check_sizes()
-            with together(CorruptFile, ConfigError):
-                self._load(read_manifest(folder))
-        except CorruptFile as error:
-            return str(error)
-        return None
-
-    def _load(self, manifest: Manifest) -> None:
-        """Fill weights and optimizer states. Raises CorruptFile, and ConfigError for a checkpoint of another run."""
-        found, tensors = manifest.state, manifest.stored.tensors
-        check_fits(self.plan, manifest)
-        if found.base != self._base:
-            rule = f"is not the model that the checkpoint {manifest.stored.folder} was trained on"
-            instead = "write init_from=FOLDER with that model"
-            raise ConfigError([Problem("init_from", self.plan.config.init_from, rule, instead)])
-        wanted = contents.weights(self.model.trained)
-        if found.step > 0:
-            wanted |= contents.moments(self.optimizer)
-        missing = sorted(name for name in wanted if name not in tensors)
-        if missing:
-            raise CorruptFile(f"{missing[0]} is not in it")
-        own = contents.random_name(self.topology.rank)
-        device = self.model.device
-        if found.world_size == self.plan.world_size and own in tensors:
-            saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
-            wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
-        self.bytes_read = manifest.stored.load_into(wanted)
-        if own in wanted and saved.shape == contents.random_state(0, device)[contents.random_name(0)].shape:
-            contents.set_random_state(saved, device)
-
-    def _tell(self, text: str) -> None:
-        """Say it once, where a progress line on stdout is not disturbed."""
+    def _report(self, text: str) -> None:
+        """Writes a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {text}\n")
 
 
-# Of LoRA's settings. The others say which tensors there are, and how much they count.
+# LoRA settings that may differ on resume; the others decide which tensors there are, and how much they count.
 _MAY_CHANGE = ("lora_dropout", "frozen_dtype", "adapter")
 
 
 def check_fits(plan: Plan, manifest: Manifest) -> None:
-    """Raises ConfigError where going on from the checkpoint would not be the run that was asked for."""
+    """Raises ConfigError where a setting that may not change differs from that of the checkpoint's run."""
     ours, theirs = asdict(plan.config), manifest.state.settings
     problems = []
     names = [f"model.{name}" for name in ours["model"] if name not in ("name", "initializer_range")]
     names += ["optim.name"]
     if "lora" in (ours["finetune"]["method"], theirs.get("finetune", {}).get("method")):
         names += [f"finetune.{name}" for name in ours["finetune"] if name not in _MAY_CHANGE]
-    if manifest.state.step > 0:  # the position in the data is a number of samples of this many tokens, in this order
+    if manifest.state.step > 0:  # the position in the data is a number of samples of this length, in this order
         names += ["trainer.global_batch_size", "trainer.seed", "data.seq_length"]
     for name in names:
         section, key = name.split(".")

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder: no GPU, no ranks, and never more than a block of rows in memory."""
+"""Writes a checkpoint as a Hugging Face folder, without a GPU or ranks, one block of rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, only_trained, open_base
-from megatron_llama.checkpoint.folder import BEST, POINTER, pointed
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
@@ -27,7 +26,7 @@ from megatron_llama.text.trained_template import add_end, write_trained_template
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 _BLOCK_BYTES = 64 << 20
-# What belongs to a tokenizer or to generation. Only these are taken over from a folder: all are data, none is code.
+# Files of a tokenizer or of generation. Only these are copied from a folder: all are data, none is code.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -45,7 +44,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass
 class Exported:
-    """What an export made."""
+    """The result of an export."""
 
     folder: Path
     dtype: str
@@ -54,25 +53,6 @@ class Exported:
     """Size of the weights."""
     tokenizer: bool
     """Whether a tokenizer is in the folder."""
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, the newest of a run's folder, or what a pointer (``latest``,
-    ``best``) names; raises ConfigError."""
-    places = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
-    places += [(path, POINTER), (path / "checkpoints", POINTER)]
-    for folder, pointer in places:
-        if (folder / NAME).is_file():
-            return folder
-        if (folder / pointer).is_file():
-            try:
-                return pointed(folder, pointer)
-            except CorruptFile as error:
-                raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
-    rule = f"there is no {NAME} in it, so it is no checkpoint"
-    raise ConfigError(
-        [Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_..., or the run's folder")]
-    )
 
 
 def export(
@@ -84,7 +64,7 @@ def export(
     merge: bool = False,
     base: Path | None = None,
 ) -> Exported:
-    """Write ``out``, which must not be there yet; it appears when it is complete.
+    """Writes the folder ``out``, which must not exist yet; it appears when it is complete.
 
     A LoRA run's checkpoint becomes a PEFT adapter; with ``merge`` the whole model, its frozen weights taken from the
     folder that the run started from, or from ``base`` where that has moved. ``auto`` is the dtype of that folder, for
@@ -143,16 +123,14 @@ def export(
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
-    """The shape of the model in a checkpoint; raises CorruptFile where its description is of another kind."""
+    """The shape of the model in a checkpoint. Raises CorruptFile where its settings are not valid."""
     try:
         values = dict(manifest.state.settings["model"])
         scaling = values.pop("rope_scaling", None)
         model = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
         hf_shapes(model)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(
-            f"{manifest.stored.folder / NAME}: its model is not described as ours are ({error})"
-        ) from error
+        raise CorruptFile(f"{manifest.stored.folder / NAME}: its model settings are not valid ({error})") from error
     return model
 
 

@@ -1,4 +1,4 @@
-"""``<run.dir>/checkpoints``: how a checkpoint comes to be there, complete or not at all, and how it leaves."""
+"""The folder ``<run.dir>/checkpoints``: checkpoints appear in it complete or not at all, and leave it at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, plain_name
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.system.files import sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
@@ -21,7 +23,7 @@ def folder_name(step: int) -> str:
 
 
 def partial_folder(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is one."""
+    """Where a checkpoint is written before it is complete."""
     return checkpoints / f".{folder_name(step)}.partial"
 
 
@@ -37,8 +39,52 @@ def saved_steps(checkpoints: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint at ``path``: the folder itself, the newest of a run's, or the one that a pointer (``latest``,
+    ``best``) names. Raises ConfigError."""
+    candidates = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
+    candidates += [(path, POINTER), (path / "checkpoints", POINTER)]
+    for folder, pointer in candidates:
+        if (folder / NAME).is_file():
+            return folder
+        if (folder / pointer).is_file():
+            try:
+                return pointed(folder, pointer)
+            except CorruptFile as error:
+                raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
+    rule = f"there is no {NAME} in it, so it is not a checkpoint"
+    raise ConfigError(
+        [Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_..., or the run's folder")]
+    )
+
+
+def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> tuple[list[Path], Path | None]:
+    """The checkpoints to resume from, best first; and where those of an earlier run were moved by resume=never.
+
+    Deletes what a killed run left behind. Raises ConfigError.
+    """
+    clean(checkpoints)
+    if settings.resume == "never":
+        return [], set_aside(checkpoints)
+    if settings.keep_best and checkpoints.is_dir():
+        point_to_best(checkpoints)
+    try:
+        own = [checkpoints / folder_name(step) for step in saved_steps(checkpoints)]
+    except CorruptFile as error:
+        problem = Problem("run.dir", str(error), "its checkpoints can't be read", "make it readable")
+        raise ConfigError([problem]) from None
+    if settings.resume == "auto":
+        return own, None
+    # A path is where a run begins. Started again by the same command, the run resumes from its own checkpoints, unless
+    # the path is one of these: then the user wants to go back to it.
+    chosen = Path(os.path.abspath(settings.resume))
+    if chosen.name in (POINTER, BEST) and chosen.is_file():
+        chosen = find_checkpoint(chosen)
+    return [chosen] if not own or chosen.parent == Path(os.path.abspath(checkpoints)) else own, None
+
+
 def clean(checkpoints: Path) -> None:
-    """Remove what a run that was killed left half-written or half-removed. The run's lock keeps other runs out."""
+    """Deletes what a killed run left half written or half deleted. The run's lock keeps other runs out."""
     if not checkpoints.is_dir():
         return
     for entry in checkpoints.iterdir():
@@ -47,7 +93,7 @@ def clean(checkpoints: Path) -> None:
 
 
 def pointed(checkpoints: Path, pointer: str) -> Path:
-    """The checkpoint that ``latest`` or ``best`` names; raises CorruptFile where it names none."""
+    """The checkpoint that the file ``latest`` or ``best`` names. Raises CorruptFile where it names none."""
     path = checkpoints / pointer
     try:
         return checkpoints / plain_name(path.read_text(encoding="utf-8").strip())
@@ -56,7 +102,7 @@ def pointed(checkpoints: Path, pointer: str) -> Path:
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, by their manifests, the first of equals; None without any."""
+    """The checkpoint with the lowest validation loss in its manifest, the first of equals; None without any."""
     found: list[tuple[float, int]] = []
     for step in saved_steps(checkpoints):
         try:
@@ -69,8 +115,11 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
-    """Have ``best`` name the best checkpoint, and return that. ``new``, which has just been saved, is only compared
-    with the one it names already; without it all are looked at, which also mends what a killed run left undone."""
+    """Makes ``best`` name the best checkpoint, and returns that.
+
+    ``new``, which has just been saved, is compared with the one that ``best`` names. Without it all are compared, which
+    also repairs what a killed run left undone.
+    """
     best: Path | None
     try:
         known = pointed(checkpoints, BEST)
@@ -88,44 +137,43 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
     return best
 
 
-def publish(checkpoints: Path, state: State, keep: int | None, keep_every: int | None, keep_best: bool = False) -> None:
-    """Make a checkpoint of what all ranks have written: describe it, rename it, point to it, then drop old ones.
+def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None:
+    """Makes a checkpoint of what all ranks have written: describes it, renames it, points to it, deletes old ones.
 
     Raises OSError or CorruptFile; until the rename nothing of the earlier checkpoints has changed.
     """
-    aside, final = partial_folder(checkpoints, state.step), checkpoints / folder_name(state.step)
-    text = merge(aside, state)
-    for part in aside.glob("rank_*.json"):
+    partial, final = partial_folder(checkpoints, state.step), checkpoints / folder_name(state.step)
+    text = merge(partial, state)
+    for part in partial.glob("rank_*.json"):
         part.unlink()
-    write_synced(aside / NAME, text.encode())
-    sync_folder(aside)
+    write_synced(partial / NAME, text.encode())
+    sync_folder(partial)
     if final.exists() or final.is_symlink():  # a damaged one, whose step the run has reached again
         _remove(final)
-    os.rename(aside, final)
+    os.rename(partial, final)
     sync_folder(checkpoints)
     write_atomically(checkpoints / POINTER, final.name + "\n")
-    best = point_to_best(checkpoints, state) if keep_best else None  # before the one it named may go
-    prune(checkpoints, state.step, keep, keep_every, best)
+    best = point_to_best(checkpoints, state) if settings.keep_best else None  # before the old best may be deleted
+    prune(checkpoints, state.step, settings, best)
 
 
-def discard(checkpoints: Path, step: int) -> None:
-    """Remove what was written of a checkpoint that could not be finished."""
-    _delete(partial_folder(checkpoints, step))
-
-
-def prune(checkpoints: Path, newest: int, keep: int | None, keep_every: int | None, best: Path | None = None) -> None:
-    """Drop all but the ``keep`` newest of the checkpoints up to ``newest``, those at multiples of ``keep_every``, and
-    ``best``."""
-    if keep is None:
+def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path | None) -> None:
+    """Deletes the checkpoints up to ``newest`` that neither keep nor keep_every keeps, except ``best``."""
+    if settings.keep is None:
         return
-    for step in [step for step in saved_steps(checkpoints) if step <= newest][keep:]:
+    for step in [step for step in saved_steps(checkpoints) if step <= newest][settings.keep :]:
         folder = checkpoints / folder_name(step)
-        if not (keep_every and step % keep_every == 0) and folder != best:
+        if folder != best and not (settings.keep_every and step % settings.keep_every == 0):
             _remove(folder)
 
 
+def discard(checkpoints: Path, step: int) -> None:
+    """Deletes what was written of a checkpoint that failed."""
+    _delete(partial_folder(checkpoints, step))
+
+
 def set_aside(checkpoints: Path) -> Path | None:
-    """Rename a folder with checkpoints so that a run that starts anew can't mix with them; returns the new name."""
+    """Renames a folder with checkpoints, so that those of a new run don't mix with them; returns the new path."""
     if not saved_steps(checkpoints):
         return None
     number = 1
@@ -136,7 +184,7 @@ def set_aside(checkpoints: Path) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
-    """Take a checkpoint away: first its name, at once, then its files."""
+    """Deletes a checkpoint: first renames it, at once, then deletes its files."""
     removed = folder.with_name(f".{folder.name}.removed")
     _delete(removed)
     os.rename(folder, removed)
@@ -144,7 +192,7 @@ def _remove(folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder or file; a link is deleted, not followed."""
+    """Deletes a folder or file; a link is deleted, not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,5 +1,5 @@
-"""``checkpoint.json``: what a checkpoint is and where its values lie. JSON with a checksum of itself; never a
-pickle."""
+"""``checkpoint.json``: the state of the run and the position of each tensor's values. JSON with a checksum of itself;
+never a pickle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMAT, VERSION = "megatron_llama checkpoint", 1
 
 @dataclass
 class State:
-    """What a run is besides its tensors."""
+    """The state of a run besides its tensors."""
 
     step: int
     """Steps taken."""
@@ -47,17 +47,17 @@ class State:
     updates: int
     """Steps of the optimizer: fewer than ``step`` where steps were skipped."""
     world_size: int
-    """Ranks that saved it."""
+    """Ranks of the run that saved it."""
     settings: dict[str, Any]
     """The config of the run that saved it; the model's shape is under ``model``."""
     hf_folder: str | None = None
     """The Hugging Face folder that the run started from, for its tokenizer."""
     dtype: str = "float32"
-    """The dtype of that folder's weights; exports have it too unless told otherwise."""
+    """The dtype of that folder's weights, and the default of exports."""
     val_loss: float | None = None
-    """Validation loss after this very step; None where the run did not validate then."""
+    """Validation loss after this step; None where the run did not validate then."""
     base: str | None = None
-    """For LoRA the fingerprint of the frozen weights, which are not in the checkpoint."""
+    """For LoRA the fingerprint of the frozen weights, which the checkpoint does not hold."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Manifest:
     """Bytes of each file."""
 
     def check_sizes(self) -> None:
-        """Every file must be there at its full size; raises CorruptFile."""
+        """Raises CorruptFile unless every file is there at its full size."""
         for name, size in self.files.items():
             path = self.stored.folder / name
             try:
@@ -81,16 +81,16 @@ class Manifest:
                 raise CorruptFile(f"{path}: has {found} bytes of {size}")
 
     def check_tensors(self, shapes: Mapping[str, Shape]) -> None:
-        """Every one of these tensors must be there, in its shape; raises CorruptFile."""
+        """Raises CorruptFile unless each of these tensors is there in its shape."""
         for name, shape in shapes.items():
             if name not in self.stored.tensors or self.stored.tensors[name].shape != shape:
                 raise CorruptFile(f"{self.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
 
 
 def merge(folder: Path, state: State) -> str:
-    """The manifest's text, made of the descriptions that all ranks have left in ``folder``.
+    """The manifest's text, from the descriptions that all ranks have written in ``folder``.
 
-    Raises CorruptFile when they do not hold every value of every tensor exactly once.
+    Raises CorruptFile unless they hold every value of every tensor exactly once.
     """
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -116,11 +116,11 @@ def merge(folder: Path, state: State) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raises CorruptFile for one that is not whole and sound."""
+    """The manifest of a checkpoint. Raises CorruptFile."""
     path = folder / NAME
     body = read_json(path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CorruptFile(f"{path}: is no manifest of a checkpoint")
+        raise CorruptFile(f"{path}: is not the manifest of a checkpoint")
     if body.get("version") != VERSION:
         raise CorruptFile(f"{path}: has version {body.get('version')}, and this program reads version {VERSION}")
     checksum = body.pop("checksum", None)
@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON, every value checked; raises CorruptFile."""
+    """The manifest that JSON describes, every value checked. Raises CorruptFile."""
     try:
         state = State(**body["state"])
         files = {plain_name(name): whole_numbers([size])[0] for name, size in body["files"].items()}
@@ -139,7 +139,7 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
         if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
             raise ValueError(f"hash {body['hash']!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptFile(f"{folder / NAME}: lacks something or has it in another form ({error!r})") from error
+        raise CorruptFile(f"{folder / NAME}: a value is missing or of another type ({error!r})") from error
     except CorruptFile as error:
         raise CorruptFile(f"{folder / NAME}: {error}") from error
     return Manifest(state, CheckpointTensors(folder, tensors, block_bytes), files)
@@ -164,10 +164,10 @@ def _chunk(
         o + n <= m for o, n, m in zip(offset, size, shape, strict=True)
     )
     if not inside or start + math.prod(size) * itemsize > files[file]:
-        raise CorruptFile(f"a part of {name} lies outside of it or of its file")
+        raise CorruptFile(f"a chunk of {name} is outside of it or of its file")
     blocks = -(-size[0] // block_rows(size, itemsize, block_bytes))
     if len(hashes) != blocks or not all(isinstance(text, str) and len(text) == HASH_DIGITS for text in hashes):
-        raise CorruptFile(f"a part of {name} has {len(hashes)} hashes for {blocks} blocks")
+        raise CorruptFile(f"a chunk of {name} has {len(hashes)} hashes for {blocks} blocks")
     return Chunk(file, start, offset, size, hashes)
 
 

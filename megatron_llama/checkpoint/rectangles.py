@@ -1,7 +1,7 @@
-"""A tensor of which this rank holds some rectangles, in the form that torch.distributed.checkpoint plans with.
+"""A tensor of which this rank holds some rectangles, as torch.distributed.checkpoint's planners accept it.
 
-Its planners ask three questions of such an object: what to write, which parts are wanted, and where a part lies in
-memory. They accept only a torch.Tensor, so this is one, without data of its own.
+They call three methods: what to write, which chunks are wanted, and the memory of one of them. They accept only a
+torch.Tensor, so this is one, without data of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_llama.model.names import Shape
 
 
 class Rectangles(torch.Tensor):
-    """``parts`` are (offset in the global tensor, local tensor); all of one dtype, on one device."""
+    """``parts`` are (offset in the global tensor, local tensor), all of one dtype and on one device."""
 
     parts: list[tuple[Shape, torch.Tensor]]
 
@@ -32,7 +32,7 @@ class Rectangles(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"{func} on a description of rectangles, which holds no values")
+        raise NotImplementedError(f"{func} on Rectangles, which hold no values")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Rectangles({tuple(self.shape)}, {[(offset, tuple(part.shape)) for offset, part in self.parts]})"

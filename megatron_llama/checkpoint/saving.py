@@ -1,4 +1,4 @@
-"""Saving beside training: the loop waits for a copy to host memory, and no longer."""
+"""Saving while training goes on: the loop waits until its tensors are copied to host memory, and no longer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.01
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; the earlier ones are unchanged."""
 
 
 class Saver:
@@ -35,7 +35,7 @@ class Saver:
     def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
         self.checkpoints, self.rank, self.device, self.settings = checkpoints, rank, device, settings
         self.blocked_seconds = 0.0
-        """How long the last ``start`` kept training waiting."""
+        """How long the last ``start`` took, which training waits for."""
         self._staging: dict[str, Rectangles] = {}
         self._state: State | None = None
         self._publishing = False
@@ -43,7 +43,7 @@ class Saver:
         self._error: BaseException | None = None
 
     def start(self, tensors: dict[str, Rectangles], state: State) -> None:
-        """Copy ``tensors`` and begin to write them. All ranks must call it."""
+        """Copies ``tensors`` and starts to write them. All ranks must call it."""
         self.wait()
         begin = time.perf_counter()
         self._copy(tensors)
@@ -54,10 +54,8 @@ class Saver:
         self.blocked_seconds = time.perf_counter() - begin
 
     def advance(self, stop: bool = False) -> bool:
-        """Notice what is done and begin what follows; True if ``stop`` is true on any rank. All ranks must call it.
-
-        Raises SaveFailed on all ranks when one could not write.
-        """
+        """Starts the next stage if all ranks are done with theirs; True if ``stop`` is true on any rank. All ranks must
+        call it. Raises SaveFailed on all ranks when one could not write."""
         busy = self._thread is not None and self._thread.is_alive()
         flags = torch.tensor([stop, busy, self._error is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -69,7 +67,7 @@ class Saver:
         return bool(any_stop)
 
     def wait(self) -> None:
-        """Return when nothing is left to write. All ranks must call it."""
+        """Returns when nothing is left to write. All ranks must call it."""
         while self._state is not None:
             self.advance()
             if self._thread is not None:
@@ -78,18 +76,17 @@ class Saver:
                 time.sleep(_POLL_SECONDS)
 
     def _next(self, state: State) -> None:
-        """All ranks have finished what they were doing: publish, or be done."""
+        """All ranks are done with a stage: after writing comes publishing, after publishing nothing."""
         self._thread = None
         if self._publishing:
             self._state = None
             return
         self._publishing = True
         if self.rank == 0:
-            kept = self.settings.keep, self.settings.keep_every, self.settings.keep_best
-            self._run(lambda: publish(self.checkpoints, state, *kept))
+            self._run(lambda: publish(self.checkpoints, state, self.settings))
 
     def _fail(self, state: State) -> None:
-        """Remove what was written, and raise SaveFailed on all ranks with the cause and its rank."""
+        """Deletes what was written, and raises SaveFailed on all ranks with the cause and its rank."""
         error = None
         if self._error is not None:
             where, cause = self.checkpoints / folder_name(state.step), _described(self._error)
@@ -108,7 +105,7 @@ class Saver:
         save_part(self._staging, folder, self.rank)
 
     def _copy(self, tensors: dict[str, Rectangles]) -> None:
-        """Copy to host memory that is kept from save to save: fresh memory would cost page faults each time."""
+        """Copies to host memory that is kept from save to save: new memory would cost page faults each time."""
         shapes = {name: [part.shape for _, part in tensor.parts] for name, tensor in tensors.items()}
         if {name: [part.shape for _, part in tensor.parts] for name, tensor in self._staging.items()} != shapes:
             self._staging = {name: _host_like(tensor) for name, tensor in tensors.items()}
@@ -122,7 +119,7 @@ class Saver:
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # whatever it is, the ranks must hear of it
+            except BaseException as error:  # any error at all must reach the other ranks
                 self._error = error
 
         self._error = None

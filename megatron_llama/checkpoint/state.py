@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank: its weights, and what the optimizer remembers of them, under Hugging Face's
+"""The tensors of a rank that a checkpoint holds: weights, optimizer states and random state, under Hugging Face's
 names."""
 
 from __future__ import annotations
@@ -13,25 +13,15 @@ from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import Shard
 
-_Found = dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]]
-
-
-def moment_name(kind: str, name: str) -> str:
-    """``optimizer.exp_avg.model.norm.weight``: the moment of a Hugging Face tensor."""
-    return f"optimizer.{kind}.{name}"
-
 
 def random_name(rank: int) -> str:
-    """The random state of a rank; of use only to the same rank of as many."""
+    """Name of a rank's random state, which only the same rank of as many ranks loads."""
     return f"random.rank_{rank:05d}"
 
 
 def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangles]:
-    """This rank's weights, as views; with ``owned`` only what no other rank also writes."""
-    found: _Found = {}
-    for shard in shards:
-        _collect(found, "", shard, shard.local, owned)
-    return _rectangles(found)
+    """This rank's weights, as views; with ``owned`` without those that another rank writes too."""
+    return _by_name((("", shard, shard.local) for shard in shards), owned)
 
 
 def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
@@ -39,24 +29,21 @@ def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
     fp32; returns the bytes that were read."""
     read = 0
     for shard in (s for s in shards if s.quantized is not None and s.pieces):
-        found: _Found = {}
         values = shard.values
-        _collect(found, "", shard, values, owned=False)
-        read += stored.load_into(_rectangles(found))
+        read += stored.load_into(_by_name([("", shard, values)], owned=False))
         shard.store(values)
     return read
 
 
-def moments(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
-    """What the optimizer remembers of this rank's weights, as views; made as zeros where it has not begun."""
-    found: _Found = {}
-    for kind, shard, moment in optimizer.states():
-        _collect(found, moment_name(kind, ""), shard, moment, owned)
-    return _rectangles(found)
+def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
+    """exp_avg and exp_avg_sq of this rank's weights, as views, named like ``optimizer.exp_avg.model.norm.weight``;
+    zeros before the optimizer's first step."""
+    states = ((f"optimizer.{kind}.", shard, tensor) for kind, shard, tensor in optimizer.states())
+    return _by_name(states, owned)
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
-    """The state of this rank's random generators: the CPU's, then the device's where that is another one."""
+    """The states of this rank's random generators, uint8: the CPU's, then the device's where that is another one."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
@@ -65,20 +52,19 @@ def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
 
 
 def set_random_state(both: torch.Tensor, device: torch.device) -> None:
-    """The opposite of ``random_state``."""
+    """Restores what ``random_state`` gave."""
     size = torch.get_rng_state().numel()
     torch.set_rng_state(both[:size].clone())
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(both[size:].clone())
 
 
-def _collect(found: _Found, prefix: str, shard: Shard, tensor: torch.Tensor, owned: bool) -> None:
-    """Add the rectangles of a tensor that is shaped like the shard."""
-    for piece in shard.pieces:
-        if not owned or (shard.counts and piece.replica == 0):
-            _, parts = found.setdefault(prefix + piece.name, (piece.global_shape, []))
-            parts.append((piece.offset, tensor[piece.local_slices]))
-
-
-def _rectangles(found: _Found) -> dict[str, Rectangles]:
+def _by_name(tensors: Iterable[tuple[str, Shard, torch.Tensor]], owned: bool) -> dict[str, Rectangles]:
+    """The rectangles of tensors (prefix, shard, tensor shaped like the shard) under Hugging Face's names."""
+    found: dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]] = {}
+    for prefix, shard, tensor in tensors:
+        for piece in shard.pieces:
+            if not owned or (shard.counts and piece.replica == 0):
+                _, parts = found.setdefault(prefix + piece.name, (piece.global_shape, []))
+                parts.append((piece.offset, tensor[piece.local_slices]))
     return {name: Rectangles(shape, parts) for name, (shape, parts) in found.items()}

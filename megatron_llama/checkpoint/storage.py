@@ -1,7 +1,7 @@
-"""Reading and writing under torch.distributed.checkpoint: raw values in safetensors files, with a hash for each block.
+"""The files of a checkpoint, read and written by torch.distributed.checkpoint: safetensors, with a hash of each block.
 
-torch's own storage puts a pickle beside the values, and each value into an archive of its own. Here each rank writes
-one plain safetensors file, and reads the bytes that it needs and no others.
+torch's own storage adds a pickle, and makes an archive of each tensor. Here each rank writes one plain safetensors file
+without a collective, and reads only the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ HASH = "sha256"
 HASH_DIGITS = 32  # 128 of its bits
 BLOCK_BYTES = 4 << 20
 
-# Planning needs no other rank (see ``save_part``), which torch takes for an oversight.
+# Saving and loading use no process group on purpose (see ``save_part``); torch warns about that.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save_part(state: dict[str, Rectangles], folder: Path, rank: int) -> None:
-    """Write this rank's part of a checkpoint: ``rank_00003.safetensors``, and ``rank_00003.json`` that says what is
-    in it.
+    """Writes this rank's part of a checkpoint: ``rank_00003.safetensors``, and ``rank_00003.json`` that describes it.
 
-    Takes part in no collective, so that it can run beside training: that no two ranks hold the same rectangle is
-    known from the layout, and ``manifest.merge`` checks it. Raises OSError.
+    Takes part in no collective, so that it can run in a thread beside training. The layout guarantees that no two ranks
+    write the same rectangle, and ``manifest.merge`` checks it. Raises OSError.
     """
     with _unwrapped_errors():
         dcp.save(dict(state), storage_writer=_Writer(folder, rank), planner=_PartPlanner(), no_dist=True)
@@ -90,7 +89,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkedTensor(StoredTensor):
-    """A tensor of a checkpoint; its chunks are what each rank had of it."""
+    """A tensor of a checkpoint, in the chunks that the ranks wrote."""
 
     chunks: list[Chunk]
 
@@ -141,13 +140,13 @@ def _unwrapped_errors() -> Iterator[None]:
 
 
 class _PartPlanner(DefaultSavePlanner):
-    """torch's, but knowing that the other ranks' parts are not in the plan."""
+    """torch's planner, for a plan without the other ranks' parts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are; torch's would miss the rest of each tensor."""
+        """The plans, without torch's check that they cover each tensor."""
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
         return self.global_plan, self.metadata
 
@@ -173,7 +172,7 @@ class _Writer(StorageWriter):
         return plans
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The manifest is made of all ranks' parts, later."""
+        """``manifest.merge`` combines all ranks' parts later."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -250,7 +249,7 @@ class _Reader(StorageReader):
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the plan's targets, file by file."""
+        """Fills the plan's targets, file by file."""
         by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
         for item in plan.items:
             chunk = self._chunk(item)
@@ -272,7 +271,7 @@ class _Reader(StorageReader):
         return next(c for c in chunks if torch.Size(c.offset) == item.storage_index.offset)
 
     def _fill(self, content: _Bytes, chunk: Chunk, item: ReadItem, target: torch.Tensor) -> None:
-        """Copy a rectangle of a chunk to ``target``, block by block."""
+        """Copies a rectangle of a chunk to ``target``, block by block."""
         name = item.storage_index.fqn
         dtype = self.stored.tensors[name].dtype
         first, count = item.storage_offsets[0], item.lengths[0]
@@ -300,7 +299,7 @@ class _Bytes:
         os.close(self._file)
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``start`` on; raises CorruptFile where the file ends before that."""
+        """Fills ``into`` from byte ``start`` on. Raises CorruptFile where the file is too short."""
         self.bytes_read += len(into)
         while len(into):
             try:
@@ -324,7 +323,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator[str]:
-    """Append the values and give each block's hash, which is made while the block is written."""
+    """Appends the values, and yields each block's hash, which a thread computes while the block is written."""
     rows = block_rows(tuple(tensor.shape), tensor.dtype.itemsize, BLOCK_BYTES)
     for start in range(0, tensor.shape[0], rows):
         block = _memory(tensor[start : start + rows].reshape(-1).view(torch.uint8))
@@ -334,7 +333,7 @@ def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator
 
 
 def _memory(values: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, not a copy."""
+    """The bytes of a tensor, without a copy."""
     return memoryview(values.numpy())  # type: ignore[arg-type]
 
 
@@ -345,8 +344,8 @@ def _digest(block: memoryview) -> str:
 def _verified_blocks(
     content: _Bytes, chunk: Chunk, dtype: torch.dtype, block_bytes: int, first: int, last: int, name: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, values) of each block that has some of the chunk's rows [first, last); raises CorruptFile for other
-    bytes."""
+    """(first row, values) of each block that has some of the chunk's rows [first, last). Raises CorruptFile where the
+    hash differs."""
     rows = block_rows(chunk.size, dtype.itemsize, block_bytes)
     row_bytes = dtype.itemsize * math.prod(chunk.size[1:])
     buffer = torch.empty(min(rows, chunk.size[0]) * row_bytes, dtype=torch.uint8)

@@ -89,14 +89,14 @@ def plain_name(name: Any) -> str:
 
 
 def whole_numbers(values: Any) -> Shape:
-    """``values`` as a shape; raises CorruptFile unless they are integers of at least 0."""
+    """``values`` as a shape. Raises CorruptFile unless they are integers of at least 0."""
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
         raise CorruptFile(f"has {values!r} instead of sizes")
     return tuple(values)
 
 
 def read_json(path: Path) -> Any:
-    """The file's content; raises CorruptFile where it can't be read."""
+    """The file's content. Raises CorruptFile."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, only_trained, open_adapter, open_base
-from megatron_llama.checkpoint.export import find_checkpoint, model_of
+from megatron_llama.checkpoint.export import model_of
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
-from megatron_llama.checkpoint.export import find_checkpoint
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.launch import main
 from megatron_llama.plan import Plan

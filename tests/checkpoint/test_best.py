@@ -11,8 +11,8 @@ import pytest
 
 from megatron_llama.checkpoint import folder
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.export import export, find_checkpoint
-from megatron_llama.checkpoint.folder import best_checkpoint, pointed, saved_steps
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import best_checkpoint, find_checkpoint, pointed, saved_steps
 from megatron_llama.checkpoint.manifest import read_manifest
 from tests.checkpoint.jobs import Job
 from tests.checkpoint.runner import run
@@ -106,9 +106,16 @@ def test_killed_while_it_changes(tmp_path: Path, moment: str, monkeypatch: pytes
 
     name = "point_to_best" if moment == "before the marker" else "prune"
 
-    def kill(checkpointer: Checkpointer) -> None:  # after the start, which looks at the marker too
+    def kill(checkpointer: Checkpointer) -> None:
         validating(LOSSES)(checkpointer)
-        monkeypatch.setattr(folder, name, killed)
+        resume = checkpointer.resume
+
+        def resume_first() -> int:  # it looks at the marker too
+            step = resume()
+            monkeypatch.setattr(folder, name, killed)
+            return step
+
+        checkpointer.resume = resume_first  # type: ignore[method-assign]
 
     with pytest.raises(RankFailed, match="killed"):
         run(1, tmp_path, *KEEP, until=8, tamper=kill)

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.export import find_checkpoint
-from megatron_llama.checkpoint.folder import saved_steps
+from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
 from megatron_llama.checkpoint.hf_folder import open_hf_folder, tensors_of
 from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
@@ -265,7 +264,7 @@ def test_the_scripts_statuses(
     assert status(copy, "good") == 0  # a run's folder means its newest checkpoint
     assert "step_00000002" in capsys.readouterr().out
     assert status(tmp_path, "none") == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     if script == "export_hf":
         assert status(copy, "good") == 2  # there already
         assert "already" in capsys.readouterr().err

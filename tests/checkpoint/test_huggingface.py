@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.export import export, find_checkpoint
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.checkpoint.export import export, find_checkpoint
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from tests.checkpoint.runner import CPU, assert_same, run
 from tests.ranks import run_ranks
