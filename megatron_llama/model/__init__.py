@@ -1,1 +1,1 @@
-"""The Llama and the names of its tensors."""
+"""The Llama model, and the mapping between its parameters and Hugging Face's tensors (names.py)."""

@@ -1,7 +1,7 @@
-"""Several examples in one sequence: which token belongs to which, so that none sees another.
+"""Packed sequences: several examples in one sequence, of which none attends to another.
 
-Each token attends to its own example alone, and positions start again with each. Every pipeline stage gets this with
-its micro batch, so nothing of it travels between ranks.
+Attention is block-diagonal and causal, and positions restart with each example, so packing does not change an example's
+loss (Krell et al. 2021, arXiv:2107.02027). Every pipeline stage gets this with its micro batch, so none of it is sent.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ class Documents:
     """The examples of a packed micro batch."""
 
     ids: torch.Tensor
-    """Number of the example that each token belongs to [b, s], int64; tokens that are only padding share a number of
-    their own."""
+    """Number of the example of each token [b, s], int64. Padding tokens have a number of their own."""
 
     def positions(self) -> torch.Tensor:
-        """Places from each example's first token on [b, s], int64."""
-        place = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        """Positions that restart at 0 with each example [b, s], int64."""
+        index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         starts = torch.ones_like(self.ids, dtype=torch.bool)
         starts[:, 1:] = self.ids[:, 1:] != self.ids[:, :-1]
-        return place - torch.where(starts, place, 0).cummax(dim=1).values
+        return index - torch.where(starts, index, 0).cummax(dim=1).values
 
     def mask(self) -> torch.Tensor:
-        """True where the token of a row may look at that of a column: in its example, not ahead [b, 1, s, s]."""
+        """Whether the query of a row may attend to the key of a column [b, 1, s, s], bool."""
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
         return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal)[:, None]

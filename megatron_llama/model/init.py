@@ -1,5 +1,8 @@
-"""Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and
-position."""
+"""Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and position.
+
+With one generator per rank, as in Megatron-LM, another layout starts from other weights, and no two layouts can be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ import torch
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.names import Piece, is_lora
 
-# Rows drawn with one generator. A rank draws only the blocks that its rectangle touches, not the whole tensor; part
-# of the definition of the initial weights, so never change it.
+# Rows per generator: a rank draws only the blocks that its rectangle overlaps, not whole tensors. Another number would
+# give other initial weights, so it must never change.
 _BLOCK_ROWS = 64
 
 
 def initial_values(piece: Piece, model: ModelConfig, seed: int) -> torch.Tensor:
-    """The initial values of a rectangle, fp32, on the CPU: ones for norms, else normal with ``initializer_range``.
+    """The initial values of a rectangle, fp32, on the CPU: ones for norms, else normal with std ``initializer_range``.
 
-    The projections that write into the residual stream are scaled by 1/sqrt(2 L) (GPT-2; Megatron's scaled init).
-    LoRA begins as PEFT begins it: A uniform within 1/sqrt(in), which is Kaiming's with a = sqrt(5); B zero.
+    o_proj and down_proj, which write into the residual stream, are scaled by 1/sqrt(2 L) (Radford et al. 2019, GPT-2;
+    Megatron-LM's scaled_init_method_normal). LoRA starts as in PEFT: A uniform within 1/sqrt(in), which is
+    kaiming_uniform_ with a = sqrt(5); B zero, so that the first forward pass is the base model's.
     """
     if len(piece.global_shape) == 1:
         return torch.ones(piece.size)
@@ -36,7 +40,7 @@ def initial_values(piece: Piece, model: ModelConfig, seed: int) -> torch.Tensor:
 
 
 def _random_values(piece: Piece, seed: int, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """A rectangle of what ``draw`` gives for the whole tensor, block of rows by block of rows."""
+    """The rectangle's part of the whole tensor that ``draw`` defines, one block of rows after the other."""
     rows, columns = piece.global_shape
     first, last = piece.offset[0], piece.offset[0] + piece.size[0]
     values = torch.empty(piece.size)
@@ -45,11 +49,11 @@ def _random_values(piece: Piece, seed: int, draw: Callable[..., torch.Tensor]) -
         generator = torch.Generator().manual_seed(_block_seed(seed, piece.name, start))
         block = draw(stop - start, columns, generator=generator)
         low, high = max(start, first), min(stop, last)
-        columns_wanted = slice(piece.offset[1], piece.offset[1] + piece.size[1])
-        values[low - first : high - first] = block[low - start : high - start, columns_wanted]
+        kept_columns = slice(piece.offset[1], piece.offset[1] + piece.size[1])
+        values[low - first : high - first] = block[low - start : high - start, kept_columns]
     return values
 
 
 def _block_seed(seed: int, name: str, row: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes a signed 64-bit seed
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: torch's seeds are signed

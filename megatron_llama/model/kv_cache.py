@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far, so that the next token costs one position and not the whole sequence.
+"""The KV cache for generation: keys and values of earlier tokens, so that the next token costs one position.
 
-Slot i of a row holds position i. So rows of different lengths need no padding mask: a query at position p sees the
-slots 0 .. p, and what lies beyond is a longer row's padding, overwritten when this row gets there.
+Slot i of a row holds position i, so rows of different lengths need no padding mask: a query at position p sees slots
+0 to p. Slots beyond a row's length hold padding that came with longer rows; they are overwritten before they are seen.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ class LayerCache:
 
     def __init__(self, cache: KVCache, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         self._cache = cache
-        self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # zeros: 0 * NaN of a hidden slot is NaN
+        self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # not empty: 0 * NaN is NaN
         self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Queries [b, heads, s, d] of the tokens at hand to what they find, in the same shape. Their keys and values
-        [b, kv heads, s, d] are taken in first."""
+        """Stores the keys and values [b, kv heads, s, d] of new tokens; attention of their queries [b, heads, s, d]."""
         (k, v), mask = self._extended(k, v), self._cache.mask
         if q.shape[2] == 1:
-            # The queries of a group see the same: as one query each they would be looked at apart, as rows of one
-            # matrix together.
+            # One new token: the queries of a group see the same slots, so they can be the rows of one matrix, which is
+            # faster than a product of one row for each head.
             out = F.scaled_dot_product_attention(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, mask)
             return out.reshape(q.shape)
         return F.scaled_dot_product_attention(
@@ -36,7 +35,7 @@ class LayerCache:
         )
 
     def _extended(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values up to the furthest row, with these in their places."""
+        """Stores new keys and values; returns all, up to the longest row, each [b, kv heads, furthest, d]."""
         rows, positions = self._cache.rows, self._cache.positions
         self._keys[rows, :, positions] = keys.transpose(1, 2)
         self._values[rows, :, positions] = values.transpose(1, 2)
@@ -44,7 +43,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The cache of a batch: ``at`` says where the next tokens belong, then the model is run with it."""
+    """The cache of all layers of a batch. ``at`` sets the positions of the next tokens before each forward pass."""
 
     def __init__(self, model: ModelConfig, tp: int, batch: int, capacity: int, like: torch.Tensor) -> None:
         self.device, self.capacity = like.device, capacity
@@ -55,10 +54,9 @@ class KVCache:
         self._slots = torch.arange(capacity, device=self.device)
 
     def at(self, starts: torch.Tensor, count: int, wanted: torch.Tensor | None = None) -> KVCache:
-        """The next ``count`` tokens of each row go to the positions that begin with ``starts`` [b].
+        """Sets the positions of each row's next ``count`` tokens: from ``starts`` [b], int64. Returns itself.
 
-        ``wanted`` [b] names, by its number among these ``count``, the token of each row whose logits are asked for;
-        None asks for all.
+        ``wanted`` [b] selects one of these tokens in each row, the only one whose logits are computed; None: all.
         """
         assert int(starts.max()) + count <= self.capacity, "the cache is full"
         self.positions = starts.to(self.device)[:, None] + torch.arange(count, device=self.device)
@@ -66,16 +64,16 @@ class KVCache:
         self.wanted = None if wanted is None else wanted.to(self.device)
         from_the_start = bool((starts == 0).all())
         seen = self._slots[: self.furthest] <= self.positions[:, :, None]
-        # Which slots each query sees, [b, 1, s, furthest]; None where plain causal attention says the same.
+        # Slots that each query sees, [b, 1, s, furthest]; None for plain causal attention, which has faster kernels.
         self.mask = None if from_the_start else seen[:, None]
         return self
 
     @property
     def rotary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of the tokens at hand, each [s, b, 1, d], fp32."""
+        """Cosines and sines for the next tokens, each [s, b, 1, d], fp32."""
         positions = self.positions.t()
         return self._cos[positions][:, :, 0], self._sin[positions][:, :, 0]
 
-    def only_wanted(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] to [1, b, h], or to itself where all are wanted: the head's matrix is the largest."""
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] to [1, b, h], the ``wanted`` token of each row: the output head is the largest matrix."""
         return x if self.wanted is None else x[self.wanted, self.rows[:, 0]][None]

@@ -1,8 +1,11 @@
-"""The Llama, top to bottom. Its matrices are megatron-core's tensor-parallel layers; the rest is plain torch.
+"""The Llama model. Its matrices are megatron-core's tensor-parallel layers; the rest is plain torch.
 
-Shapes are written with s sequence, b batch, h hidden, t tensor-parallel size. Activations are [s, b, h], Megatron's
-order; with sequence parallelism they are [s/t, b, h] between the matrices. A ``Llama`` is one chunk of the model: the
-layers of one (virtual) pipeline stage, with the embedding before the first and the output head after the last.
+Shapes: s sequence, b batch, h hidden, d head_dim, t tensor-parallel size. Activations are [s, b, h], sequence first as
+in Megatron: sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) splits and gathers the first dimension
+without a copy. Between the matrices they are then [s/t, b, h], which is written [s(/t), b, h] here.
+
+A ``Llama`` is one chunk of the model: the layers of one (virtual) pipeline stage, with the embedding if it is the first
+and the output head if it is the last. Modules have Hugging Face's names, with q, k, v and gate, up fused.
 """
 
 from __future__ import annotations
@@ -25,10 +28,22 @@ from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the rotary angles, each [s, 1 or b, 1, d], fp32."""
 
 
 def _no_init(_: torch.Tensor) -> None:
-    """Weights are filled by model/init.py; megatron-core still wants a function."""
+    """megatron-core requires an init method; here model/init.py fills the weights, after they have been sharded."""
+
+
+def _column_parallel(inputs: int, outputs: int, mcore: TransformerConfig) -> ColumnParallelLinear:
+    """[s(/t), b, inputs] to [s, b, outputs/t]: each rank has some rows of the matrix. Gathers the sequence first."""
+    return ColumnParallelLinear(inputs, outputs, config=mcore, init_method=_no_init, bias=False)
+
+
+def _row_parallel(inputs: int, outputs: int, mcore: TransformerConfig) -> RowParallelLinear:
+    """[s, b, inputs/t] to [s(/t), b, outputs]: each rank has some columns, and the products are summed over ranks."""
+    more = {"input_is_parallel": True, "skip_bias_add": False}  # parameters without defaults
+    return RowParallelLinear(inputs, outputs, config=mcore, init_method=_no_init, bias=False, **more)
 
 
 class RMSNorm(nn.Module):
@@ -46,59 +61,53 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; each tensor-parallel rank has its own heads.
+    """Causal grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); heads are split over tp ranks.
 
     With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head (parallel/tensor.py keeps the copies
     equal).
     """
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute_core: bool) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: bool) -> None:
         super().__init__()
         tp = mcore.tensor_model_parallel_size
         self.head_dim = head_dim(model)
         self.num_heads = model.num_attention_heads // tp
         self.num_kv_heads = kv_heads_per_rank(model, tp)
-        self.recompute_core = recompute_core
-        heads = self.num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = ColumnParallelLinear(
-            model.hidden_size, heads * tp * self.head_dim, config=mcore, init_method=_no_init, bias=False
-        )
-        self.o_proj = RowParallelLinear(
-            model.num_attention_heads * self.head_dim,
-            model.hidden_size,
-            config=mcore,
-            init_method=_no_init,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
+        self.recompute = recompute
+        # One matrix for q, k and v: one product, and with sequence parallelism one gather of the sequence, not three.
+        # tp times this rank's heads: with copied kv heads that is more rows than q_proj, k_proj and v_proj have.
+        qkv_heads = tp * (self.num_heads + 2 * self.num_kv_heads)
+        self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
+        self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
 
     def forward(
         self, x: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]; ``mask`` as Documents makes it, where examples are packed."""
-        qkv, _ = self.qkv_proj(x)
-        if self.recompute_core and torch.is_grad_enabled():
-            core = checkpoint(self._core, qkv, rotary, mask, use_reentrant=False, preserve_rng_state=False)
+        """[s(/t), b, h] to [s(/t), b, h]. ``mask`` [b, 1, s, s] is for packed examples, see ``Documents.mask``."""
+        qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(self._core_attention, qkv, rotary, mask, use_reentrant=False, preserve_rng_state=False)
         else:
-            core = self._core(qkv, rotary, mask, cache)
-        return self.o_proj(core)[0]
+            out = self._core_attention(qkv, rotary, mask, cache)
+        return self.o_proj(out)[0]
 
-    def _core(
+    def _core_attention(
         self, qkv: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
         s, b = qkv.shape[:2]
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = qkv.view(s, b, -1, self.head_dim).split(sizes, dim=2)
-        q, k, v = (y.permute(1, 2, 0, 3) for y in (rotate(q, *rotary), rotate(k, *rotary), v))  # [b, heads, s, d]
-        grouped = self.num_heads != self.num_kv_heads
+        q, k, v = qkv.view(s, b, -1, self.head_dim).split(sizes, dim=2)  # [s, b, heads, d]
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, heads, s, d]
         if cache is not None:
             out = cache.attend(q, k, v)
         elif mask is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
+            )
         else:
-            # Fused kernels that take a mask want a kv head for each head; the others hold all scores in memory.
+            # Fused kernels that take a mask have no grouped heads; the fallback keeps all scores [b, heads, s, s].
             k, v = (y.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for y in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
@@ -107,39 +116,34 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate and up are one matrix."""
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute_product: bool) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: bool) -> None:
         super().__init__()
-        self.recompute_product = recompute_product
-        self.gate_up_proj = ColumnParallelLinear(
-            model.hidden_size, 2 * model.intermediate_size, config=mcore, init_method=_no_init, bias=False
-        )
-        self.down_proj = RowParallelLinear(
-            model.intermediate_size,
-            model.hidden_size,
-            config=mcore,
-            init_method=_no_init,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
+        self.recompute = recompute
+        self.gate_up_proj = _column_parallel(model.hidden_size, 2 * model.intermediate_size, mcore)
+        self.down_proj = _row_parallel(model.intermediate_size, model.hidden_size, mcore)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         gate_up, _ = self.gate_up_proj(x)
-        if self.recompute_product and torch.is_grad_enabled():
-            product = checkpoint(self._product, gate_up, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute and torch.is_grad_enabled():
+            hidden = checkpoint(self._silu_and_multiply, gate_up, use_reentrant=False, preserve_rng_state=False)
         else:
-            product = self._product(gate_up)
-        return self.down_proj(product)[0]
+            hidden = self._silu_and_multiply(gate_up)
+        return self.down_proj(hidden)[0]
 
     @staticmethod
-    def _product(gate_up: torch.Tensor) -> torch.Tensor:
+    def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+        """[s, b, 2 * ffn/t] to [s, b, ffn/t]; each rank has gate rows, then the up rows that belong to them."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 class Block(nn.Module):
-    """One transformer layer."""
+    """One transformer layer. ``recompute`` is trainer.recompute:
+
+    * selective: what is cheap to compute and large to keep, attention scores and the SwiGLU product (arXiv:2205.05198);
+    * full: the whole block, of which only the input is kept (Chen et al. 2016, arXiv:1604.06174).
+    """
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
         super().__init__()
@@ -148,7 +152,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
         self.mlp = FeedForward(model, mcore, recompute == "selective")
         self.recompute = recompute == "full"
-        self.draws_random_numbers = False
+        self.draws_random_numbers = False  # LoRA's dropout is the only source; model/lora.py sets it
 
     def forward(
         self,
@@ -158,10 +162,10 @@ class Block(nn.Module):
         mask: torch.Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]; ``mask`` for packed examples, ``cache`` for generating."""
+        """[s(/t), b, h] to [s(/t), b, h]; ``mask`` is for packed examples, ``cache`` for generation."""
         if self.recompute and torch.is_grad_enabled():
-            random = self.draws_random_numbers
-            return checkpoint(self._forward, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=random)
+            preserve = self.draws_random_numbers  # else there is no state to restore, and no device to wait for
+            return checkpoint(self._forward, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=preserve)
         return self._forward(x, cos, sin, mask, cache)
 
     def _forward(
@@ -177,10 +181,9 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """One chunk of the model: ``layers`` by global number, with embedding and head where the chunk is the first or
-    the last.
+    """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    The attributes below the line are what megatron-core's schedules ask of a model.
+    The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class Llama(nn.Module):
                 config=mcore,
                 init_method=_no_init,
                 bias=False,
-                # Tied and on one stage, the head borrows the embedding's weight; on a later stage it holds a copy.
+                # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
                 skip_weight_param_allocation=model.tie_word_embeddings and is_first,
             )
         # ----------------------------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ class Llama(nn.Module):
         self.input_tensor: torch.Tensor | None = None
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """Take the activations [s(/t), b, h] of the stage before."""
+        """Receives the activations [s(/t), b, h] of the previous stage; megatron-core calls it before ``forward``."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
@@ -236,37 +239,40 @@ class Llama(nn.Module):
         documents: Documents | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """Token ids [b, s] to what this chunk makes of them; ``documents`` says which belong together, where several
-        examples are packed into a sequence.
+        """The forward pass of this chunk for token ids [b, s], int64.
 
-        The last chunk gives the loss of each token [s, b], fp32, when it has labels [b, s] (next token ids), else
-        this rank's logits [s, b, vocabulary/t], fp32. Other chunks give activations [s(/t), b, h]. With a ``cache``,
-        which is for generating, without sequence parallelism, the tokens follow what is in it.
+        Returns the activations [s(/t), b, h], or on the last chunk the loss of each token [s, b], fp32, given
+        ``labels`` [b, s] (next token ids, int64), else this rank's logits [s, b, vocabulary/t], fp32.
+
+        ``documents`` tells which tokens belong together in packed sequences. With a ``cache``, for generation without
+        sequence parallelism, the tokens follow those in the cache.
         """
         if self.is_first:
-            # With sequence parallelism megatron-core turns [b, s] round itself, and keeps this rank's part of s.
+            # [b, s] to [s(/t), b, h]. With sequence parallelism megatron-core transposes, and scatters the sequence.
             x = self.embed_tokens(tokens if self.config.sequence_parallel else tokens.t())
         else:
             assert self.input_tensor is not None
-            # megatron-core asks for the gradient of what it receives even where there will be none; a compiled block
-            # would then differ from those that follow.
+            # megatron-core sets requires_grad on received activations in validation too; there the first block would
+            # compile to another graph than the following ones.
             x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
-        (cos, sin), mask = cache.rotary if cache is not None else self._rotary_for(tokens), None
+        cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
+        mask = None
         if documents is not None:
-            positions, mask = documents.positions(), documents.mask()  # once, for all layers
+            positions, mask = documents.positions(), documents.mask()  # made once, for all layers
             cos, sin = at_positions(cos, positions), at_positions(sin, positions)
         for number, block in self.layers.items():
             x = block(x, cos, sin, mask, None if cache is None else cache.layers[int(number)])
         if cache is not None:
-            x = cache.only_wanted(x)
+            x = cache.select(x)
         if not self.is_last:
             return x
-        borrowed = self.embed_tokens.weight if self.lm_head.weight is None else None
-        logits, _ = self.lm_head(self.norm(x), weight=borrowed)
+        tied_weight = self.embed_tokens.weight if self.lm_head.weight is None else None
+        logits, _ = self.lm_head(self.norm(x), weight=tied_weight)
         logits = hide_padding(logits.float(), self.model.vocab_size)
         return logits if labels is None else token_losses(logits, labels)
 
     def _rotary_for(self, tokens: torch.Tensor) -> Rotary:
+        """Cosines and sines for tokens [b, s], kept until length or device change."""
         length = tokens.shape[1]
         if self._rotary is None or self._rotary[0].shape[0] != length or self._rotary[0].device != tokens.device:
             self._rotary = rotary_table(self.model, length, tokens.device)

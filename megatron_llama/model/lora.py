@@ -1,13 +1,12 @@
-"""LoRA: low-rank additions to frozen matrices (Hu et al. 2021, arXiv:2106.09685), tensor- and sequence-parallel.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank updates of frozen matrices, tensor- and sequence-parallel.
 
     y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank]
 
-Each Hugging Face module has its own A and B, as in PEFT. Those of matrices that are one matrix here (q, k, v; gate, up)
-are stacked by rows into one parameter, so that x is multiplied once; model/names.py says which rows are whose.
+Each Hugging Face module has its own A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
+rows into one parameter, so that x is multiplied once; model/names.py maps the rows to the modules.
 
-What tensor parallelism cuts, LoRA cuts alike: B like the rows of a column-parallel W, A like the columns of a
-row-parallel one. The other side is whole on each rank. Between the two lies only [s, b, rank]: that is what is gathered
-or summed, never another copy of x.
+LoRA follows the split of its matrix: B is split by rows like a column-parallel W, A by columns like a row-parallel W,
+and the other one is replicated. Only the small product x Aᵀ [s, b, rank] is gathered or reduced, never x once more.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from megatron_llama.plan import Plan
 
 
 class LoraLinear(nn.Module):
-    """A frozen parallel matrix and what LoRA adds to it. Takes the place of the matrix and answers like it.
+    """A frozen parallel matrix with its LoRA update; replaces the matrix and has the same interface.
 
-    ``rows`` are the rows of the matrix on this rank by Hugging Face module, in their order; those that ``finetune``
-    does not name as targets are left alone.
+    ``rows`` counts this rank's rows of the matrix for each Hugging Face module, in their order. Modules that are not
+    targets in ``finetune`` get no update.
     """
 
     def __init__(
@@ -59,30 +58,31 @@ class LoraLinear(nn.Module):
         self.targets = targets
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[s(/t), b, in(/t)] to [s(/t), b, out(/t)], as the matrix itself, with the bias that it never has."""
+        """[s(/t), b, in(/t)] to ([s(/t), b, out(/t)], None): output and bias, as megatron-core's layers."""
         y, _ = self.base_layer(x)
-        lows = self._between(self._into(x)).split(self.rank, dim=-1)
-        added = [
-            F.linear(low, b) * self.scaling for low, b in zip(lows, self.lora_B.split(self.targets, dim=0), strict=True)
-        ]
-        if len(added) == 1 and len(self.rows) == 1:
-            return y + added[0], None
+        lows = self._communicate(self._times_a(x)).split(self.rank, dim=-1)
+        sides = self.lora_B.split(self.targets, dim=0)
+        updates = [F.linear(low, b) * self.scaling for low, b in zip(lows, sides, strict=True)]
+        if len(self.rows) == 1:
+            return y + updates[0], None
         parts = []
-        for part, wanted in zip(y.split(self.rows, dim=-1), self.is_target, strict=True):
-            parts.append(part + added.pop(0) if wanted else part)
+        for part, is_target in zip(y.split(self.rows, dim=-1), self.is_target, strict=True):
+            parts.append(part + updates.pop(0) if is_target else part)
         return torch.cat(parts, dim=-1), None
 
-    def _into(self, x: torch.Tensor) -> torch.Tensor:
-        """x Aᵀ of each target side by side; each has its own dropout, as in PEFT."""
+    def _times_a(self, x: torch.Tensor) -> torch.Tensor:
+        """x Aᵀ [.., targets * rank], of all targets side by side; each target has its own dropout mask, as in PEFT."""
         if not (self.dropout and self.training):
             return F.linear(x, self.lora_A)
         sides = self.lora_A.split(self.rank, dim=0)
         return torch.cat([F.linear(F.dropout(x, self.dropout), a) for a in sides], dim=-1)
 
-    def _between(self, low: torch.Tensor) -> torch.Tensor:
-        """[.., rank] from A's side of tensor parallelism to B's. Gradients are summed on the way back where ranks of a
-        column-parallel matrix see only what their own rows make of it."""
-        group = self.base_layer.tp_group  # by name: megatron-core warns where it has to look for it, and splits a graph
+    def _communicate(self, low: torch.Tensor) -> torch.Tensor:
+        """Takes x Aᵀ to where B needs it: gathered for a column-parallel matrix, reduced for a row-parallel one.
+
+        These are the collectives of the matrix itself, and so are their backward passes.
+        """
+        group = self.base_layer.tp_group  # without it megatron-core looks it up and warns, which is a graph break
         if self.is_column:
             if self.sequence_parallel:
                 return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
@@ -93,8 +93,8 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(chunk: Llama, plan: Plan) -> None:
-    """Freeze a chunk (on the meta device) but for ``modules_to_save``, keep what is frozen in ``frozen_dtype``, and add
-    A and B to the targets, without values yet."""
+    """Freezes a chunk on the meta device except for ``modules_to_save``, casts or quantizes the frozen weights to
+    ``frozen_dtype``, and adds A and B to the targets, not yet initialized."""
     finetune = plan.config.finetune
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_saved_module(name, finetune))
@@ -107,7 +107,7 @@ def add_lora(chunk: Llama, plan: Plan) -> None:
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen_dtype)
     if chunk.is_first and not chunk.embed_tokens.weight.requires_grad:
-        chunk.embed_tokens.register_forward_hook(_ask_for_gradient)
+        chunk.embed_tokens.register_forward_hook(_require_grad)
 
 
 def _wrap(block: Block, finetune: FinetuneConfig) -> None:
@@ -124,13 +124,11 @@ def _wrap(block: Block, finetune: FinetuneConfig) -> None:
     for owner, name, rows in matrices:
         if set(rows) & set(finetune.lora_target_modules):
             setattr(owner, name, LoraLinear(getattr(owner, name), rows, finetune))
-    # A block that is computed again must drop the same values again.
+    # Full recomputation must restore the generator's state, to drop the same values again.
     block.draws_random_numbers = finetune.lora_dropout > 0
 
 
-def _ask_for_gradient(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-    """Have the first block's input ask for a gradient, as all others do (PEFT's enable_input_require_grads).
-
-    Recomputation of the reentrant kind would give no gradients without, and a compiled first block be another graph.
-    """
+def _require_grad(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    """Makes the first block's input require a gradient like those of all other blocks, so that they share one compiled
+    graph. PEFT has the same hook (enable_input_require_grads)."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

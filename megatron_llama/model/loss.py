@@ -1,4 +1,4 @@
-"""The loss over a vocabulary that is split over tensor-parallel ranks."""
+"""Cross entropy over a vocabulary that is split over tensor-parallel ranks: the logits are never gathered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 
 def hide_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Give the vocabulary's padding rows no probability: logits [s, b, padded/t] of this rank, fp32."""
+    """This rank's logits [s, b, padded/t], fp32, with the vocabulary's padding masked, so that it gets no probability.
+
+    Otherwise the softmax, and with it the loss, would depend on how far tp pads the vocabulary.
+    """
     local = logits.shape[-1]
     start = parallel_state.get_tensor_model_parallel_rank() * local
     if start + local <= vocab_size:

@@ -1,4 +1,4 @@
-"""megatron-core's own config, derived from ours."""
+"""The TransformerConfig of megatron-core's layers and schedules, derived from the plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def mcore_config(plan: Plan) -> TransformerConfig:
-    """What megatron-core's layers and schedules read.
+    """The settings of megatron-core's layers and schedules.
 
-    Parameters are what the optimizer updates: ``fully_shard`` hands the layers bf16 copies of fp32 masters where the
-    precision asks for it.
+    ``params_dtype`` is the dtype that the optimizer updates. With fp32 master weights, ``fully_shard`` casts them to
+    bf16 for the layers (parallel/data.py).
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(
@@ -42,13 +42,15 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         sequence_parallel=plan.sp,
         params_dtype=stored_dtype(plan),
         pipeline_dtype=compute_dtype(plan),
-        use_cpu_initialization=True,  # torch.empty on the current device, which is meta here
+        use_cpu_initialization=True,  # plain torch.empty, so that weights are made on the meta device
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         add_bias_linear=False,
         deterministic_mode=trainer.deterministic,
-        calculate_per_token_loss=True,  # the loss comes already divided by the tokens of the global batch
-        # Batched transfers of the interleaved schedule swap activations and gradients over gloo (docs/parity.md).
+        # Else the schedules would divide the loss by local tokens and micro batches; parallel/pipeline.py has already
+        # divided it by the tokens of the global batch.
+        calculate_per_token_loss=True,
+        # Batched transfers in the interleaved schedule swap activations and gradients over gloo (docs/parity.md).
         batch_p2p_comm=trainer.vpp == 1,
         overlap_p2p_comm=trainer.vpp > 1,
     )

@@ -1,16 +1,16 @@
-"""Frozen matrices in 8 or 4 bits: packed into bytes, multiplied by what they unpack to.
+"""Frozen matrices in 8 or 4 bits: stored as bytes, and dequantized for each product.
 
-    int8   round(w / scale), scale = the largest |w| / 127.5
-    nf4    the nearest of 16 levels times scale, scale = the largest |w| (Dettmers et al. 2023, arXiv:2305.14314)
+    int8   round(w / scale), scale = max |w| / 127.5
+    nf4    the nearest of 16 levels times scale, scale = max |w| (QLoRA: Dettmers et al. 2023, arXiv:2305.14314)
 
-A scale is of QUANTIZATION_BLOCK values that follow each other in a row, and is fp32. A row's bytes are its codes, then
-its scales: what cuts a matrix by rows (column-parallel layers, ``fully_shard``) cuts no block and needs to know
-nothing, and plan/rules/finetune.py sees that what cuts columns does not either. So values are the same in every layout.
-That is why scales are not quantized in their turn, as QLoRA and torchao's NF4Tensor do: that takes the mean of a whole
-tensor.
+There is one fp32 scale for each block of QUANTIZATION_BLOCK consecutive values of a row. A row's bytes are its codes,
+then its scales. So splitting a matrix by rows (column-parallel layers, ``fully_shard``) never splits a block, and
+plan/rules/finetune.py refuses layouts in which splitting by columns would: the values are the same in every layout.
+For the same reason the scales are not quantized again (QLoRA's double quantization, torchao's NF4Tensor), as that needs
+the mean of the whole tensor.
 
-torchao quantizes. Storing and multiplying are done here, since its tensor subclasses know neither megatron-core's
-layers nor rows that ``fully_shard`` cuts anywhere; bytes are bytes to both.
+torchao quantizes. Storage and products are our own, because torchao's tensor subclasses support neither megatron-core's
+layers nor the row splits of ``fully_shard``; plain uint8 tensors work with both.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from torch import nn
 
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, quantized_bytes
 
-# torchao's levels: those of the paper's appendix E, to four digits.
+# The levels of the paper's appendix E, rounded to four digits as in torchao.
 _NF4 = (
     *(-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0),
     *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0),
 )
 _MOST_VALUES = 2**20
-"""Quantized at once: torchao compares each with all 16 levels, 64 bytes a value."""
+"""Values that are quantized at once: torchao compares each with all 16 levels, which takes 64 bytes a value."""
 
 
 @torch.no_grad()
 def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """fp32 [rows, columns], whole blocks in each row, to uint8 [rows, bytes of a row], on the same device.
+    """fp32 [rows, columns] to uint8 [rows, bytes of a row], on the same device; rows consist of whole blocks.
 
-    ``kind`` is int8 or nf4. A block with a value that is no number becomes no numbers. Needs torchao.
+    ``kind`` is int8 or nf4. A non-finite value makes its whole block non-finite. Needs torchao.
     """
     pack = {"int8": _pack_int8, "nf4": _pack_nf4}[kind]
     at_once = max(1, _MOST_VALUES // values.shape[1])
@@ -55,14 +55,16 @@ def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """The opposite of ``quantize``: uint8 [rows, bytes of a row] to [rows, columns], computed in fp32, in ``dtype``."""
+    """The inverse of ``quantize``: uint8 [rows, bytes of a row] to [rows, columns] in ``dtype``, computed in fp32."""
     columns = packed.shape[1] * QUANTIZATION_BLOCK // quantized_bytes(kind, QUANTIZATION_BLOCK)
     codes, scales = packed.split([columns * QUANTIZED_BITS[kind] // 8, columns // QUANTIZATION_BLOCK * 4], dim=1)
     if kind == "int8":
         values = codes.contiguous().view(torch.int8).float()
     else:
-        values = F.embedding(codes.int(), _pairs(packed.device)).flatten(1)  # two values of each byte
-    scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # a copy: fp32 wants its alignment
+        values = F.embedding(codes.int(), _pairs(packed.device)).flatten(1)  # two values per byte
+    scale = scales.clone(memory_format=torch.contiguous_format).view(
+        torch.float32
+    )  # a copy, since a view as fp32 must be aligned
     return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
@@ -72,7 +74,7 @@ def row_bytes(kind: str, columns: int) -> int:
 
 
 def quantize_layers(block: nn.Module, kind: str) -> None:
-    """Have the parallel linear layers of a block, on the meta device, hold their frozen weights packed."""
+    """Replaces the frozen weights of a block's parallel linear layers, on the meta device, by quantized ones."""
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             rows, columns = layer.weight.shape
@@ -82,18 +84,18 @@ def quantize_layers(block: nn.Module, kind: str) -> None:
 
 
 def is_quantized(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Whether a layer holds its weight packed."""
+    """Whether a layer's weight is quantized."""
     return layer.weight is not None and layer.weight.dtype == torch.uint8
 
 
 def _pairs(device: torch.device) -> torch.Tensor:
-    """The two levels of each byte, [256, 2]: the first value is the byte's upper half."""
+    """The two levels of each byte, [256, 2]: the first value is in the upper four bits."""
     levels = torch.tensor(_NF4, device=device)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
 
 
 def _pack_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from torchao.quantization import Int8Tensor, PerGroup  # here: an extra, and slow to import
+    from torchao.quantization import Int8Tensor, PerGroup  # an extra of this package, and slow to import
 
     made = Int8Tensor.from_hp(values, granularity=PerGroup(QUANTIZATION_BLOCK))
     return made.qdata.view(torch.uint8), made.scale.contiguous().view(torch.uint8)
@@ -120,7 +122,7 @@ def _multiply(
     tp_group: Any,
     **_: Any,
 ) -> torch.Tensor:
-    """Input [s(/t), b, in] times a packed weight [out, ..] to [s, b, out], as megatron-core's linear layers call it."""
+    """Input [s(/t), b, in] times a quantized weight [out, ..] to [s, b, out]; a linear layer's ``_forward_impl``."""
     assert bias is None, "a Llama has no biases"
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -131,7 +133,7 @@ def _multiply(
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ that keeps W packed for the backward pass, and nothing else: W is frozen, so x is not wanted."""
+    """x Wᵀ that saves only the quantized W for the backward pass: W is frozen, so x is not needed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, kind: str) -> torch.Tensor:

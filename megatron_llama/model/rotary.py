@@ -1,4 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), in Hugging Face's half-rotation layout."""
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), in Hugging Face's half-rotation layout.
+
+Dimension i is paired with i + d/2; Meta's own checkpoints pair neighbours and have q_proj and k_proj permuted.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from megatron_llama.config import ModelConfig
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
-    """Angle per position of each pair of dimensions, [head_dim / 2], fp32; Llama 3.1's scaling where it is asked for.
+    """Angle per position of each pair of dimensions, [head_dim / 2], fp32, with Llama 3.1's scaling if configured.
 
-    The scaling follows transformers' ``rope_type: llama3``: wavelengths longer than the original context divided by
-    low_freq_factor are stretched by ``factor``, those shorter than it divided by high_freq_factor are kept, and
-    between the two it is interpolated.
+    The scaling is transformers' ``rope_type: llama3``: wavelengths above original context / low_freq_factor are
+    stretched by ``factor``, those below original context / high_freq_factor are kept, and between the two the
+    frequencies are interpolated.
     """
     assert model.head_dim is not None
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64, device="cpu").float() / model.head_dim
@@ -33,8 +36,10 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
 
 
 def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions 0 .. length-1, each [length, 1, 1, head_dim], fp32; computed on the CPU, so
-    that every device has the same bits."""
+    """Cosines and sines for positions 0 to length - 1, each [length, 1, 1, head_dim], fp32.
+
+    Computed on the CPU: every device gets the same bits.
+    """
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inverse_frequencies(model))
     table = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     return table.cos().to(device), table.sin().to(device)
@@ -46,7 +51,10 @@ def at_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [s, b, heads, head_dim] by the table's angles; computed in fp32, since bf16 angles lose far positions."""
+    """Rotates x [s, b, heads, head_dim] by the angles of each position, in fp32.
+
+    bf16 has 8 bits of precision: with bf16 angles, distant positions would be the same position.
+    """
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).type_as(x)
+    rotated_half = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + rotated_half * sin).type_as(x)

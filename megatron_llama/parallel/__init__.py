@@ -1,4 +1,4 @@
-"""One file per parallel axis; ``order`` says in which order they are applied."""
+"""One file per parallel axis; parallelize.py shows the order in which they are applied."""
 
 from megatron_llama.parallel.groups import process_groups
 from megatron_llama.parallel.parallelize import ParallelModel, build_model

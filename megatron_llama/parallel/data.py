@@ -1,15 +1,16 @@
 """Data parallelism: PyTorch's ``fully_shard`` in all its ZeRO stages (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-    zero  parameters between uses   gradients                          optimizer
-    0     whole                     all-reduced at the last micro batch   whole
-    1     whole within a step       reduce-scattered at the last one      sharded
-    2     whole within a step       reduce-scattered at each one          sharded
-    3     sharded                   reduce-scattered at each one          sharded
+    zero  parameters between uses   gradients                               optimizer states
+    0     replicated                all-reduced at the last micro batch     replicated
+    1     whole within a step       reduce-scattered at the last one        sharded
+    2     whole within a step       reduce-scattered at each one            sharded
+    3     sharded                   reduce-scattered at each one            sharded
 
-zero=0 is a shard group of one rank, replicated over all; ``shard_group`` is anything between (hybrid).
+zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
+overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding).
 
-Gradients are summed in the precision's ``accumulation`` dtype while they are whole, and over ranks; what has been
-reduced takes the dtype of the parameters, so stages 2 and 3 add the micro batches of an fp32 master in fp32.
+Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``. A reduced gradient gets the
+parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the micro batches in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_llama.topology import Topology
 
 
 def data_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """This rank's data-parallel mesh: (replicate, shard), or (shard) alone where there is one copy."""
+    """This rank's data-parallel mesh: (replicate, shard), or only (shard) if there is one replica."""
     replicas = topology.dp // topology.shard_size
     shape = (topology.pp, replicas, topology.shard_size, topology.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
@@ -35,12 +36,12 @@ def data_mesh(topology: Topology, device_type: str) -> DeviceMesh:
 
 
 def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
-    """Apply ``fully_shard`` in place: one unit per block, one for embedding, norm and head."""
+    """Applies ``fully_shard`` in place: one unit per block, one for embedding, norm and head."""
     precision = plan.precision
     policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(precision.compute_dtype),  # no cast where they are stored in it
+        param_dtype=torch_dtype(precision.compute_dtype),  # the layers see the weights in this dtype
         reduce_dtype=torch_dtype(precision.grad_accum_dtype),
-        cast_forward_inputs=False,  # the rotary tables stay fp32
+        cast_forward_inputs=False,  # activations have it already, and rotary tables stay fp32
     )
     reshard = plan.config.trainer.zero == 3
     for block in chunk.layers.values():
@@ -48,13 +49,16 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
     fully_shard(chunk, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are sums: the loss is already divided by the tokens of the global batch.
+            # Sum, not mean: the loss is already divided by the tokens of the global batch.
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # the default way to divide by 1 is an operation gloo lacks
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
 
 
 def before_last_microbatch(chunk: FSDPModule, zero: int) -> Callable[[], AbstractContextManager[None]] | None:
-    """What megatron-core's schedules call ``no_sync_func``: the state of all micro batches but the last."""
+    """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
+
+    Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
+    """
     if zero == 3:
         return None
 

@@ -1,11 +1,10 @@
 """The order in which a Llama is made parallel, on one screen.
 
-    meta device  →  tensor and sequence parallel layers  →  LoRA  →  recompute  →  compile  →  data-parallel sharding  →
-    weights
+    meta device  →  tensor- and sequence-parallel layers  →  LoRA  →  recompute  →  compile  →  fully_shard  →  weights
 
-Tensor parallelism comes first since it decides what a rank's matrices are; recomputation is part of a block, so that
-what is compiled includes it; sharding wraps compiled blocks, since its hooks can't be compiled; weights come last,
-when each rank knows which rectangles are its own: no rank ever holds a whole model.
+Tensor parallelism comes first, because it determines the shapes of a rank's matrices. Recomputation is part of a block,
+so that the compiled graph includes it. ``fully_shard`` wraps compiled blocks, because its hooks can't be compiled.
+Weights come last, when each rank knows its own rectangles: no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megatron_llama.topology import Topology
 
 @dataclass
 class ParallelModel:
-    """This rank's part of the model: its chunks, what it holds of each parameter, and how to run a step."""
+    """This rank's part of the model: its chunks, its shard of each parameter, and how to run a step."""
 
     plan: Plan
     chunks: list[Llama]
@@ -43,25 +42,23 @@ class ParallelModel:
     device: torch.device
     replicated: ReplicatedGradients = field(repr=False)
     compiler: Compiler | None = None
-    """Where blocks are compiled, what knows their graphs."""
+    """Compiles the blocks and records their graphs; None without compilation."""
 
     @property
     def trained(self) -> list[Shard]:
-        """The shards that get gradients and updates: all of them, but for LoRA."""
+        """The shards that get gradients and updates; all of them, except with LoRA."""
         return [shard for shard in self.shards if shard.is_trained]
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
-        """The loss of the global batch that ``microbatches`` are this rank's part of; with ``train`` also its
-        gradients.
+        """Forward over the global batch, of which ``microbatches`` are this rank's; with ``train`` also backward.
 
-        Returns the mean loss per token, fp32 scalar, the same on all ranks.
+        Returns the mean loss per token with loss, fp32 scalar, the same on all ranks.
         """
-        total = self._total_tokens(microbatches)
+        total = self.tokens_with_loss(microbatches).clamp(min=1)
         loss = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)
-        trainer = self.plan.config.trainer
-        loss = loss / trainer.tp  # each tensor-parallel rank of the last stage has the same value
+        loss = loss / self.plan.config.trainer.tp  # all tensor-parallel ranks of the last stage have the same value
         dist.all_reduce(loss)
         if self.compiler is not None:
             self.compiler.batch_done(train=train)
@@ -71,38 +68,34 @@ class ParallelModel:
         """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
         if self.compiler is None:
             return run_logits(self.chunks, self.plan, tokens, documents)
-        with torch.compiler.set_stance("force_eager"):  # shapes of their own, and not worth a graph
+        with torch.compiler.set_stance("force_eager"):  # other shapes, and not worth a graph
             return run_logits(self.chunks, self.plan, tokens, documents)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Frees all gradients."""
         for shard in self.shards:
             shard.parameter.grad = None
 
     def tokens_with_loss(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Tokens with loss in the global batch, int64 scalar; every tensor- and pipeline-parallel rank has the same
-        micro batches."""
+        """Tokens with loss in the global batch, int64 scalar."""
         count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
         dist.all_reduce(count)
+        # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches.
         return count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)
-
-    def _total_tokens(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
-        """What the losses of a global batch are divided by."""
-        return self.tokens_with_loss(microbatches).clamp(min=1)
 
 
 def build_model(
     plan: Plan, topology: Topology, device: Device, torch_device: torch.device, compiler: Compiler | None = None
 ) -> ParallelModel:
-    """This rank's part of the model with its initial weights. ``compiler`` replaces the one that the plan asks for."""
+    """This rank's part of the model with its initial weights. ``compiler`` replaces the one that the plan implies."""
     trainer = plan.config.trainer
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
     mcore = mcore_config(plan)
     mesh = data_mesh(topology, torch_device.type)
-    virtual_stages = range(topology.pp_rank, topology.pp * topology.vpp, topology.pp)
+    stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
     chunks = []
-    for stage in virtual_stages:
+    for stage in range(topology.pp_rank, stages, topology.pp):
         with torch.device("meta"):
             chunk = Llama(
                 plan.model,
@@ -111,12 +104,12 @@ def build_model(
                 padded_vocab_size=plan.padded_vocab_size,
                 recompute=trainer.recompute,
                 is_first=stage == 0,
-                is_last=stage == topology.pp * topology.vpp - 1,
+                is_last=stage == stages - 1,
             )
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan)
         if compiler is not None:
-            # Each block's forward alone: the hooks of fully_shard can't be compiled.
+            # Compile each block's forward, not the module: fully_shard's hooks around it must stay outside the graph.
             for block in chunk.layers.values():
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
@@ -124,19 +117,20 @@ def build_model(
         chunk.to_empty(device=torch_device)
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
-        # Other values on each rank, but where tensor-parallel ranks have the same input: their copies would drift.
+        # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the
+        # same activations, must drop the same ones.
         torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
     shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
-    initialise(shards, plan)
+    init_weights(shards, plan)
     return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)
 
 
 @torch.no_grad()
-def initialise(shards: list[Shard], plan: Plan) -> None:
-    """Fill the weights with values that depend on seed, name and position alone, to nearest where they are bf16; rows
-    that pad the vocabulary with zeros.
+def init_weights(shards: list[Shard], plan: Plan) -> None:
+    """Fills the weights with values that depend only on seed, name and position (bf16 ones are rounded to nearest), and
+    vocabulary padding with zeros.
 
-    With ``init_from`` the folder's weights take their place before the first step, so only what LoRA adds is made.
+    With ``init_from`` only LoRA's weights are filled, as the folder's weights are loaded before the first step.
     """
     for shard in shards:
         shard.local.zero_()

@@ -1,8 +1,9 @@
-"""Pipeline parallelism: megatron-core's schedules, driven with our model and our loss.
+"""Pipeline parallelism: megatron-core's schedules (1F1B and interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473).
 
-The loss of a micro batch is the sum over its tokens divided by the tokens of the whole global batch, so that
-gradients need only be summed, whatever the layout (complaint 18 in many trackers: a mean of means weights short
-sequences more).
+The loss of a micro batch is the sum over its tokens divided by the tokens with loss of the whole global batch. So the
+gradients of micro batches and data-parallel ranks only have to be summed, and the result does not depend on how the
+batch is split. A mean over micro batches of their means would weight tokens of short sequences more
+(huggingface/transformers#34191).
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ from megatron_llama.plan import Plan
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank works on at a time."""
+    """The sequences that a data-parallel rank processes at a time."""
 
     tokens: torch.Tensor
-    """Ids [b, s], int64."""
+    """Token ids [b, s], int64."""
     labels: torch.Tensor
-    """Next ids [b, s], int64."""
+    """Ids of the next tokens [b, s], int64."""
     loss_mask: torch.Tensor
-    """1 where the loss counts [b, s], fp32."""
+    """1 for tokens with loss, else 0 [b, s], fp32."""
     documents: Documents | None = None
-    """Which tokens belong together, where examples are packed; every pipeline stage has it, as it has the tokens."""
+    """Which tokens belong together in packed sequences. Every pipeline stage has it, like the tokens."""
 
 
 def run_schedule(
     chunks: list[Llama], plan: Plan, microbatches: Sequence[MicroBatch], total_tokens: torch.Tensor, train: bool
 ) -> torch.Tensor:
-    """Forward (and, where ``train``, backward) over the micro batches of this rank.
+    """Forward (with ``train`` also backward) over this rank's micro batches.
 
-    ``total_tokens`` counts the tokens with loss in the global batch. Returns this rank's sum of token losses divided
-    by it, fp32 scalar; zero on all but the last pipeline stage.
+    ``total_tokens`` is the number of tokens with loss in the global batch. Returns the sum of this rank's token losses
+    divided by it, fp32 scalar; zero except on the last pipeline stage.
     """
     trainer = plan.config.trainer
 
     def loss_function(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(loss, tokens with loss, what the schedule returns), from losses [s, b] and mask [b, s]."""
         loss = (losses * mask.transpose(0, 1)).sum() / total_tokens
         return loss, mask.sum().int(), loss.detach()
 
@@ -81,14 +83,14 @@ def run_schedule(
 def run_logits(
     chunks: list[Llama], plan: Plan, tokens: torch.Tensor, documents: Documents | None = None
 ) -> torch.Tensor | None:
-    """Forward alone over one micro batch of ids [b, s], packed where ``documents`` says so.
+    """Forward over one micro batch of token ids [b, s], packed if ``documents`` is given.
 
     Returns this rank's logits [s, b, vocabulary/t] on the last pipeline stage, None on the others.
     """
     for chunk in chunks:
         chunk.eval()
     vpp = plan.config.trainer.vpp
-    # The interleaved schedule wants a group of micro batches as large as the pipeline: repeat the one we have.
+    # The interleaved schedule needs a multiple of pp micro batches: repeat the one.
     repeats = plan.config.trainer.pp if vpp > 1 else 1
     iterators = [iter([tokens] * repeats) for _ in chunks]
 

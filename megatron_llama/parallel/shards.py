@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter, after tensor, pipeline and data parallelism have had their cut."""
+"""This rank's shard of each parameter, after tensor, pipeline and data parallelism have split it."""
 
 from __future__ import annotations
 
@@ -22,54 +22,59 @@ class Shard:
     name: str
     """The parameter's name in its chunk, the same for all layouts."""
     parameter: nn.Parameter
-    """What ``fully_shard`` made of it: a DTensor over the data-parallel ranks."""
+    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it."""
     pieces: list[Piece]
-    """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary belong to none."""
+    """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary are in none."""
     counts: bool
-    """Whether this data-parallel copy is the one that counts for norms and is written to checkpoints."""
+    """Whether norms count this data-parallel replica, and checkpoints contain it."""
     quantized: str | None = None
-    """int8 or nf4, where ``local`` is packed bytes. The pieces are then of ``values``."""
+    """int8 or nf4 if ``local`` holds quantized rows; the pieces then describe ``values``."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether it gets gradients and updates; else it stays as it was loaded."""
+        """Whether it gets gradients and updates; frozen weights don't."""
         return self.parameter.requires_grad
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows themselves, in the precision's ``stored`` dtype, or the plan's ``frozen_dtype`` where they are not
-        trained, or the bytes of each row where they are quantized; a view: writing to it writes the parameter."""
+        """The rows as they are stored, a view: writing to it writes the parameter.
+
+        In the precision's ``param_dtype``; frozen ones in the plan's ``frozen_dtype``, or as quantized bytes.
+        """
         return _local(self.parameter.data)
 
     @property
     def values(self) -> torch.Tensor:
-        """The rows as numbers: ``local``, or what it unpacks to, fp32 and a copy."""
+        """The rows as floats: ``local`` itself, or a dequantized copy in fp32."""
         return self.local if self.quantized is None else dequantize(self.local, self.quantized, torch.float32)
 
     def store(self, values: torch.Tensor) -> None:
-        """Take what ``values`` gave, filled: packs it where it is a copy. Needs torchao then."""
+        """Quantizes ``values`` into the parameter. Does nothing if not quantized, as ``values`` is then the parameter.
+
+        Needs torchao for quantized shards.
+        """
         if self.quantized is not None:
             self.local.copy_(quantize(values, self.quantized))
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Their gradient, a view; None before a backward pass."""
+        """The gradient of the rows, a view; None before a backward pass."""
         return None if self.parameter.grad is None else _local(self.parameter.grad)
 
     def owned(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The parts of a tensor shaped like ``local`` that no other rank also counts."""
+        """The parts of ``tensor``, shaped like ``local``, that this rank counts: each value counts on one rank only."""
         if self.counts:
             yield from (tensor[piece.local_slices] for piece in self.pieces if piece.replica == 0)
 
 
 def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
-    """The shards of a chunk that ``fully_shard`` has been through, in the order of its parameters."""
+    """The shards of a chunk after ``fully_shard``, in the order of its parameters."""
     shards = []
     for name, parameter in chunk.named_parameters():
         tp = TensorParallel(topology.tp_rank, topology.tp)
         parts = pieces(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
         start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)
-        assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard cut other rows than expected"
+        assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard kept other rows than expected"
         quantized = plan.quantized if parameter.dtype == torch.uint8 else None
         shards.append(Shard(name, parameter, keep_rows(parts, start, stop), topology.replica_rank == 0, quantized))
     return shards
@@ -80,6 +85,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of rank ``rank``, cut like torch.chunk, as ``fully_shard`` does."""
+    """[first, last) of the rows of ``rank``, split as by torch.chunk, which ``fully_shard`` uses."""
     per_rank = -(-rows // size)
     return min(rows, rank * per_rank), min(rows, (rank + 1) * per_rank)

@@ -1,13 +1,14 @@
-"""Tensor and sequence parallelism: the gradient sums that megatron-core's layers leave to the trainer.
+"""Tensor and sequence parallelism: gradient reductions that megatron-core's layers leave to the training loop.
 
-Four kinds of weight are held by several ranks whose gradients each see only a part of the work:
+Some weights are replicated on ranks that each compute only a part of their gradient, so the parts must be summed:
 
-* norm weights under sequence parallelism: each tensor-parallel rank saw its part of the sequence;
-* the same holds for the side of LoRA that is whole on each rank: it works on the part of the sequence;
-* kv heads that several tensor-parallel ranks share, and LoRA's B of them: each rank saw its own query heads;
-* tied embeddings on a pipeline: the first stage saw the lookup, the last the logits.
+* under sequence parallelism, norm weights: each tensor-parallel rank has only its part of the sequence (Megatron-LM
+  marks them ``sequence_parallel`` and sums them in finalize_model_grads.py); and LoRA's replicated A or B, likewise;
+* kv heads shared by several tensor-parallel ranks, with their LoRA B: each rank has only its own query heads;
+* tied embeddings of a pipeline: the first stage has the gradient of the lookup, the last that of the logits.
 
-They are summed on the local shards after the data-parallel reduction; both are sums, so their order does not matter.
+They are summed on the local shards, after the data-parallel reduction: both are sums, so their order does not matter,
+and a shard is smaller than a gradient.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.shapes import kv_copies
 from megatron_llama.topology import Topology
 
-# Whole on every tensor-parallel rank, and at work on its part of the sequence under sequence parallelism.
+# Every tensor-parallel rank holds these whole and, under sequence parallelism, applies them to a part of the sequence.
 REPLICATED_UNDER_SP = ("norm.weight", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
 KV_HEADS = ("qkv_proj.weight", "qkv_proj.lora_B")
 
 
 class ReplicatedGradients:
-    """Sums the gradients of weights that several tensor- or pipeline-parallel ranks hold."""
+    """Sums the gradients of weights that are replicated over tensor- or pipeline-parallel ranks."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
-        self.sums_over_sequence = plan.sp
+        self.sequence_parallel = plan.sp
         self.tied = plan.model.tie_word_embeddings and topology.pp > 1
         self.kv_group = _kv_group(topology, kv_copies(plan.model, topology.tp))
 
     def reduce(self, shards: Iterable[Shard]) -> None:
-        """Sum in place; one all-reduce per group. Every rank of a group must call it with the same parameters."""
-        wanted: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+        """Sums in place, with one all-reduce per group. A collective: all ranks of a group pass the same parameters."""
+        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
         for shard in shards:
             grad = shard.grad
             if grad is None:
                 continue
-            if self.sums_over_sequence and shard.name.endswith(REPLICATED_UNDER_SP):
-                wanted[parallel_state.get_tensor_model_parallel_group()].append(grad)
+            if self.sequence_parallel and shard.name.endswith(REPLICATED_UNDER_SP):
+                by_group[parallel_state.get_tensor_model_parallel_group()].append(grad)
             elif self.kv_group is not None and shard.name.endswith(KV_HEADS):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
-                if kv:  # a shard may hold query rows alone; the ranks that share the head hold the same rows
-                    wanted[self.kv_group].extend(grad[p.local_slices] for p in kv)
+                if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
+                    by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
             elif self.tied and shard.name in ("embed_tokens.weight", "lm_head.weight"):
-                wanted[parallel_state.get_embedding_group()].append(grad)
-        for group, grads in wanted.items():
+                by_group[parallel_state.get_embedding_group()].append(grad)
+        for group, grads in by_group.items():
             _sum_together(grads, group)
 
 
@@ -67,7 +68,7 @@ def _sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _kv_group(topology: Topology, copies: int) -> dist.ProcessGroup | None:
-    """The tensor-parallel neighbours that share this rank's kv head. All ranks must take part in making the groups."""
+    """The tensor-parallel neighbours that share this rank's kv head. A collective: torch makes groups on all ranks."""
     if copies == 1:
         return None
     mine = None

@@ -1,9 +1,9 @@
-"""megatron-core's column-parallel product in a form that torch.compile takes in one graph.
+"""megatron-core's parallel linear product in a form that torch.compile can trace into one graph.
 
-megatron-core starts collectives in the backward pass and waits for them by hand, to overlap them with products; that
-splits a graph. Here they are functional collectives in the graph, which the compiler may overlap itself. Sums are the
-same. Under sequence parallelism the shard is what is kept for the backward pass, and gathered again there; a compiler
-may decide to keep the whole instead, as Inductor does (docs/traffic.md).
+megatron-core starts asynchronous collectives in its backward pass, to overlap them with products, and waits for them by
+hand; each is a graph break. Here they are functional collectives inside the graph, which the compiler may overlap. The
+sums are the same. Under sequence parallelism the input's shard is saved for the backward pass and gathered again there;
+a compiler may save the gathered input instead, as Inductor does (docs/traffic.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from megatron_llama.model.quantized import is_quantized
 
 
 def make_traceable(block: nn.Module) -> None:
-    """Have the parallel linear layers of a block multiply in the traceable form; that of quantized weights is
-    already."""
+    """Replaces the product of a block's parallel linear layers. That of quantized weights can be traced already."""
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not is_quantized(layer):
             layer._forward_impl = _multiply  # type: ignore[method-assign]
@@ -37,7 +36,7 @@ def _multiply(
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Input [s(/t), b, h] times weight [o, h] to [s, b, o], as megatron-core's linear layers call it."""
+    """Input [s(/t), b, h] times weight [o, h] to [s, b, o]; a linear layer's ``_forward_impl``."""
     assert bias is None, "a Llama has no biases"
     if not allreduce_dgrad and not sequence_parallel:
         return torch.matmul(input, weight.t())
@@ -46,7 +45,7 @@ def _multiply(
 
 
 class _Product(torch.autograd.Function):
-    """A product whose input's gradient is summed over the ranks that share the weight."""
+    """x Wᵀ, where the gradient of x is summed over the tensor-parallel ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, split: bool) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _save_adapter(rank: int, plan, base: Path, folder: Path) -> None:
 
 
 def _no_sums_over_the_sequence(model: ParallelModel) -> None:
-    model.replicated.sums_over_sequence = False
+    model.replicated.sequence_parallel = False
 
 
 def _no_sums_over_kv_copies(model: ParallelModel) -> None:

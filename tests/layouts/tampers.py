@@ -13,7 +13,7 @@ from megatron_llama.parallel import ParallelModel, Shard
 
 
 def no_sequence_parallel_sum(model: ParallelModel) -> None:
-    model.replicated.sums_over_sequence = False
+    model.replicated.sequence_parallel = False
 
 
 def no_kv_copy_sum(model: ParallelModel) -> None:
@@ -36,7 +36,7 @@ def replicated_gradients_twice(model: ParallelModel) -> None:
 
 def local_token_count(model: ParallelModel) -> None:
     ranks = dist.get_world_size()
-    model._total_tokens = lambda batches: ranks * sum(b.loss_mask.sum() for b in batches)  # type: ignore[method-assign, assignment, return-value]
+    model.tokens_with_loss = lambda batches: ranks * sum(b.loss_mask.sum() for b in batches)  # type: ignore[method-assign, assignment, return-value]
 
 
 def mean_over_data_parallel_ranks(model: ParallelModel) -> None:
