@@ -78,10 +78,11 @@ test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where i
 	@$(PY) -m pytest -m slurm
 
 .PHONY: lint
-lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md is fresh
+lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md and README.md's numbers are fresh
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) scripts/config_docs.py --check
+	$(PY) scripts/count_lines.py --check
 
 .PHONY: clean-demo
 clean-demo:  ## forgets the demo's run and data
