@@ -51,8 +51,8 @@ def test_llama7b_by_hand() -> None:
 
 
 def test_tensor_parallel_without_sp_is_four_sums_per_layer() -> None:
-    # FEATURES' rule of thumb: 2 forward and 2 backward; and the same wire as gathers and scatters with sp, but for the
-    # inputs that are gathered again in the backward.
+    # Megatron-LM's count (arXiv:1909.08053): 2 in the forward and 2 in the backward. Gathers and scatters with sp send
+    # as much, apart from the inputs that are gathered again in the backward.
     plan = recipe(1, "trainer.sp=false", "trainer.recompute=none")
     with_sp = recipe(1, "trainer.recompute=none")
     (line, amount), *others = of_axis(plan, "tp").items()

@@ -82,36 +82,29 @@ class _Conversion:
     """The conversion of one file; each method reads the keys of one subject."""
 
     def __init__(self, values: Mapping[str, Any], result: Converted) -> None:
-        self.values, self.result = values, result
-        self.known: set[str] = set()
+        self.values, self.result, self.settings = values, result, result.settings
+        self.found: dict[str, Found] = {}
         self.problems: list[Problem] = []
 
     def run(self) -> Converted:
         """Converts all subjects, then records each key that none of them has read."""
-        for subject in (
-            self.shape,
-            self.one_to_one,
-            self.sequence,
-            self.data,
-            self.validation,
-            self.optimizer,
-            self.schedule,
-            self.recompute,
-            self.precision,
-            self.checkpoints,
-            self.devices,
-        ):
-            subject()
+        self.shape()
+        self.one_to_one()
+        self.sequence()
+        self.data()
+        self.validation()
+        self.optimizer()
+        self.schedule()
+        self.recompute()
+        self.precision()
+        self.checkpoints()
+        self.devices()
         if self.problems:
             raise ConfigError(self.problems)
         # The default preset is another model: each setting of the model is written, so that nothing of it is left.
         for name, value in asdict(ModelConfig()).items():
-            self.result.settings.setdefault(f"model.{name}", value)
-        for key, value in self.values.items():
-            if key not in self.known:
-                self.result.found.append(_unread(key, value))
-        order = {key: number for number, key in enumerate(self.values)}
-        self.result.found.sort(key=lambda one: order.get(one.key, -1))
+            self.settings.setdefault(f"model.{name}", value)
+        self.result.found = [self.found.get(key) or _unread(key, value) for key, value in self.values.items()]
         return self.result
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -121,15 +114,14 @@ class _Conversion:
 
     def put(self, key: str, ours: str, value: Any, why: str = "") -> None:
         """Converts a key to one setting."""
-        self.result.settings[ours] = value
+        self.settings[ours] = value
         same = key.rpartition(".")[2] == ours.rpartition(".")[2]
         self.note(key, TAKEN if same else RENAMED, f"{ours}={shown(value)}", why)
 
     def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
-        """Records what became of a key, if the file has it."""
-        if key in self.values and key not in self.known:
-            self.known.add(key)
-            self.result.found.append(Found(key, self.values[key], kind, ours, why))
+        """Records what became of a key, if the file has it; what was recorded first counts."""
+        if key in self.values:
+            self.found.setdefault(key, Found(key, self.values[key], kind, ours, why))
 
     def require(self, key: str, example: str = "N") -> None:
         """Records the problem that a key is missing."""
@@ -137,27 +129,26 @@ class _Conversion:
 
     def one_to_one(self) -> None:
         for key, ours in keys.ONE_TO_ONE.items():
-            if self.values.get(key) is not None and key not in self.known:
+            if self.values.get(key) is not None and key not in self.found:
                 self.put(key, ours, self.values[key])
         for ours in ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size"):
-            if ours not in self.result.settings:
+            if ours not in self.settings:
                 self.require(next(key for key, one in keys.ONE_TO_ONE.items() if one == ours))
 
     def shape(self) -> None:
         """The model's shape; for NxDT's ``model_source: hf`` most of it is in a config.json."""
-        settings = self.result.settings
-        settings["model.name"] = self.result.name
+        self.settings["model.name"] = self.result.name
         if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
             self._hugging_face(str(self.values["model.model_config"]))
         hidden = self.get("model.hidden_size")
         for key in () if self.problems else ("model.num_layers", "model.hidden_size", "model.num_attention_heads"):
-            if self.get(key) is None and keys.ONE_TO_ONE[key] not in settings:
+            if self.get(key) is None and keys.ONE_TO_ONE[key] not in self.settings:
                 self.require(key)
         width = self.get("model.ffn_hidden_size")
         if width is not None:
             self.put("model.ffn_hidden_size", "model.intermediate_size", width)
-        elif hidden is not None and "model.intermediate_size" not in settings:
-            settings["model.intermediate_size"] = 4 * hidden
+        elif hidden is not None and "model.intermediate_size" not in self.settings:
+            self.settings["model.intermediate_size"] = 4 * hidden
             self.note("model.ffn_hidden_size", RENAMED, f"model.intermediate_size={4 * hidden}", "their default")
         if on(self.values, "model.scale_positional_embedding"):
             self.put("model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
@@ -172,11 +163,11 @@ class _Conversion:
             self.problems.append(Problem("model.model_config", path, rule, "write model.model_config=PATH after it"))
             return
         self.problems += [
-            Problem("model.model_config", path, f"is no Llama of this kind: {clause}", "name another file")
+            Problem("model.model_config", path, f"is not supported: {clause}", "name another file")
             for clause in other_than_llama(content)
         ]
         for name, value in shape_from_hf(content).items():
-            self.result.settings[f"model.{name}"] = value
+            self.settings[f"model.{name}"] = value
         self.note("model.model_config", RENAMED, "model.*", "the shape in that file")
         for key in ("model.num_attention_heads", "model.layernorm_epsilon", "model.init_method_std"):
             self.note(key, MEANINGLESS, why="model_config has it")
@@ -187,11 +178,11 @@ class _Conversion:
             if self.get(key) is not None:
                 self.put(key, "model.vocab_size", self.values[key])
                 return
-        if "model.vocab_size" in self.result.settings:
+        if "model.vocab_size" in self.settings:
             return
         paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
         counts = [count for path in paths if path and (count := _vocab_size(str(path))) is not None]
-        self.result.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_VOCAB_SIZE
+        self.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_VOCAB_SIZE
         if not counts:
             self.result.assumed.append(
                 f"model.vocab_size={LLAMA2_VOCAB_SIZE}, of Llama 1 and 2: the file names a tokenizer that is not here; "
@@ -210,20 +201,19 @@ class _Conversion:
                 self.put(key, "data.seq_length", length)
             else:
                 self.note(key, MEANINGLESS, why=f"samples have data.seq_length={length} tokens")
-        self.result.settings.setdefault("model.max_position_embeddings", length)
+        self.settings.setdefault("model.max_position_embeddings", length)
 
     def data(self) -> None:
-        prefix, settings = self.get("data.data_prefix"), self.result.settings
+        prefix = self.get("data.data_prefix")
         if isinstance(prefix, dict):
             why = "validation documents are a share of the training dataset (data.split); train is taken"
             self.note("data.data_prefix", UNSUPPORTED, why=why)
             prefix = prefix.get("train")
         prefix = [prefix] if isinstance(prefix, str) else prefix
-        settings["data.prefixes"] = prefix or []
-        # Unset, or the default dataset's would be used.
-        settings |= {"data.prepare": None, "data.tokenizer": None}
+        # The default dataset's prepare and tokenizer must not be used.
+        self.settings.update({"data.prefixes": prefix or [], "data.prepare": None, "data.tokenizer": None})
         if prefix:
-            settings["data.name"] = self.result.name
+            self.settings["data.name"] = self.result.name
             self.note("data.data_prefix", RENAMED, f"data.prefixes={shown(prefix)}")
         else:
             self.note("data.data_prefix", MEANINGLESS, why="is not given")
@@ -235,10 +225,8 @@ class _Conversion:
             library = library or self.get("model.tokenizer.library")
             if self.get(key) is not None and library == "sentencepiece":
                 self.put(key, "data.tokenizer", self.values[key])
-        tuned = on(self.values, "data.fine_tuning")
-        for key in self.values:
-            name = key.removeprefix("data.")
-            if name != key and tuned and "_ds." in name:
+        for key in self.values if on(self.values, "data.fine_tuning") else ():
+            if key.startswith("data.") and "_ds." in key:
                 self.note(key, UNSUPPORTED, why="fine-tuning sets are not converted")
 
     def validation(self) -> None:
@@ -248,7 +236,7 @@ class _Conversion:
             self.put("trainer.val_check_interval", "trainer.val_every_steps", every)
             self.put("trainer.limit_val_batches", "trainer.val_steps", batches)
             return
-        self.result.settings["trainer.val_every_steps"] = None
+        self.settings["trainer.val_every_steps"] = None
         why = "there is no validation" if not batches or (isinstance(every, int) and every > steps) else ""
         why = why or "shares of an epoch are not supported: set trainer.val_every_steps and val_steps"
         for key in ("trainer.val_check_interval", "trainer.limit_val_batches"):
@@ -260,20 +248,20 @@ class _Conversion:
         if kind in ("adamw", "adam", "sgd"):
             self.put("model.optim.name", "optim.name", kind)
         else:
-            self.result.settings["optim.name"] = "adamw"
+            self.settings["optim.name"] = "adamw"
             self.note("model.optim.name", UNSUPPORTED, why="adamw, adam and sgd are supported; adamw is taken")
         # Their optimizers' own defaults, where ours differ; eps does not.
         defaults = {"weight_decay": 0.0 if name == "fused_adam" else 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
         for key, value in defaults.items():
             if self.get(f"model.optim.{key}") is None:
-                self.result.settings[f"optim.{key}"] = value
+                self.settings[f"optim.{key}"] = value
                 if key != "eps":
                     self.result.assumed.append(f"optim.{key}={shown(value)}, their optimizer's own default")
         if self.get("model.optim.lr") is None:
             self.require("model.optim.lr", "3e-4")
         key = "trainer.gradient_clip_val"
         clip = self.get(key, 0) or None
-        self.result.settings["optim.clip"] = clip
+        self.settings["optim.clip"] = clip
         self.note(key, RENAMED, f"optim.clip={shown(clip)}")
         self._sharding(name)
 
@@ -281,7 +269,7 @@ class _Conversion:
         zero = int(optimizer in SHARDED)
         if any(key.startswith(keys.LAYOUT) for key in self.values):
             zero = 1  # NxDT's default
-        self.result.settings["trainer.zero"] = zero
+        self.settings["trainer.zero"] = zero
         for key in ("model.wrap_with_zero", f"{keys.LAYOUT}zero1"):
             if self.get(key) is not None:
                 self.put(key, "trainer.zero", int(on(self.values, key)))
@@ -289,12 +277,11 @@ class _Conversion:
     def schedule(self) -> None:
         at = "model.optim.sched."
         name = str(self.get(f"{at}name", "")).lower()
-        result, settings = self.result, self.result.settings
-        result.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
+        self.result.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
         if name and name not in SCHEDULES:
             self.note(f"{at}name", UNSUPPORTED, why="cosine, linear, constant and wsd are supported; cosine is taken")
         elif name:
-            self.note(f"{at}name", RENAMED, f"optim={result.schedule}")
+            self.note(f"{at}name", RENAMED, f"optim={self.result.schedule}")
         steps = self.get("trainer.max_steps", 0)
         ratio = self.get(f"{at}warmup_ratio")
         if ratio is not None and self.get(f"{at}warmup_steps") is None:
@@ -306,7 +293,7 @@ class _Conversion:
             self.note(f"{at}max_steps", MEANINGLESS, why="it is the same as trainer.steps")
         # Theirs are 0 by default, ours are derived.
         for ours in ("optim.warmup_steps", "optim.constant_steps", "optim.min_lr"):
-            settings.setdefault(ours, 0.0 if ours == "optim.min_lr" else 0)
+            self.settings.setdefault(ours, 0.0 if ours == "optim.min_lr" else 0)
 
     def recompute(self) -> None:
         key = "model.activations_checkpoint_granularity"
@@ -318,7 +305,7 @@ class _Conversion:
 
     def precision(self) -> None:
         chosen = precision_of(self.values)
-        self.result.settings["trainer.precision"] = chosen.name
+        self.settings["trainer.precision"] = chosen.name
         written = f"trainer.precision={chosen.name}"
         self.note(chosen.key, RENAMED if chosen.supported else UNSUPPORTED, written, chosen.why)
         for key in ("trainer.precision", *SWITCHES):
@@ -328,7 +315,7 @@ class _Conversion:
         assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
 
     def checkpoints(self) -> None:
-        settings, at = self.result.settings, "exp_manager."
+        at = "exp_manager."
         kept = self.get(f"{at}checkpoint_callback_params.save_top_k")
         if kept is not None:
             # -1 keeps all; 0 keeps only the last one, by save_last.
@@ -337,7 +324,7 @@ class _Conversion:
             self.put(f"{at}checkpoint_callback_params.save_top_k", "checkpoint.keep", number, newest)
         if self.get(f"{at}create_checkpoint_callback") is False:
             self.put(f"{at}create_checkpoint_callback", "checkpoint.save_last", False)
-            settings.pop("checkpoint.every_steps", None)
+            self.settings.pop("checkpoint.every_steps", None)
         if self.get(f"{at}resume_if_exists") is not None:
             resume = "auto" if self.values[f"{at}resume_if_exists"] else "never"
             self.put(f"{at}resume_if_exists", "checkpoint.resume", resume)
