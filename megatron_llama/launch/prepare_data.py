@@ -14,23 +14,21 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
 from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records
 from megatron_llama.launch.rendezvous import LaunchFailed
 from megatron_llama.plan.rules.paths import check_data as missing_data
-from megatron_llama.system.files import sha256_file, try_lock, wait_for_lock
+from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 
 MOST_BYTES = 256 << 20
 """Of a file on disk. Beyond it preparation takes many minutes, which belong in a job of their own."""
 _NAME = "records"
 _VERSION = 2  # of what data_prep/sft.py makes of the same records; raise it when that changes
-# All that tokenizers and chat templates are read from.
+# The files that tokenizers and chat templates are read from.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -79,11 +77,13 @@ def with_finished(config: Config) -> Config:
 
     Raises ConfigError for files that are too large; other mistakes are for ``resolve`` to report.
     """
-    problems: list[Problem] = []
-    found = _find_records(config, problems, [])
-    if problems:
-        raise ConfigError(problems)
-    return _replaced(config, [records for records in found if records.folder.is_dir()])
+    too_large: list[Problem] = []
+    unreadable: list[Problem] = []
+    found = _find_records(config, too_large, unreadable)
+    if too_large:
+        raise ConfigError(too_large)
+    finished = [records for records in found if records.folder.is_dir()]
+    return _with_datasets(config, finished, all_prepared=len(finished) == len(found) and not unreadable)
 
 
 def with_prepared(config: Config, *, quiet: bool = False) -> Config:
@@ -98,7 +98,7 @@ def with_prepared(config: Config, *, quiet: bool = False) -> Config:
         raise ConfigError(problems)
     for records in found:
         _prepare_once(records, config.data, quiet)
-    return _replaced(config, found)
+    return _with_datasets(config, found, all_prepared=True)
 
 
 def _find_records(config: Config, too_large: list[Problem], unreadable: list[Problem]) -> list[Records]:
@@ -116,7 +116,8 @@ def _find_records(config: Config, too_large: list[Problem], unreadable: list[Pro
                 instead = f"make a dataset of it: {_command(path, tokenizer, config.data)}"
                 too_large.append(Problem(setting, path, rule, instead))
                 continue
-            folder = _cache(config.data) / _key(path, tokenizer, config.data)
+            cache = Path(os.path.abspath(os.path.expanduser(config.data.cache_dir or user_cache("data"))))
+            folder = cache / _key(path, tokenizer, config.data)
         except OSError as error:
             rule = f"{error.filename or path} can't be read: {error.strerror}"
             unreadable.append(Problem(setting, path, rule, "make it readable, or name another file"))
@@ -125,24 +126,20 @@ def _find_records(config: Config, too_large: list[Problem], unreadable: list[Pro
     return found
 
 
-def _replaced(config: Config, sets: list[Records]) -> Config:
-    places = {(records.setting, records.path): records.prefix for records in sets}
+def _with_datasets(config: Config, prepared: list[Records], *, all_prepared: bool) -> Config:
+    """A copy of the config that names prepared datasets instead of their files."""
+    prefixes = {(records.setting, records.path): records.prefix for records in prepared}
     config = copy.deepcopy(config)
     data = config.data
-    data.prefixes = [places.get(("data.prefixes", str(item)), item) for item in data.prefixes]
-    data.validation_prefixes = [places.get(("data.validation_prefixes", p), p) for p in data.validation_prefixes]
-    if sets and not record_files(data):  # what is left are sets, which have their templates in them
+    data.prefixes = [prefixes.get(("data.prefixes", str(item)), item) for item in data.prefixes]
+    data.validation_prefixes = [prefixes.get(("data.validation_prefixes", p), p) for p in data.validation_prefixes]
+    if prepared and all_prepared:  # what is left are datasets, whose examples are rendered already
         data.template, data.chat_template = DataConfig.template, DataConfig.chat_template
     return config
 
 
-def _cache(data: DataConfig) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return Path(os.path.abspath(os.path.expanduser(data.cache_dir or os.path.join(home, "megatron_llama", "data"))))
-
-
 def _key(path: str, tokenizer: str, data: DataConfig) -> str:
-    """A digest of everything that decides what the set holds. Raises OSError."""
+    """A digest of everything that decides the dataset's content. Raises OSError."""
     own = Path(tokenizer)
     folder = own if own.is_dir() else own.parent
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
@@ -168,11 +165,17 @@ def _prepare_once(records: Records, data: DataConfig, quiet: bool) -> None:
     cache = records.folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{records.folder.name}.lock").open("a") as lock, _locked(lock, records.path) as alone:
+        with (cache / f".{records.folder.name}.lock").open("a") as lock:
+            locked = try_lock(lock)
+            if locked is False:
+                if not quiet:
+                    _report(f"{records.path}: another start prepares it; waiting")
+                wait_for_lock(lock)
             if records.folder.is_dir():
-                _report(f"{records.path}: prepared by another start, in {records.folder}")
+                if not quiet:
+                    _report(f"{records.path}: prepared by another start, in {records.folder}")
                 return
-            if alone:  # what is left of starts that were killed
+            if locked is not None:  # alone, so these are left over from starts that were killed
                 for rest in cache.glob(f".{records.folder.name}.partial.*"):
                     shutil.rmtree(rest, ignore_errors=True)
             aside = cache / f".{records.folder.name}.partial.{os.uname().nodename}.{os.getpid()}"
@@ -184,18 +187,8 @@ def _prepare_once(records: Records, data: DataConfig, quiet: bool) -> None:
         raise LaunchFailed(f"{records.path} can't be prepared in {cache}: {error.strerror or error}") from error
 
 
-@contextmanager
-def _locked(lock: IO[str], path: str) -> Iterator[bool]:
-    """Waits until no other start prepares the same dataset; False where the file system has no locks."""
-    locked = try_lock(lock)
-    if locked is False:
-        _report(f"{path}: another start prepares it; waiting")
-        wait_for_lock(lock)
-    yield locked is not None
-
-
 def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
-    """Make the set in ``aside`` and move it to its place; returns its manifest."""
+    """Prepares the dataset in the folder ``aside`` and renames that; returns the dataset's manifest."""
     from data_prep.lib.job import RunOptions
     from data_prep.lib.sft_set import ExampleOptions, make_sft_set
     from megatron_llama.system.errors import MachineError, Stopped, UserError
@@ -230,19 +223,14 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     return manifest
 
 
-def _arguments(path: str, tokenizer: str, data: DataConfig) -> list[str]:
-    """data_prep/sft.py's arguments for a file, but for the output."""
-    made = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.seq_length)]
-    made += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
-    made += ["--template", str(data.template)] if is_table(path) and data.template else []
-    return made
-
-
 def _command(path: str, tokenizer: str, data: DataConfig) -> str:
-    """What makes a dataset of the file by hand, leaving bad lines out."""
+    """The command that makes a dataset of the file by hand, leaving bad lines out."""
     name = Path(path).name.partition(".")[0]
-    made = [*_arguments(path, tokenizer, data), "--on-bad-line", "skip", "--output-prefix", f"datasets/{name}/{name}"]
-    return f"python data_prep/sft.py {shlex.join(made)}, and write datasets/{name}/{name}_sft"
+    words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.seq_length)]
+    words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
+    words += ["--template", str(data.template)] if is_table(path) and data.template else []
+    words += ["--on-bad-line", "skip", "--output-prefix", f"datasets/{name}/{name}"]
+    return f"python data_prep/sft.py {shlex.join(words)}, and write datasets/{name}/{name}_sft"
 
 
 def _summary(records: Records, manifest: dict[str, Any]) -> str:

@@ -71,6 +71,12 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def user_cache(name: str) -> str:
+    """A folder for what can be made again, below XDG_CACHE_HOME or ~/.cache; it need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
+    return os.path.join(home, "megatron_llama", name)
+
+
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool | None:
     """Locks an open file without waiting: True if locked, False if another process holds it, None if the file system
     has no locks (some network file systems; callers continue without one).

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,7 @@ from data_prep.lib import sft_set
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
 from megatron_llama.data.indexed_format import IndexedDataset
-from megatron_llama.launch import cli
-from megatron_llama.launch import prepare_data as prepared
+from megatron_llama.launch import cli, prepare_data
 from megatron_llama.launch.prepare_data import with_finished, with_prepared
 from megatron_llama.plan import resolve
 from megatron_llama.text.chat_template import NAMED
@@ -134,7 +134,7 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
 
 
 def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST_BYTES", 100)
+    monkeypatch.setattr(prepare_data, "MOST_BYTES", 100)
     for take in (with_prepared, with_finished):
         with pytest.raises(ConfigError, match=r"python\s+data_prep/sft.py\s+--input"):
             take(config_of(base, chat, cache=tmp_path))
@@ -158,24 +158,23 @@ def test_each_choice_is_a_template() -> None:
 def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = sft_set.make_sft_set
 
-    def slowly(*arguments):
+    def slowly(*arguments: Any) -> Any:
         deadline = time.monotonic() + 100
         while len(list(tmp_path.glob("looked*"))) < 2:  # until the other start has found nothing prepared
             assert time.monotonic() < deadline, "the other start has not come"
             time.sleep(0.01)
         return prepare(*arguments)
 
-    locked = prepared._locked
+    try_lock = prepare_data.try_lock
 
-    def looking(*arguments):
+    def looking(file: Any) -> bool | None:
         (tmp_path / f"looked{os.getpid()}").touch()
-        return locked(*arguments)
+        return try_lock(file)
 
-    monkeypatch.setattr(prepared, "_locked", looking)
-
+    monkeypatch.setattr(prepare_data, "try_lock", looking)
     monkeypatch.setattr(sft_set, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (records,) = prepared._find_records(config, [], [])
+    (records,) = prepare_data._find_records(config, [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed
     rest.mkdir(parents=True)
     pids = []
@@ -185,7 +184,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
             status = 1
             try:
                 os.dup2(os.open(tmp_path / f"said{number}", os.O_CREAT | os.O_WRONLY), 1)
-                prepared.sys.stdout = open(1, "w", closefd=False)
+                prepare_data.sys.stdout = open(1, "w", closefd=False)
                 status = int(with_prepared(config).data.prefixes != [records.prefix])
             finally:
                 os._exit(status)
