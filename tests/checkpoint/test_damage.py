@@ -19,10 +19,12 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
 from megatron_llama.checkpoint.hf_folder import open_hf_folder, tensors_of
-from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
+from megatron_llama.checkpoint.manifest import NAME, State, _checksum, read_manifest
+from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
+from tests.messages import raises_saying
 from tests.ranks import RankFailed
 
 SHARD = "rank_00001.safetensors"
@@ -54,14 +56,19 @@ def _flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+def _replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_truncate, rf"{SHARD}: has \d+ bytes of \d+"),
     "flipped": (lambda folder: _flip(folder / SHARD, -100), f"{SHARD}: the values of .* are not what was written"),
     "missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: No such file"),
     "manifest": (lambda folder: _flip(folder / NAME, 600), f"{NAME}: "),
     "no_manifest": (lambda folder: (folder / NAME).unlink(), f"{NAME}: No such file"),
     "empty_manifest": (lambda folder: (folder / NAME).write_bytes(b""), f"{NAME}: is not JSON"),
-    "unreadable": (lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")), f"{NAME}: Not a directory"),
+    "unreadable": (_replace_by_a_file, f"{NAME}: Not a directory"),
 }
 
 
@@ -92,7 +99,7 @@ def test_a_damage_that_only_another_layout_reads_is_seen_too(copy: Path) -> None
 def test_without_a_good_one_a_run_does_not_start_anew(copy: Path) -> None:
     for step in (1, 2):
         _truncate(copy / "checkpoints" / f"step_{step:08d}")
-    with pytest.raises(RankFailed, match="ConfigError(.|\n)*no checkpoint can be used(.|\n)*checkpoint.resume=never"):
+    with raises_saying(RankFailed, "ConfigError.*no checkpoint can be used.*checkpoint.resume=never"):
         run(2, copy, *LAYOUT)
     assert saved_steps(copy / "checkpoints") == [2, 1]
     assert run(2, copy, *LAYOUT, "checkpoint.resume=never", "checkpoint.save_last=false").started_at == 0
@@ -114,7 +121,7 @@ def test_verify_reads_every_byte(copy: Path) -> None:
 def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
     start = checkpointer.saver.start
 
-    def limited(tensors, state) -> None:
+    def limited(tensors: dict[str, Rectangles], state: State) -> None:
         if state.step == 2 and checkpointer.topology.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         start(tensors, state)
@@ -140,7 +147,7 @@ class Bomb:
     def __init__(self, trace: Path) -> None:
         self.trace = trace
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
         return (Path.touch, (self.trace,))
 
 
@@ -159,7 +166,7 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "pytorch_model.bin").write_bytes(bomb)
-    with pytest.raises(ConfigError, match="pickle"):
+    with raises_saying(ConfigError, "pickle"):
         open_hf_folder(hf, ModelConfig())
     (hf / "model.safetensors").write_bytes(bomb)
     with pytest.raises(CorruptFile):

@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -50,11 +52,11 @@ def _with_each_step(act: Callable[[int, Path], None]) -> Callable[[Plan], None]:
     def work(plan: Plan) -> None:
         step, run_dir = loop.training_step, Path(str(plan.config.run.dir))
 
-        def training_step(number: int, *more):
+        def training_step(number: int, *more: Any) -> Any:
             act(number, run_dir)
             return step(number, *more)
 
-        loop.training_step = training_step
+        loop.training_step = training_step  # type: ignore[assignment]
         run_rank(plan)
 
     return work
@@ -80,7 +82,7 @@ def _note_signals(run_dir: Path) -> None:
     """Has this rank write down each signal that it has received and lived through."""
     receive = stop.StopSignals._receive
 
-    def noting(self, number, frame):
+    def noting(self: stop.StopSignals, number: int, frame: FrameType | None) -> None:
         receive(self, number, frame)
         with (run_dir / f"told{rank()}").open("a") as file:
             file.write("x")
@@ -201,7 +203,7 @@ def _dies_once(plan: Plan) -> None:
     inner, calls = ParallelModel.forward_backward, []
     marker = Path(str(plan.config.run.dir)) / "failed_once"
 
-    def fails(self, *arguments, **keywords):
+    def fails(self: ParallelModel, *arguments: Any, **keywords: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 5 and os.environ["RANK"] == "1" and not marker.exists():
             marker.touch()
@@ -227,21 +229,23 @@ def test_without_restarts_a_fault_is_the_end(tmp_path: Path) -> None:
 
 
 def _nan_on_rank_1(plan: Plan) -> None:
-    """A gradient on rank 1 is no number in steps 3 and 5."""
+    """A gradient on rank 1 is NaN in steps 3 and 5."""
     inner, calls = ParallelModel.forward_backward, []
 
-    def poisoned(self, *arguments, **keywords):
+    def poisoned(self: ParallelModel, *arguments: Any, **keywords: Any) -> torch.Tensor:
         calls.append(1)
         loss = inner(self, *arguments, **keywords)
         if len(calls) in (3, 5) and os.environ["RANK"] == "1":
-            next(s for s in self.shards if s.name == "layers.2.mlp.down_proj.weight").grad[0, 0] = torch.nan
+            grad = next(s for s in self.shards if s.name == "layers.2.mlp.down_proj.weight").grad
+            assert grad is not None
+            grad[0, 0] = torch.nan
         return loss
 
     ParallelModel.forward_backward = poisoned  # type: ignore[method-assign]
     run_rank(plan)
 
 
-def test_a_gradient_that_is_no_number_stops_the_run_before_the_weights(tmp_path: Path) -> None:
+def test_a_nan_gradient_stops_the_run_before_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *RUN, work=_nan_on_rank_1)
     assert job.wait() == 1

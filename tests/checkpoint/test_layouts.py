@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -37,8 +38,12 @@ PAIRS = [("odd vocabulary", saved, NAMES[(index + 5) % len(NAMES)]) for index, s
 PAIRS += [("tied", saved, NAMES[(index + 4) % len(NAMES)]) for index, saved in enumerate(NAMES) if index % 3 == 1]
 
 
+Saved = Callable[[str, str], tuple[Path, Run]]
+"""The folder and the result of a run, by the names of its model and layout."""
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory):
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Two steps of training in a layout, saved; made once each."""
 
     @cache
@@ -51,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("model", "layout", "other"), PAIRS, ids=lambda value: value.replace(" ", "_"))
-def test_any_layout_loads_into_any(saved, tmp_path: Path, model: str, layout: str, other: str) -> None:
+def test_any_layout_loads_into_any(saved: Saved, tmp_path: Path, model: str, layout: str, other: str) -> None:
     folder, before = saved(model, layout)
     ranks, overrides = LAYOUTS[other]
     checkpoint = f"checkpoint.resume={folder}/checkpoints/step_00000002"
@@ -61,7 +66,7 @@ def test_any_layout_loads_into_any(saved, tmp_path: Path, model: str, layout: st
     assert_same(after.tensors, before.tensors)
 
 
-def test_the_file_holds_hugging_faces_tensors(saved) -> None:
+def test_the_file_holds_hugging_faces_tensors(saved: Saved) -> None:
     folder, before = saved("odd vocabulary", "tp2·pp2")
     stored = read_manifest(folder / "checkpoints" / "step_00000002").stored
     assert stored.tensors["lm_head.weight"].shape == (61, 32)  # without the rows that pad it
@@ -70,7 +75,7 @@ def test_the_file_holds_hugging_faces_tensors(saved) -> None:
         assert torch.equal(stored.rows(f"optimizer.{kind}.{bare}" if kind else name), tensor)
 
 
-def test_each_value_is_written_once(saved) -> None:
+def test_each_value_is_written_once(saved: Saved) -> None:
     for layout in ("dp2, zero 0", "tp4, kv heads < tp", "dp4, hybrid"):
         folder, before = saved("odd vocabulary", layout)
         manifest = read_manifest(folder / "checkpoints" / "step_00000002")
@@ -91,7 +96,7 @@ def _forget_moments(checkpointer: Checkpointer) -> None:
     checkpointer.optimizer.restore = restore  # type: ignore[method-assign]
 
 
-def test_a_lost_moment_would_be_seen(saved, tmp_path: Path) -> None:
+def test_a_lost_moment_would_be_seen(saved: Saved, tmp_path: Path) -> None:
     folder, before = saved("odd vocabulary", "one")
     checkpoint = f"checkpoint.resume={folder}/checkpoints/step_00000002"
     after = run(1, tmp_path, *MODELS["odd vocabulary"], checkpoint, tamper=_forget_moments)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
@@ -39,9 +41,9 @@ def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: li
 
 
 def test_a_forgotten_count_would_be_seen(tmp_path: Path) -> None:
-    def forget(checkpointer) -> None:
+    def forget(checkpointer: Checkpointer) -> None:
         restore = checkpointer.optimizer.restore
-        checkpointer.optimizer.restore = lambda updates, steps: restore(0, steps)
+        checkpointer.optimizer.restore = lambda updates, steps: restore(0, steps)  # type: ignore[method-assign]
 
     sgd = [*ADAM, SR, "optim.name=sgd"]  # whose count is for nothing but the noise
     whole = run(1, tmp_path / "whole", *sgd, until=6)
@@ -100,7 +102,7 @@ def test_transformers_reads_the_export(tmp_path: Path) -> None:
     assert dtypes == {torch.bfloat16}
 
 
-def _dtypes(rank: int, transformers, folder: Path) -> set[torch.dtype]:
+def _dtypes(rank: int, transformers: Any, folder: Path) -> set[torch.dtype]:
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long, device=CPU)).logits).all()
     return {weight.dtype for weight in model.parameters()}

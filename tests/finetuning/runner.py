@@ -82,7 +82,8 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
             tamper(model)
         checkpointer = Checkpointer(plan, topology, model, optimizer)
         batches = Batches(RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size), plan, topology, CPU)
-        tuned, grads = Tuned(), []
+        tuned = Tuned()
+        grads: list[tuple] = []
         first = checkpointer.resume()
         for step in range(first, steps):
             tuned.losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan import Plan
 from tests.finetuning import runner
 from tests.finetuning.runner import TOLERANCE, Tuned, World, make_plan, tune, worst
 from tests.oracle import distance
@@ -95,7 +96,7 @@ def test_whole_modules_beside_lora(world: World, tmp_path: Path) -> None:
     assert max(worst(ours, theirs).values()) <= TOLERANCE, worst(ours, theirs)
 
 
-def _save_adapter(rank: int, plan, base: Path, folder: Path) -> None:
+def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
     runner.save_adapter(plan, base, folder)
 
 
@@ -110,13 +111,13 @@ def _no_sums_over_kv_copies(model: ParallelModel) -> None:
 def _no_sums_in_between(model: ParallelModel) -> None:
     for module in model.chunks[0].modules():
         if hasattr(module, "lora_A"):
-            module._between = lambda low: low
+            module._between = lambda low: low  # type: ignore[assignment]
 
 
 def _another_scale(model: ParallelModel) -> None:
     for module in model.chunks[0].modules():
         if hasattr(module, "lora_A"):
-            module.scaling *= 1.001
+            module.scaling *= 1.001  # type: ignore[operator,assignment]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def _another_scale(model: ParallelModel) -> None:
     ids=["sequence", "kv copies", "between A and B", "scale"],
 )
 def test_what_is_left_out_would_be_seen(
-    ranks: int, layout: list[str], tamper, world: World, theirs_lora: Tuned, tmp_path: Path
+    ranks: int, layout: list[str], tamper: runner.Tamper, world: World, theirs_lora: Tuned, tmp_path: Path
 ) -> None:
     try:
         ours = tune(ranks, tmp_path, *world.lora, *layout, steps=3, tamper=tamper)
