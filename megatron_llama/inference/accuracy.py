@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.inference.eval_data import Record, Records, Template
 from megatron_llama.inference.generator import Generator
@@ -113,7 +114,7 @@ def label_scores(generator: Generator, batch: Sequence[EncodedRecord]) -> torch.
         most = max(map(len, labels))
         if most > 1:
             # The next label overwrites this one in the cache: a slot is a position.
-            logits = generator.logits(_padded([label[:-1] for label in labels], most - 1), cache.at(lengths, most - 1))
+            logits = generator.logits(_padded([label[:-1] for label in labels]), cache.at(lengths, most - 1))
             steps.append(torch.log_softmax(logits.double(), -1))
         likelihoods = torch.cat(steps)
         for row, label in enumerate(labels):
@@ -166,8 +167,6 @@ def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _padded(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.Tensor:
-    tokens = torch.zeros(len(rows), length or max(map(len, rows)), dtype=torch.int64)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    return tokens
+def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Ids [rows, longest], zeros after the end of each row."""
+    return pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in rows], batch_first=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
+from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, ModelConfig, Problem, TrainerConfig
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
-# All else is imported where it is used: --help needs no torch.
+# What needs torch is imported where it is used, so that --help is quick.
 if TYPE_CHECKING:
-    from megatron_llama.config import ModelConfig, Problem
     from megatron_llama.inference.saved_model import SavedModel
     from megatron_llama.plan import Plan
     from megatron_llama.text.tokenizer import Tokenizer
@@ -54,14 +54,10 @@ class Problems:
 
     def add(self, field: str, value: object, rule: str, instead: str) -> None:
         """Adds one."""
-        from megatron_llama.config import Problem
-
         self.found.append(Problem(field, value, rule, instead))
 
     def collect(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Returns what ``work`` returns; where it raises ConfigError, adds its problems and returns None."""
-        from megatron_llama.config import ConfigError
-
         try:
             return work(*args, **kwargs)
         except ConfigError as error:
@@ -70,8 +66,6 @@ class Problems:
 
     def raise_if_any(self) -> None:
         """Raises ConfigError with all that was found."""
-        from megatron_llama.config import ConfigError
-
         if self.found:
             raise ConfigError(self.found)
 
@@ -108,7 +102,6 @@ def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentP
 def run(work: Callable[[], int]) -> int:
     """Returns the exit status of ``work``; the user's mistakes are 2, a damaged file is 1, each with one message."""
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
-    from megatron_llama.config import ConfigError
 
     try:
         return work()
@@ -154,7 +147,7 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
     ``auto`` is float32 on a CPU, since one without bf16 units multiplies bf16 several times slower, else bfloat16.
     Raises ConfigError, in terms of --tp, where the model can't be split so.
     """
-    from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, Problem, TrainerConfig
+    from megatron_llama.inference.saved_model import restated
     from megatron_llama.plan import resolve
 
     if dtype == "auto":
@@ -167,11 +160,10 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
         precision=PRECISIONS[dtype],
     )
     data = DataConfig(name="none", mock=True, seq_length=1)
-    try:
+    with restated(_in_terms_of_tp):
         return resolve(Config(model=model, data=data, trainer=trainer, device=DeviceConfig(name=device)), tp)
-    except ConfigError as error:
-        problems = []
-        for problem in error.problems:
-            rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
-            problems.append(Problem(problem.field.replace("trainer.tp", "--tp"), problem.value, rule, instead))
-        raise ConfigError(problems) from None
+
+
+def _in_terms_of_tp(problem: Problem) -> Problem:
+    rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
+    return Problem(problem.field.replace("trainer.tp", "--tp"), problem.value, rule, instead)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
@@ -91,9 +92,7 @@ class Generator:
         start = time.perf_counter()
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         assert int(lengths.min()) > 0 and int(lengths.max()) < self.context, "a prompt is empty or too long"
-        tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+        tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         cache = self.cache(len(prompts), int(lengths.max()) + max_new_tokens)
         generators = sampling.generators(len(prompts))
         answers = [Answer() for _ in prompts]

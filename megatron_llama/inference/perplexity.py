@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
 from megatron_llama.data.checks import broken_masks, check_dataset
@@ -101,30 +102,26 @@ def example_perplexity(
 
     In the result ``windows`` counts examples, and ``seq_length`` is that of the longest. All ranks must call it.
     """
-    order = sorted(
-        range(len(examples)), key=lambda number: len(examples[number][0])
-    )  # similar lengths in a batch: less padding
-    longest = len(examples[order[-1]][0]) - 1
+    examples = sorted(examples, key=lambda example: len(example[0]))  # similar lengths in a batch: less padding
+    longest = len(examples[-1][0]) - 1
+    room = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
     total, count, done = 0.0, 0, 0
-    while done < len(order):
-        room = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
+    while done < len(examples):
         rows = 1
-        while done + rows < len(order) and (rows + 1) * (len(examples[order[done + rows]][0]) - 1) <= room:
+        while done + rows < len(examples) and (rows + 1) * (len(examples[done + rows][0]) - 1) <= room:
             rows += 1
-        batch = [examples[number] for number in order[done : done + rows]]
-        length = len(batch[-1][0]) - 1
-        tokens, labels, mask = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
-        for row, (ids, learned) in enumerate(batch):
-            tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1].astype(np.int64))
-            labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:].astype(np.int64))
-            mask[row, : len(ids) - 1] = torch.from_numpy(learned[1:].astype(np.int64))
+        ids, learned = (
+            pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in column], batch_first=True)
+            for column in zip(*examples[done : done + rows], strict=True)
+        )
+        tokens, labels, mask = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), learned[:, 1:]
         losses = generator.llama(tokens.to(generator.device), labels.to(generator.device)).double().cpu()
         total += losses[mask.T.bool()].sum().item()  # [s, b]
         count += int(mask.sum())
         done += rows
         if progress is not None:
-            progress(done, len(order))
-    return _of(total, count, len(order), longest)
+            progress(done, len(examples))
+    return _of(total, count, len(examples), longest)
 
 
 def _of(total: float, count: int, windows: int, length: int) -> Perplexity:

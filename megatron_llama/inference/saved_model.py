@@ -1,7 +1,9 @@
-"""What a path holds that a model can be loaded from, whoever wrote it: its shape, its values, and its tokenizer."""
+"""The model that a path holds, whatever wrote it: its shape, its weights and its tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,7 @@ from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
-from megatron_llama.config import (
-    Config,
-    ConfigError,
-    FinetuneConfig,
-    ModelConfig,
-    Problem,
-)
+from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
@@ -32,7 +28,7 @@ from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.plan.shapes import head_dim, kv_heads
-from megatron_llama.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from megatron_llama.text.tokenizer import FAST_JSON, PIECES, Tokenizer, TokenizerError, open_tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 
 ARGUMENT = "CHECKPOINT"
@@ -50,25 +46,25 @@ class SavedModel:
     tokenizer: Path | None
     """A sentencepiece model or a Hugging Face folder; None where it is not known."""
     token_ids: dict[str, Any]
-    """What generation_config.json and config.json say of special tokens."""
+    """Special tokens (``..._token_id``) in config.json and generation_config.json."""
     seq_length: int
-    """Tokens of a sequence that it was trained on, or is meant for."""
+    """Tokens per sequence in training, or a usual number of them."""
     trained_template: TrainedTemplate | None = None
-    """Of a fine-tuning run: what its conversations were put in."""
+    """Of a fine-tuning run."""
 
 
 def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     """The model at ``path``: a checkpoint, a run's folder (its newest checkpoint), a Hugging Face folder or a PEFT
     adapter.
 
-    ``base`` is the folder of the frozen weights, where LoRA's are no longer where they were. Reads headers, and
-    samples for a fingerprint. Raises ConfigError for what is none of them, and CorruptFile.
+    ``base`` is the folder of the weights that LoRA was trained on, where it has moved. Reads headers, and samples for
+    a fingerprint. Raises ConfigError for what is none of them, and CorruptFile.
     """
     if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
-        return _adapter(path, base)
+        return _open_adapter(path, base)
     if (path / "config.json").is_file():
         _refuse_base(base)
-        return _hugging_face(path)
+        return _open_hf_folder(path)
     if not path.exists():
         rule, instead = "there is no such folder", "write a checkpoint's, a run's or a Hugging Face model's folder"
         raise ConfigError([Problem(ARGUMENT, str(path), rule, instead)])
@@ -100,72 +96,85 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
 
 def _refuse_base(base: Path | None) -> None:
     if base is not None:
-        rule = "is for what LoRA has trained, and these weights are whole"
+        rule = "is the model that LoRA was trained on, and these weights are whole"
         raise ConfigError([Problem("--base", str(base), rule, "leave --base out")])
 
 
-def _adapter(folder: Path, base: Path | None) -> SavedModel:
-    """A PEFT adapter with the model that it was made for: ``base``, or the folder that it names itself.
+@contextmanager
+def restated(restate: Callable[[Problem], Problem]) -> Iterator[None]:
+    """Raises the block's ConfigError with its problems restated, in terms of what the user wrote."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([restate(problem) for problem in error.problems]) from None
 
-    PEFT keeps no fingerprint, so that it is the right one is known only as far as shapes tell.
+
+def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
+    """A PEFT adapter on ``base``, or on the folder that it names itself.
+
+    PEFT keeps no fingerprint of the base: only its shapes can be checked.
     """
-    problems: list[Problem] = []
-    values: dict[str, Any] = {}
-    fill_from_adapter(str(folder), set(), lambda name, value: values.update({name: value}), problems)
-    if problems:
-        raise ConfigError([_of_adapter(problem, folder) for problem in problems])
-    finetune = FinetuneConfig(method="lora", **{name.partition(".")[2]: value for name, value in values.items()})
-    if base is None:
-        named = read_adapter_config(str(folder)).get("base_model_name_or_path")
-        if not named or not (Path(named) / "config.json").is_file():
-            rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
-            raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
-        base = Path(named)
-    try:
-        whole = _hugging_face(base)
-    except ConfigError as error:
-        raise ConfigError([replace(problem, field="--base") for problem in error.problems]) from None
-    config = Config(model=whole.model, finetune=finetune)
-    problems = [p for p in check_limits(config) if p.field.startswith("finetune.")]
-    problems += [
-        p for p in check_rules(RULES, config, 1, {p.field for p in problems}) if p.field.startswith("finetune.")
-    ]
-    if problems:
-        raise ConfigError([_of_adapter(problem, folder) for problem in problems])
-    try:
+
+    def of_adapter(problem: Problem) -> Problem:
+        name = problem.field.partition(".")[2]
+        about = "" if name == "adapter" else f"its {name} {problem.value!r}: "
+        return Problem(ARGUMENT, str(folder), about + problem.rule, "name an adapter of plain LoRA, made for this base")
+
+    with restated(of_adapter):
+        finetune = _read_finetune(folder)
+    with restated(lambda problem: replace(problem, field="--base")):
+        whole = _open_hf_folder(base or _named_base(folder))
+    with restated(of_adapter):
+        config = Config(model=whole.model, finetune=finetune)
+        problems = check_limits(config)
+        problems += check_rules(RULES, config, 1, {problem.field for problem in problems})
+        problems = [problem for problem in problems if problem.field.startswith("finetune.")]
+        if problems:
+            raise ConfigError(problems)
         adapter = open_adapter(folder, whole.model, finetune)
-    except ConfigError as error:
-        raise ConfigError([_of_adapter(problem, folder) for problem in error.problems]) from None
-    own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    own = any((folder / name).is_file() for name in (FAST_JSON, PIECES))
     merged = MergedTensors.of(whole.stored, adapter, finetune)
     return replace(whole, folder=folder, stored=merged, tokenizer=folder if own else whole.tokenizer)
 
 
-def _of_adapter(problem: Problem, folder: Path) -> Problem:
-    """A problem of the settings that an adapter stands for, in the words of a command line that names the adapter."""
-    about = "" if problem.field == "finetune.adapter" else f"its {problem.field.partition('.')[2]} {problem.value!r}: "
-    return Problem(ARGUMENT, str(folder), about + problem.rule, "name an adapter of plain LoRA, made for this base")
+def _read_finetune(folder: Path) -> FinetuneConfig:
+    """The ``finetune`` settings that an adapter's adapter_config.json stands for."""
+    problems: list[Problem] = []
+    finetune = FinetuneConfig(method="lora")
+    fill_from_adapter(
+        str(folder), set(), lambda name, value: setattr(finetune, name.partition(".")[2], value), problems
+    )
+    if problems:
+        raise ConfigError(problems)
+    return finetune
 
 
-def _hugging_face(folder: Path) -> SavedModel:
+def _named_base(folder: Path) -> Path:
+    """The folder of the base model that an adapter names."""
+    named = read_adapter_config(str(folder)).get("base_model_name_or_path")
+    if not named or not (Path(named) / "config.json").is_file():
+        rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
+        raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
+    return Path(named)
+
+
+def _open_hf_folder(folder: Path) -> SavedModel:
     try:
         content = read_hf_config(str(folder))
     except ValueError as error:
         raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "get the folder again")]) from None
-    other = [f"is no Llama of this kind: {clause}" for clause in other_than_llama(content)]
+    rules = [f"is no Llama of this kind: {clause}" for clause in other_than_llama(content)]
     shape = shape_from_hf(content)
     scaling = shape.pop("rope_scaling")
     try:
         model = ModelConfig(**shape, rope_scaling=RopeScaling(**scaling) if scaling else None)
         model = replace(model, num_key_value_heads=kv_heads(model), head_dim=head_dim(model), name=folder.name)
     except (TypeError, ZeroDivisionError) as error:
-        other.append(f"its config.json describes no Llama ({error})")
-    if other:
-        raise ConfigError([Problem(ARGUMENT, str(folder), rule, "name another folder") for rule in other])
-    try:
+        rules.append(f"its config.json describes no Llama ({error})")
+    if rules:
+        raise ConfigError([Problem(ARGUMENT, str(folder), rule, "name another folder") for rule in rules])
+    with restated(lambda problem: replace(problem, field=ARGUMENT)):
         stored = open_hf_folder(folder, model)
-    except ConfigError as error:
-        raise ConfigError([replace(problem, field=ARGUMENT) for problem in error.problems]) from None
     return SavedModel(folder, model, stored, folder, _token_ids(folder), min(model.max_position_embeddings, 2048))
 
 
@@ -182,11 +191,11 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     return found
 
 
-def tokenizer_of(source: SavedModel, given: Path | None = None) -> Tokenizer:
+def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:
     """The tokenizer that is given, or else the one that belongs to the model. Raises ConfigError where none fits."""
-    path = given or source.tokenizer
+    path = given or saved.tokenizer
     if path is None:
-        rule = "the model's tokenizer is not known, or no longer where it was when it was trained"
+        rule = "the model's tokenizer is not known, or no longer where it was in training"
         instead = "write --tokenizer tokenizer.model, or the folder of a Hugging Face tokenizer"
         raise ConfigError([Problem("--tokenizer", None, rule, instead)])
     try:
@@ -194,16 +203,16 @@ def tokenizer_of(source: SavedModel, given: Path | None = None) -> Tokenizer:
     except TokenizerError as error:
         instead = "write --tokenizer tokenizer.model, or a Hugging Face tokenizer's folder"
         raise ConfigError([Problem("--tokenizer", str(path), error.rule, instead)]) from None
-    if tokenizer.size > source.model.vocab_size:
-        rule = f"has {tokenizer.size} ids, and the model's vocabulary only {source.model.vocab_size}"
+    if tokenizer.size > saved.model.vocab_size:
+        rule = f"has {tokenizer.size} ids, and the model's vocabulary only {saved.model.vocab_size}"
         raise ConfigError(
             [Problem("--tokenizer", str(path), rule, "name the tokenizer that the model was trained with")]
         )
     return tokenizer
 
 
-def stop_ids(source: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
+def stop_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """The ids that end an answer."""
-    named = source.token_ids.get("eos_token_id")
+    named = saved.token_ids.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(number for number in (*ids, tokenizer.end) if isinstance(number, int))

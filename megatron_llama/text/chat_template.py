@@ -1,8 +1,8 @@
-"""A conversation to the text that a model sees, in pieces: what is control token, what is text, what is to be learned.
+"""A conversation to the text that a model sees, in pieces: control tokens and text, learned or not.
 
 A named template is a few strings for each role. The tokenizer's own is Jinja, rendered in a sandbox as transformers
-renders it (tests hold the two side by side). What is learned of an answer is what the model has to say when it is asked
-for it: the answer and the token that ends it, not the white space that the template puts after that.
+renders it (tests compare the two). Of an answer the model learns what it has to generate: the text and the token that
+ends it, not the white space that the template puts after that.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Piece:
     text: str
     learn: bool
     control: bool = False
-    """a control token's name, rather than text"""
+    """``text`` is a control token's name."""
 
 
 END = "<|endoftext|>"
-"""Stands for the tokenizer's end-of-text token where it has none of that name."""
+"""Means the tokenizer's own end-of-text token where it has none of this name."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A template by role: (what stands before the text, what after it). Names of control tokens are in <| |>."""
+    """A template by role: (prefix, suffix) of a turn's text. Names of control tokens are in <| |>."""
 
     system: tuple[str, str]
     user: tuple[str, str]
     assistant: tuple[str, str, str]
-    """(before the answer, what ends it and is learned, what follows)"""
+    """(prefix, end of the answer, which is learned, and suffix)"""
     gap: str = ""
-    """Stands between the assistant's mark and its answer; learned with the answer, so that they can be one token."""
+    """Between the assistant's prefix and its answer; learned with the answer, so that both can be one token."""
 
     def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
         """The rendered conversation."""
@@ -64,20 +64,22 @@ class Named:
     def jinja(self, end: str | None, add_bos: bool) -> str:
         """The template in Jinja. ``end`` is the name of the end-of-text token, None for the variable eos_token."""
 
-        def said(text: str, *values: str) -> str:
+        def expression(text: str, *values: str) -> str:
             parts = [json.dumps(part) for part in text.split(END)]
             whole = f" + {'eos_token' if end is None else json.dumps(end)} + ".join(parts)
             return "{{ " + " + ".join([whole, *values]) + " }}"
 
         content, (before, close, after) = "message['content']", self.assistant
-        roles = [f"{said(one)}{said('', content)}{said(other)}" for one, other in (self.system, self.user)]
-        answer = said(before + self.gap, content) + said(close + after)
+        roles = [
+            f"{expression(one)}{expression('', content)}{expression(other)}" for one, other in (self.system, self.user)
+        ]
+        answer = expression(before + self.gap, content) + expression(close + after)
         turn = (
             f"{{% if message['role'] == 'assistant' %}}{answer}{{% elif message['role'] == 'system' %}}{roles[0]}"
             f"{{% else %}}{roles[1]}{{% endif %}}"
         )
         begin = "{{ bos_token }}" if add_bos else ""
-        asked = f"{{% if add_generation_prompt %}}{said(before)}{{% endif %}}"
+        asked = f"{{% if add_generation_prompt %}}{expression(before)}{{% endif %}}"
         return f"{begin}{{% for message in messages %}}{turn}{{% endfor %}}{asked}"
 
 
@@ -96,7 +98,7 @@ NAMED = {
 
 
 def _marked(text: str, learn: bool) -> list[Piece]:
-    """A template's string, cut at the names of control tokens."""
+    """A template's string, split at the names of control tokens."""
     found: list[Piece] = []
     while text:
         start, end = text.find("<|"), text.find("|>")
@@ -117,7 +119,7 @@ class Jinja:
     """A chat template in Jinja."""
 
     def __init__(self, source: str, variables: dict[str, str], ends: Sequence[str], where: str) -> None:
-        """``variables`` are bos_token and its like; ``ends`` the tokens one of which may end an answer.
+        """``variables`` are bos_token and the like; ``ends`` are the tokens that may end an answer.
 
         Raises:
             UserError: it does not compile.
@@ -133,7 +135,7 @@ class Jinja:
         self._ends = tuple(ends)
 
     def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
-        """The rendered conversation; control tokens stand in its text. Raises Bad."""
+        """The rendered conversation, control tokens as part of its text. Raises Bad."""
         whole = self.render(turns)
         borders = [0]
         for number, turn in enumerate(turns):
@@ -141,7 +143,7 @@ class Jinja:
                 borders += self._answer(whole, turns, number)
         borders.append(len(whole))
         if borders != sorted(borders):
-            raise Bad("template_refuses", "its answers do not stand in the order of the turns")
+            raise Bad("template_refuses", "its answers are not in the order of the turns")
         texts = [whole[start:end] for start, end in zip(borders, borders[1:], strict=False)]
         return [Piece(text, bool(number % 2)) for number, text in enumerate(texts) if text]
 
@@ -156,25 +158,25 @@ class Jinja:
             raise Bad("template_refuses", f"{type(error).__name__}: {error}"[:200]) from None
 
     def _answer(self, whole: str, turns: Sequence[Turn], number: int) -> list[int]:
-        """Where answer ``number`` begins and ends in the text."""
+        """[first character, end) of turn ``number``, an answer, in the text."""
         until = self.render(turns[: number + 1])
         asked = self.render(turns[:number], ask=True)
         if not until.startswith(asked):
-            # What asks for an answer is not what stands before a given one (a thought that is begun, say). Where that
-            # ends is seen with an answer that no template has in it; looking for the answer would find an `A` in
-            # `Assistant`.
+            # The generation prompt is not what comes before a given answer (it may begin a thought, say). Where an
+            # answer begins is found with one that no template contains: the answer itself could be an `A`, which is
+            # in `Assistant` too.
             asked = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
             if not until.startswith(asked):
                 raise Bad("template_refuses", f"turn {number + 1} is not found in its text")
         bare = until.rstrip()
         end = bare if bare.endswith(self._ends) and len(bare) > len(asked) else until
         if not (whole.startswith(asked) and whole.startswith(end)):
-            raise Bad("template_refuses", f"turn {number + 1} reads otherwise once more turns follow")
+            raise Bad("template_refuses", f"turn {number + 1} changes when more turns follow")
         return [len(asked), len(end)]
 
 
 def _environment() -> Any:
-    """As transformers sets it up for chat templates."""
+    """Jinja as transformers sets it up for chat templates."""
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment

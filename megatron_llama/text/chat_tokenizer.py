@@ -1,7 +1,7 @@
 """Pieces of a rendered conversation to token ids, with a mask that is exact at the borders.
 
-A text is encoded whole, as at inference. Where a token would reach across the border of an answer, the two sides are
-encoded apart: what is asked ends there, so the model could never have said that token.
+A text is encoded whole, as at inference. Where a token would cross the border of an answer, the two sides are encoded
+apart: the prompt ends there at inference, so the model could never have produced that token.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron_llama.text.tokenizer import (
     tokenizer_file,
 )
 
-# Characters that keep a text from being the beginning of its line; the first that no token joins with it is taken.
+# Prefixes with which a text is encoded as the middle of another; the first that shares no token with it is taken.
 ANCHORS = ("\n", "0", "|", ".")
 
 
 @dataclass(frozen=True)
 class Spans:
-    """A text's tokens, and which characters each stands for."""
+    """The tokens of a text, and the characters [start, end) of each."""
 
     ids: list[int]
     starts: list[int]
@@ -42,16 +42,16 @@ class Spans:
 
 
 class ChatTokenizer(Protocol):
-    """What encodes conversations."""
+    """A tokenizer that encodes conversations."""
 
     encoder: Encoder
     bos: int | None
     adds_bos: bool
-    """Whether its makers put ``bos`` before every text."""
+    """Whether its makers put ``bos`` before every text (``Tokenizer.adds_bos``)."""
     control_tokens: list[str]
-    """Names of the control tokens that must not stand in a turn's text."""
+    """Names of the control tokens that must not occur in a turn's text."""
     added_tokens: list[str]
-    """Those and all other tokens that were added to the vocabulary: one of them ends an answer, flagged or not."""
+    """These and all other tokens that were added to the vocabulary: an answer may end with any of them."""
 
     def spans(self, text: str) -> Spans:
         """A text's tokens. For a tokenizer with a template of its own, control tokens in it count as such."""
@@ -100,7 +100,7 @@ class HuggingFace:
         self.added_tokens = [token.content for token in added if token.content.strip()]
         self.bos = huggingface_bos(self._tokenizer)
         self.adds_bos = self.bos is not None
-        # What adds special tokens also trims spaces off the spans, which would hide that a token crosses a border.
+        # The post-processor also trims spaces off the spans, which would hide that a token crosses a border.
         self._tokenizer.post_processor = need_package("tokenizers", Path(path)).processors.Sequence([])
 
     def spans(self, text: str) -> Spans:
@@ -126,7 +126,7 @@ def load_chat_tokenizer(path: str, own: bool) -> ChatTokenizer:
 
 
 def encode_pieces(pieces: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:
-    """(ids, which of them are to be learned) of a rendered conversation. Raises Bad."""
+    """(ids, whether each is learned) of a rendered conversation. Raises Bad."""
     ids: list[int] = []
     learn: list[bool] = []
     run: list[Piece] = []
@@ -150,24 +150,25 @@ def encode_pieces(pieces: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[li
 
 
 def _control(name: str, tokenizer: ChatTokenizer) -> int | None:
-    """The id of a template's control token; a name that the tokenizer lacks is text, but for the end of text."""
+    """The id of a template's control token, None where it is text: the tokenizer has none of that name. The end of text
+    has an id in any tokenizer."""
     number = tokenizer.control(name)
     return tokenizer.encoder.eod if number is None and name == END else number
 
 
 def _encode_run(run: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:
-    """Pieces of text that follow one another."""
+    """(ids, whether each is learned) of pieces of text that follow one another."""
     text = "".join(piece.text for piece in run)
     if not text:
         return [], []
-    borders: list[int] = []  # where a stretch begins
-    learn: list[bool] = []  # whether it is to be learned
-    place = 0
+    borders: list[int] = []  # the first characters of stretches that are learned or not
+    learn: list[bool] = []
+    position = 0
     for piece in run:
         if not learn or learn[-1] != piece.learn:
-            borders.append(place)
+            borders.append(position)
             learn.append(piece.learn)
-        place += len(piece.text)
+        position += len(piece.text)
     spans = tokenizer.spans(text)
     starts, ends = np.array(spans.starts), np.array(spans.ends)
     if not any(((starts < border) & (ends > border)).any() for border in borders[1:]):
@@ -182,7 +183,7 @@ def _encode_run(run: Sequence[Piece], tokenizer: ChatTokenizer) -> tuple[list[in
 
 
 def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:
-    """A text's ids in the middle of another, where no space is put before it."""
+    """The ids of a text in the middle of another, where no space is added before it."""
     for anchor in ANCHORS:
         before, both = tokenizer.spans(anchor).ids, tokenizer.spans(anchor + text).ids
         if both[: len(before)] == before:
