@@ -99,12 +99,17 @@ def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     shape |= {name: content.get(name) for name in _OPTIONAL}
     for name, default in _DEFAULTS.items():
         shape[name] = default if content.get(name) is None else content[name]
+    rope = rope_from_hf(content)
+    return {**shape, **rope, "rope_theta": 10000.0 if rope["rope_theta"] is None else rope["rope_theta"]}
+
+
+def rope_from_hf(content: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's ``rope_theta``, None where it is not given, and ``rope_scaling`` from a config.json."""
     rope = _rope(content)
-    shape["rope_theta"] = rope.get("rope_theta", 10000.0)
     names = [field.name for field in fields(RopeScaling)]
     scaled = rope.get("rope_type", "default") != "default"
-    shape["rope_scaling"] = {name: rope[name] for name in names if name in rope} if scaled else None
-    return shape
+    scaling = {name: rope[name] for name in names if name in rope} if scaled else None
+    return {"rope_theta": rope.get("rope_theta"), "rope_scaling": scaling}
 
 
 def fill_from_hf(

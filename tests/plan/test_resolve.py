@@ -12,8 +12,8 @@ import pytest
 
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import resolve
+from megatron_llama.plan.derive import COSINE, split_layers
 from megatron_llama.plan.parameters import layers_per_stage
-from megatron_llama.plan.resolve import COSINE, split_layers
 from tests.config.helpers import make
 from tests.data.files import numbered, write_indexed
 from tests.paths import CONF

@@ -1,4 +1,4 @@
-"""How the settings of fine-tuning must go together, and what is derived of them."""
+"""Rules on fine-tuning."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_llama.config.fields import settings_by_name
-from megatron_llama.config.precision import PRECISIONS, QUANTIZATION_BLOCK, QUANTIZED_BITS
+from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config, FinetuneConfig
 from megatron_llama.plan.rules.layout import layout_tp
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.plan.shapes import matrices
-
-FROM_NOTHING = (
-    "finetune.method={method} starts from random weights here, which is of use for measuring only: init_from is not set"
-)
 
 
 @reads("finetune.method", "init_from")
@@ -94,11 +90,3 @@ def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Prob
         advice = nearest_legal("trainer.tp", tp, whole)
         advice = f"{advice}, or " if advice else "write "
         yield Problem("trainer.tp", tp, rule, f"{advice}finetune.frozen_dtype=bf16")
-
-
-def derive_finetuning(config: Config, notes: list[str]) -> None:
-    """Fill in what follows from other settings."""
-    if config.finetune.method == "lora" and config.finetune.frozen_dtype is None:
-        config.finetune.frozen_dtype = PRECISIONS[config.trainer.precision].compute_format
-    if config.finetune.method != "none" and config.init_from is None:
-        notes.append(FROM_NOTHING.format(method=config.finetune.method))

@@ -8,14 +8,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_llama.config.data_prefixes import named_paths, record_files
-from megatron_llama.config.hf_config import other_than_llama
+from megatron_llama.config.hf_config import other_than_llama, rope_from_hf
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
-from megatron_llama.config.settings import Config, DataConfig, ModelConfig, RopeScaling
+from megatron_llama.config.settings import Config, DataConfig, ModelConfig
 from megatron_llama.data.indexed_format import MASK_SUFFIX
 from megatron_llama.plan.shapes import head_dim, kv_heads
 
@@ -37,26 +37,24 @@ SHAPE = (
 )
 
 
+def check_paths(config: Config, exists: Exists) -> list[Problem]:
+    """Everything that the config names and that is not there, or is not what it should be."""
+    return [
+        *check_data(config, exists),
+        *_quantizer(config),
+        *_starting_weights(config, exists),
+        *_checkpoint(config, exists),
+        *_schedule_package(config),
+    ]
+
+
 def check_data(config: Config, exists: Exists) -> list[Problem]:
     """Datasets and tokenizer that are not there; ``data.prepare`` is what makes them."""
     if config.data.mock:
         return []
-    return [*_datasets(config, exists), *_tokenizer(config, exists)]
-
-
-def check_weights(config: Config, exists: Exists) -> list[Problem]:
-    """Starting weights that are not there at all; a folder that holds the wrong ones is for ``check_files``."""
-    folder = config.init_from
-    if folder is None or exists(folder):
-        return []
-    rule = f"there is no such folder (seen from {os.getcwd()})"
-    instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
-    return [Problem("init_from", folder, rule, instead)]
-
-
-def check_files(config: Config, exists: Exists) -> list[Problem]:
-    """Everything else that a config may name: the right starting weights, a checkpoint, a schedule's package."""
-    return [*_starting_weights(config, exists), *_checkpoint(config, exists), *_schedule_package(config)]
+    made_here = config.data.prepare is not None
+    found = (*_datasets(config, exists), *_tokenizer(config, exists))
+    return [replace(problem, only_here=made_here) for problem in found]
 
 
 def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
@@ -102,7 +100,12 @@ def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:
 
 def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     folder = config.init_from
-    if folder is None or not exists(folder):
+    if folder is None:
+        return
+    if not exists(folder):
+        rule = f"there is no such folder (seen from {os.getcwd()})"
+        instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
+        yield Problem("init_from", folder, rule, instead, only_here=True)
         return
     path = os.path.join(folder, "config.json")
     if not exists(path):
@@ -129,15 +132,7 @@ def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tu
     """Where a Hugging Face config.json and our shape differ: {name: (ours, theirs)}."""
     if not theirs:
         return {}
-    # transformers 5 keeps the base and the scaling together in rope_parameters; before, they stood apart.
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    names = [field.name for field in fields(RopeScaling)]
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    flat = {
-        **theirs,
-        "rope_theta": theirs.get("rope_theta", rope.get("rope_theta")),
-        "rope_scaling": {name: rope[name] for name in names if name in rope} if scaled else None,
-    }
+    flat = {**theirs, **rope_from_hf(theirs)}
     ours = {
         **asdict(model),
         "num_key_value_heads": kv_heads(model),
@@ -181,20 +176,19 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
         )
 
 
-def check_quantizer(config: Config) -> list[Problem]:
-    """That what quantizes frozen weights is installed; found without importing it, which takes seconds."""
+def _quantizer(config: Config) -> Iterator[Problem]:
+    """torchao, which quantizes frozen weights; found without importing it, which takes seconds."""
     kind = config.finetune.frozen_dtype
     if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
-        return []
+        return
     try:
         found = importlib.metadata.version("torchao")
     except importlib.metadata.PackageNotFoundError:
         found = ""
-    if found.startswith(TORCHAO):
-        return []
-    rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
-    advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
-    return [Problem("finetune.frozen_dtype", kind, rule, advice)]
+    if not found.startswith(TORCHAO):
+        rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
+        advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
+        yield Problem("finetune.frozen_dtype", kind, rule, advice, only_here=True)
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:

@@ -1,0 +1,57 @@
+"""What a user should know about a plan that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_llama.config.data_prefixes import record_files, weights_and_paths
+from megatron_llama.config.settings import Config
+from megatron_llama.plan.epochs import epochs_of, samples_per_epoch
+from megatron_llama.plan.plan import Plan
+
+
+def notes_on(config: Config, plan: Plan) -> Iterator[str]:
+    """Notes on the plan that was derived from ``config``; what derivation itself noted is in the plan already."""
+    method, trainer, data = config.finetune.method, plan.config.trainer, config.data
+    if method != "none" and config.init_from is None:
+        yield (
+            f"finetune.method={method} starts from random weights here, which is of use for measuring only: init_from "
+            "is not set"
+        )
+    for _, path in record_files(data):
+        yield f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
+    if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
+        yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
+    if data.mock:
+        if data.prefixes:
+            yield "data.mock=true makes tokens up: data.prefixes is not read"
+        return
+    try:
+        if data.kind == "sft" and trainer.val_every_steps:
+            yield from _validation(plan)
+        if config.trainer.epochs is None:
+            epochs = epochs_of(data, trainer.steps * trainer.global_batch_size)
+            if epochs > 1:
+                which = "the most used dataset" if weights_and_paths(data.prefixes)[0] else "the training data"
+                yield f"{which} is read {epochs:.3g} times, in another order each time"
+    except (OSError, ValueError):  # a missing or broken dataset is for the checks of files to report
+        return
+
+
+def _validation(plan: Plan) -> Iterator[str]:
+    """How much of a fine-tuning set each validation sees: the best checkpoint is chosen by it."""
+    trainer, data = plan.config.trainer, plan.config.data
+    samples = samples_per_epoch(data, 1)
+    if not samples:  # refused when the split is read
+        return
+    kind, size = "sequences" if data.pack else "examples", trainer.global_batch_size
+    seen = samples if trainer.val_steps is None else trainer.val_steps * size
+    if trainer.val_steps is None:
+        yield f"each validation is on all {samples:,} {kind}, in batches of {size}: {-(-samples // size):,}"
+    elif seen < samples:
+        yield f"each validation is on {seen:,} of {samples:,} {kind}; trainer.val_steps=null takes them all"
+    elif seen > samples:
+        yield (
+            f"each validation takes {seen:,} {kind} of {samples:,}, so that some count more often than others; "
+            "trainer.val_steps=null takes each once"
+        )
