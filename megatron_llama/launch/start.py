@@ -182,7 +182,7 @@ def start_ranks(
             number = share.first_rank + local
             variables = {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
             output = output_dir / f"rank_{number:05d}.txt" if output_dir and number else None
-            ranks.append((_fork if fork else _spawn)(number, work, variables, output, listener))
+            ranks.append(_start_rank(fork, number, work, variables, output, listener))
             signals.children.append(ranks[-1])
         store = _host_store(listener, share.world_size) if listener else None
         try:
@@ -221,50 +221,37 @@ def _host_store(listener: socket.socket, world_size: int) -> Any:
     return TCPStore("127.0.0.1", port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
 
-def _files() -> tuple[IO[bytes], IO[bytes]]:
-    """Unnamed files for a rank's report and the stack of a crash; they outlive the rank and leave nothing behind."""
-    return tempfile.TemporaryFile(), tempfile.TemporaryFile()
-
-
-def _fork(
+def _start_rank(
+    fork: bool,
     number: int,
     work: Callable[[], None],
     variables: dict[str, str],
     output: Path | None,
     listener: socket.socket | None,
 ) -> Rank:
-    """A rank that starts as a copy of this process."""
-    report_file, crash_file = _files()
-    starter = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        if listener is not None:
-            listener.close()
-        files = os.dup(report_file.fileno()), os.dup(crash_file.fileno())
-        run_assignment(Assignment(number, starter, variables, *files, output), work)
-    return Rank(number, pid, report_file, crash_file, output)
-
-
-def _spawn(
-    number: int,
-    work: Callable[[], None],
-    variables: dict[str, str],
-    output: Path | None,
-    listener: socket.socket | None,
-) -> Rank:
-    """A rank that is a Python of its own; for devices that do not survive a fork."""
-    report_file, crash_file = _files()
+    """Starts a rank: as a copy of this process, or as a Python of its own for devices that do not survive a fork."""
+    # Unnamed files: they outlive the rank and leave nothing behind.
+    report_file, crash_file = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     files = report_file.fileno(), crash_file.fileno()
+    starter = os.getpid()
+    if fork:
+        pid = os.fork()
+        if pid == 0:
+            if listener is not None:
+                listener.close()
+            copies = os.dup(files[0]), os.dup(files[1])
+            run_assignment(Assignment(number, starter, variables, *copies, output), work)
+        return Rank(number, pid, report_file, crash_file, output)
     with tempfile.TemporaryFile() as task:
         pickle.dump(sys.path, task)
-        pickle.dump((Assignment(number, os.getpid(), variables, *files, output), work), task)
+        pickle.dump((Assignment(number, starter, variables, *files, output), work), task)
         task.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, str(task.fileno())],
             env={**os.environ, **variables},
             pass_fds=(task.fileno(), *files),
         )
-    process.returncode = 0  # we wait for the pid ourselves
+    process.returncode = 0  # Rank.poll waits for the pid
     return Rank(number, process.pid, report_file, crash_file, output)
 
 
