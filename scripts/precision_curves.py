@@ -108,21 +108,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--precisions", nargs="+", default=list(PRECISIONS), help="the first is what others are held to"
     )
     parser.add_argument("overrides", nargs="*", help="changes to the recipe, as train.py takes them")
-    arguments = parser.parse_args(argv)
-    output = arguments.output.resolve()
+    args = parser.parse_args(argv)
+    output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[list[float]]] = {precision: [] for precision in arguments.precisions}
+    runs: dict[str, list[list[float]]] = {precision: [] for precision in args.precisions}
     try:
-        for seed in arguments.seeds:
-            for precision in arguments.precisions:
+        for seed in args.seeds:
+            for precision in args.precisions:
                 folder = output / f"{precision}-{seed}"
-                runs[precision].append(train(folder, precision, seed, arguments.steps, arguments.overrides))
+                runs[precision].append(train(folder, precision, seed, args.steps, args.overrides))
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{folder}: train.py ended with status {error.returncode}\n")
         return 1
-    recipe = " ".join([*RECIPE, *arguments.overrides, f"trainer.steps={arguments.steps}"])
+    recipe = " ".join([*RECIPE, *args.overrides, f"trainer.steps={args.steps}"])
     (output / "precision.md").write_text(table(runs, recipe), encoding="utf-8")
-    draw(runs, output / "precision.png", f"{len(arguments.seeds)} seed(s), {arguments.steps} steps")
+    draw(runs, output / "precision.png", f"{len(args.seeds)} seed(s), {args.steps} steps")
     print(table(runs, recipe))
     return 0
 

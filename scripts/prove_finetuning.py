@@ -48,13 +48,13 @@ class Run:
     overrides: Sequence[str]
 
 
-def runs_of(arguments: argparse.Namespace) -> list[Run]:
+def runs_of(args: argparse.Namespace) -> list[Run]:
     """The runs, in their order."""
-    qnli = ["data=qnli", f"trainer.epochs={arguments.epochs}"]
+    qnli = ["data=qnli", f"trainer.epochs={args.epochs}"]
     return [
         Run("qnli_full", "qnli", [*qnli, *FULL]),
         Run("qnli_lora", "qnli", [*qnli, *LORA]),
-        Run("gsm8k_full", "gsm8k", ["data=gsm8k", f"trainer.steps={arguments.gsm8k_steps}", *FULL]),
+        Run("gsm8k_full", "gsm8k", ["data=gsm8k", f"trainer.steps={args.gsm8k_steps}", *FULL]),
     ]
 
 
@@ -63,34 +63,27 @@ def call(program: str, *words: object, folder: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], cwd=folder, check=True)
 
 
-def prepare(arguments: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace) -> None:
     """The sets, where data=qnli and data=gsm8k look for them: datasets/ below the folder that they are started in."""
-    common = ("--tokenizer-model", arguments.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
-    if not (arguments.output / "datasets/qnli/qnli_train_sft.json").exists():
-        split = ("--template", "qnli", "--split", arguments.split)
-        source = ("--input", arguments.data / "qnli_dev.tsv")
-        call("data_prep/sft.py", *source, *split, *common, "datasets/qnli/qnli", folder=arguments.output)
+    common = ("--tokenizer-model", args.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
+    if not (args.output / "datasets/qnli/qnli_train_sft.json").exists():
+        split = ("--template", "qnli", "--split", args.split)
+        source = ("--input", args.data / "qnli_dev.tsv")
+        call("data_prep/sft.py", *source, *split, *common, "datasets/qnli/qnli", folder=args.output)
     for part in ("train", "test"):
-        if not (arguments.output / f"datasets/gsm8k/{part}_sft.json").exists():
-            source = ("--input", arguments.data / f"gsm8k_{part}.jsonl")
-            call("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=arguments.output)
+        if not (args.output / f"datasets/gsm8k/{part}_sft.json").exists():
+            source = ("--input", args.data / f"gsm8k_{part}.jsonl")
+            call("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=args.output)
 
 
-def evaluate(model: Path, task: str, report: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def evaluate(model: Path, task: str, report: Path, args: argparse.Namespace) -> dict[str, Any]:
     """scripts/evaluate.py's report on lines that no run has seen."""
     if not report.exists():
         if task == "qnli":
             what = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
         else:
-            what = [
-                "--generative",
-                arguments.data / "gsm8k_test.jsonl",
-                "--template",
-                "gsm8k",
-                "--limit",
-                arguments.questions,
-            ]
-        call("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=arguments.output)
+            what = ["--generative", args.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", args.questions]
+        call("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=args.output)
     found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return found
 
@@ -152,24 +145,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=1, help="of QNLI")
     parser.add_argument("--gsm8k-steps", type=int, default=60, help="optimizer steps on GSM8K")
     parser.add_argument("--questions", type=int, default=100, help="of GSM8K that are answered")
-    arguments = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     for name in ("model", "data", "output"):
-        setattr(arguments, name, getattr(arguments, name).resolve())
-    output: Path = arguments.output
+        setattr(args, name, getattr(args, name).resolve())
+    output: Path = args.output
     output.mkdir(parents=True, exist_ok=True)
     reports: dict[str, dict[str, Any]] = {}
-    runs = runs_of(arguments)
+    runs = runs_of(args)
     try:
-        prepare(arguments)
+        prepare(args)
         for task in ("qnli", "gsm8k"):
-            reports[f"{task}_before"] = evaluate(arguments.model, task, output / f"{task}_before.json", arguments)
+            reports[f"{task}_before"] = evaluate(args.model, task, output / f"{task}_before.json", args)
         for run in runs:
             folder = output / run.name
             report = output / f"{run.name}.json"
             if not report.exists():  # train.py continues a run that was stopped
-                overrides = [*RECIPE, f"init_from={arguments.model}", *run.overrides, f"run.dir={folder}"]
+                overrides = [*RECIPE, f"init_from={args.model}", *run.overrides, f"run.dir={folder}"]
                 call("train.py", *overrides, folder=output)
-            reports[run.name] = evaluate(folder, run.task, report, arguments)
+            reports[run.name] = evaluate(folder, run.task, report, args)
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"status {error.returncode}: {' '.join(map(str, error.cmd))}\n")
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from megatron_llama.plan import Plan
@@ -16,20 +17,14 @@ def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
 
 
 def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
-    """Every rank, together with those that communicate as much: (ranks, operations of each)."""
-    groups: list[tuple[list[int], list[Operation]]] = []
-    seen: dict[tuple[int, int], list[int]] = {}  # nothing else of a rank's position matters
+    """Every rank, together with those that have the same operations: (ranks, operations of each)."""
+    # Of a rank's coordinates only these two matter: a few calls for thousands of ranks.
+    found = functools.cache(lambda pp_rank, shard_rank: tuple(operations(plan, pp_rank, shard_rank)))
+    groups: dict[tuple[Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
         topology = build_topology(plan, rank)
-        seen.setdefault((topology.pp_rank, topology.shard_rank), []).append(rank)
-    for (pp_rank, shard_rank), ranks in seen.items():
-        found = operations(plan, pp_rank, shard_rank)
-        same = next((group for group, others in groups if others == found), None)
-        if same is None:
-            groups.append((ranks, found))
-        else:
-            same.extend(ranks)
-    return [(sorted(ranks), found) for ranks, found in groups]
+        groups.setdefault(found(topology.pp_rank, topology.shard_rank), []).append(rank)
+    return [(ranks, list(shared)) for shared, ranks in groups.items()]
 
 
 def compact(ranks: Sequence[int]) -> str:
