@@ -5,6 +5,8 @@
 Each sub-command lives in scripts/bench_<name>.py, with `describe(parser)` and `run(args) -> int`.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 

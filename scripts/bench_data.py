@@ -1,9 +1,11 @@
 """Preprocessing speed: preprocess.py, Megatron's preprocess_data.py, plain sentencepiece in two processes.
 
-Every row is a whole process, from its start to its end, on the same JSONL. All rows are run once per round, in turn, so
-that what else the machine does falls on all of them; the table gives the median over the rounds, by the clock and in
-CPU seconds of the whole tree of processes. The outputs are compared byte by byte.
+Every row is a whole process on the same JSONL. Each round runs all rows in turn, so that other load on the machine
+affects all of them; the table gives the median over the rounds, in wall-clock seconds and in CPU seconds of the whole
+tree of processes. The outputs are compared byte by byte.
 """
+
+from __future__ import annotations
 
 import argparse
 import datetime
@@ -27,7 +29,7 @@ from megatron_llama.system.errors import MachineError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Two processes, half of the lines each, sentencepiece itself, tokens to a file: the least that a user would write.
+# The smallest program that a user would write: two processes, half of the lines each, tokens written to a file.
 PLAIN_SENTENCEPIECE = """
 import json, multiprocessing, sys
 import numpy as np, sentencepiece
@@ -47,7 +49,7 @@ with multiprocessing.get_context("fork").Pool(workers) as pool:
 
 @dataclass
 class Row:
-    """One program and what it took."""
+    """One program and its measurements."""
 
     name: str
     command: list[str]
