@@ -1,5 +1,5 @@
-"""Checkpoints: save and load beside a plain file copy and torch.save; what a save blocks; what init_from asks and
-holds."""
+"""Checkpoints: save and load compared with a plain file copy and torch.save; how long a save blocks training; what
+init_from reads and holds in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REPEATS = 3
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
-    parser.add_argument("--model", default="llama_56m", help="preset whose weights and moments are saved")
+    parser.add_argument("--model", default="llama_56m", help="preset whose weights and optimizer states are saved")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder otherwise")
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, Any]]) -> None:
-    """Build what a rank holds, measure, and leave the figures in the run's folder."""
+    """Builds a rank's model, optimizer and checkpointer, measures, and writes the figures to the run's folder."""
     rank = int(os.environ["RANK"])
     device, topology = get_device("cpu"), build_topology(plan, rank)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -72,7 +72,7 @@ def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, A
 
 
 def _disk(plan: Plan) -> None:
-    """Figures of one rank that saves and loads weights and moments."""
+    """Figures of one rank that saves and loads weights and optimizer states."""
 
     def measure(checkpointer: Checkpointer, _: int) -> dict[str, Any]:
         for _, _, moment in checkpointer.optimizer.states():
@@ -125,7 +125,7 @@ def _slices(plan: Plan) -> None:
         return {
             "init_from at tp4, rank": checkpointer.topology.rank,
             "share of the weights, MB": round(share / 1e6, 1),
-            "bytes asked / share": round(checkpointer.bytes_read / share, 4),
+            "bytes read / share": round(checkpointer.bytes_read / share, 4),
             "memory from before the model is built to the peak, MB": round((_memory("VmHWM") - before) / 1e6, 1),
         }
 
@@ -133,7 +133,7 @@ def _slices(plan: Plan) -> None:
 
 
 def _medians(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each, in turn: what else this machine does falls on all of them."""
+    """Median seconds of each, measured in turn, so that other load on the machine slows all of them alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(REPEATS):
         for name, work in works.items():

@@ -1,7 +1,7 @@
-"""Turn a checkpoint into a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
+"""Write a checkpoint as a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
 
-That of a LoRA run becomes a PEFT adapter or, with --merge, the whole model with what was trained added to its weights.
-Needs no GPU and no ranks, and holds a few dozen megabytes in memory however large the model is.
+A LoRA run's checkpoint becomes a PEFT adapter or, with --merge, the whole model with the adapter merged. Needs no GPU
+and no ranks, and holds one block of rows in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> int:
-    """Exit status: 0 written, 1 the checkpoint is damaged, 2 a mistake in what was asked."""
+    """Exit status: 0 written, 1 the checkpoint is damaged, 2 a mistake in the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
     parser.add_argument("out", type=Path, help="the folder to write; must not be there yet")
@@ -24,7 +24,7 @@ def main() -> int:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="auto: that of the folder in init_from; float32, bit for bit, for a run that began from nothing",
+        help="auto: that of the folder in init_from; float32, bit for bit, for a run from random weights",
     )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes (default 5)")
     arguments = parser.parse_args()

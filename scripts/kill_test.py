@@ -3,8 +3,8 @@ alone.
 
     python scripts/kill_test.py --kills 20 FOLDER
 
-The losses of all steps and the final weights and moments must be equal to the last bit, and no temporary file may be
-left.
+The losses of all steps and the final weights and optimizer states must be equal to the last bit, and no temporary file
+may be left.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def compare(whole: Path, killed: Path, counts: dict[str, int], seconds: float) -> int:
-    """Print what is equal and what is not."""
+    """Prints what is equal and what is not; the exit status."""
     import torch
 
     from megatron_llama.checkpoint.folder import find_checkpoint

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> int:
-    """Exit status: 0 all is as it was written, 1 something is not, 2 no checkpoint was named."""
+    """Exit status: 0 all hashes are right, 1 something is corrupt, 2 the argument is not a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
     arguments = parser.parse_args()

@@ -90,24 +90,17 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Sa
         rule = "its run began from random weights, which are in no folder: there is nothing to merge with"
         instead = "name a checkpoint of a run with init_from; scripts/export_hf.py without --merge exports the adapter"
         raise ConfigError([Problem("CHECKPOINT", str(manifest.stored.folder), rule, instead)])
-    stored = open_frozen(where, model)
+    instead = "write --base FOLDER, with the model of init_from"
+    if not where.exists():
+        raise ConfigError([Problem("--base", str(where), "there is no such folder", instead)])
+    try:
+        stored = open_hf_folder(where, model)
+    except ConfigError as error:
+        raise ConfigError([replace(p, field="--base", instead=instead) for p in error.problems]) from None
     if fingerprint(stored) != manifest.state.base:
         rule = "does not hold the weights that this run was trained on"
-        raise ConfigError([Problem("--base", str(where), rule, _BASE_ADVICE)])
+        raise ConfigError([Problem("--base", str(where), rule, instead)])
     return stored
-
-
-_BASE_ADVICE = "write --base FOLDER, with the model of init_from"
-
-
-def open_frozen(folder: Path, model: ModelConfig) -> SafetensorsFiles:
-    """The weights that an adapter is added to. Raises ConfigError about --base where the folder has another model."""
-    if not folder.exists():
-        raise ConfigError([Problem("--base", str(folder), "there is no such folder", _BASE_ADVICE)])
-    try:
-        return open_hf_folder(folder, model)
-    except ConfigError as error:
-        raise ConfigError([replace(p, field="--base", instead=_BASE_ADVICE) for p in error.problems]) from None
 
 
 @dataclass(frozen=True)

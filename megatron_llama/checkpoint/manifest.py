@@ -138,7 +138,7 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
         tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
         if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
             raise ValueError(f"hash {body['hash']!r}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFile(f"{folder / NAME}: a value is missing or of another type ({error!r})") from error
     except CorruptFile as error:
         raise CorruptFile(f"{folder / NAME}: {error}") from error

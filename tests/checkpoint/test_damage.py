@@ -1,5 +1,5 @@
-"""Damaged and hostile folders: a clear message, the last good checkpoint in use, nothing run and nothing written
-elsewhere."""
+"""Corrupt and hostile folders: one clear message, the last good checkpoint is used, no code is run, and nothing is
+written outside of the folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,21 @@ def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: objec
     (copy / "checkpoints" / "latest").write_text(str(name))
     with pytest.raises(ConfigError):
         find_checkpoint(copy / "checkpoints" if name != 7 else tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": []}, {"shape": [], "chunks": [{"offset": [], "size": []}]}, {"dtype": "F8"}]
+)
+def test_a_manifest_that_lies_is_refused(copy: Path, change: dict[str, Any]) -> None:
+    folder = copy / "checkpoints" / "step_00000002"
+    body = json.loads((folder / NAME).read_text())
+    body.pop("checksum")
+    tensor = body["tensors"]["model.norm.weight"]
+    chunks = [{**tensor["chunks"][0], **chunk} for chunk in change.get("chunks", tensor["chunks"])]
+    tensor |= {**change, "chunks": chunks}
+    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+    with pytest.raises(CorruptFile, match=NAME):
+        read_manifest(folder)
 
 
 def test_a_planted_link_is_not_followed(copy: Path, tmp_path: Path) -> None:
