@@ -1,4 +1,4 @@
-"""Questions with known answers: what a file holds, and the template that makes prompts of it."""
+"""Evaluation data: the records of a file, and the template that makes prompts of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Template:
-    """From a record to a prompt, and where its answer stands."""
+    """From a record to its prompt and its right answer."""
 
     prompt: str
     """With the record's fields in braces."""
     answer: str
     """The field of the right answer."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """For labelled sets: what the model would write for each value of the answer's field."""
+    """For labelled sets: the text of the answer for each value of the answer's field."""
 
     @property
     def fields(self) -> set[str]:
@@ -34,7 +34,7 @@ class Template:
         return {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name} | {self.answer}
 
 
-# What data_prep/sft.py trains on as a user's message, so that a tuned model is asked as it was taught.
+# The prompts are the user's messages that data_prep/sft.py makes, so that a tuned model gets prompts as in training.
 TEMPLATES: Mapping[str, Template] = {
     **{name: Template(asked.prompt, asked.label, asked.words) for name, asked in LABELLED.items()},
     "gsm8k": Template("{question}", "answer"),
@@ -43,27 +43,27 @@ TEMPLATES: Mapping[str, Template] = {
 
 @dataclass
 class Records:
-    """What can be asked, and what had to be left out, by reason."""
+    """Records that can be used, and the number of others by reason."""
 
     good: list[Record] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
 
     def skip(self, reason: str) -> None:
-        """Count one that is left out."""
+        """Counts one that is left out."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
 def find_template(name: str) -> Template:
-    """One of ours by its name, or a JSON file with prompt, answer and, for labelled sets, labels."""
+    """A template of this file by its name, or a JSON file with prompt, answer and, for labelled sets, labels."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     instead = f"write --template {', '.join(TEMPLATES)}, or a JSON file with prompt, answer and labels"
     if not Path(name).is_file():
-        raise ConfigError([Problem("--template", name, "there is no template of this name, and no such file", instead)])
+        raise ConfigError([Problem("--template", name, "is neither a template's name nor a file", instead)])
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
         template = Template(content["prompt"], content["answer"], content.get("labels", {}))
-        template.fields  # noqa: B018  whether its braces can be read
+        template.fields  # noqa: B018  raises ValueError where the braces can't be parsed
         if not all(isinstance(text, str) and text for text in (*template.labels, *template.labels.values())):
             raise ValueError("labels are texts")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -72,9 +72,9 @@ def find_template(name: str) -> Template:
 
 
 def read_records(path: Path, template: Template, limit: int | None = None) -> Records:
-    """The records of a .tsv (with a head), .jsonl or .json (one array) file, at most the first ``limit`` good ones.
+    """The records of a .tsv (with a header), .jsonl or .json (one array) file, at most the first ``limit`` good ones.
 
-    What can't be asked is left out and counted. Raises ConfigError for a file that can't be read or has nothing good.
+    Others are left out and counted. Raises ConfigError for a file that can't be read or has no good record.
     """
     records, wanted = Records(), template.fields
     try:
@@ -100,7 +100,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
 
 
 def _rows(path: Path) -> Iterator[Record | None]:
-    """Each record; None for one that can't be read. By data_prep's readers: compressed files and JSON arrays too."""
+    """Each record, None for one that can't be read; data_prep's readers take compressed files and JSON arrays too."""
     for source in find_sources([str(path)], text_suffixes=(), arrays=True):
         if bare_name(source.path).endswith(".tsv"):
             yield from _table(line.decode().rstrip("\r") for line in read_lines(source))
@@ -116,7 +116,7 @@ def _rows(path: Path) -> Iterator[Record | None]:
 
 
 def _table(lines: Iterator[str]) -> Iterator[Record | None]:
-    """Each line by the names in the first. GLUE's files have quotes that are only characters."""
+    """Each line by the names in the first. In GLUE's files quotes are ordinary characters."""
     names = next(lines, "").split("\t")
     for line in lines:
         cells = line.split("\t")

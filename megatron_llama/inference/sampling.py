@@ -1,4 +1,4 @@
-"""Which id comes next."""
+"""Choosing the next id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn."""
+    """Greedy, or how ids are drawn."""
 
     greedy: bool = False
-    """Always the likeliest id; the others below do nothing then."""
+    """Always the likeliest id; the other fields have no effect then."""
     temperature: float = 0.7
     """Logits are divided by this."""
     top_p: float = 1.0
@@ -29,19 +29,19 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Gene
     """The next id of each row [b], from logits [b, vocabulary], fp32, on the CPU."""
     if sampling.greedy:
         return logits.argmax(-1)
-    # In fp64, and by the place of one uniform number among the summed probabilities: the last bits of the logits,
-    # which differ between layouts, then decide next to never.
+    # In fp64, by where one uniform number falls among the cumulative probabilities: the last bits of the logits, which
+    # differ between layouts, then almost never change the draw.
     probabilities, ids = torch.softmax(logits.double() / sampling.temperature, -1).sort(dim=-1, descending=True)
     probabilities = nucleus(probabilities, sampling.top_p)
     sums = probabilities.cumsum(-1)
     drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
-    places = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
+    positions = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
     kept = (probabilities > 0).sum(-1, keepdim=True)
-    return ids.gather(-1, places.minimum(kept - 1))[:, 0]
+    return ids.gather(-1, positions.minimum(kept - 1))[:, 0]
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Probabilities [..., vocabulary] in falling order, with zeros beyond the fewest that add up to ``top_p``."""
+    """Probabilities [..., vocabulary] in descending order, with zeros after the fewest that add up to ``top_p``."""
     before = probabilities.cumsum(-1) - probabilities
     before[..., 0] = -1  # the likeliest stays, whatever top_p
     return torch.where(before < top_p, probabilities, 0.0)

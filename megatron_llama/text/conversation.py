@@ -1,4 +1,4 @@
-"""What a record of a fine-tuning set becomes: a conversation's turns, or the reason why it is no good.
+"""A conversation's turns, and the reasons why a record of a fine-tuning set gives none.
 
 Records are read in data_prep/lib/record_formats.py; the lines of labelled tables become questions here.
 """
@@ -33,7 +33,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Labelled:
-    """How a labelled line is asked and answered."""
+    """The question and the answer that a line of a labelled table becomes."""
 
     prompt: str
     """with the columns' names in braces"""
@@ -58,13 +58,13 @@ LABELLED = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says."""
+    """A message."""
 
     role: str
     """system, user or assistant"""
     text: str
     learn: bool = True
-    """for the assistant's: whether it is to be learned (OpenAI's weight 0 says no)"""
+    """of the assistant's: whether it is learned (not with OpenAI's weight 0)"""
 
 
 Turns = list[Turn]

@@ -32,10 +32,10 @@ Encode = Callable[[str], Any]
 LIBRARIES = ("sentencepiece", "huggingface", "tiktoken")
 # The two fast encoders, faster first
 FAST = ("gigatoken", "kitoken")
-# Looking for this many in each text costs less than what gigatoken wins
+# Searching each text for this many costs less than gigatoken saves
 MAX_USER_DEFINED = 64
 
-# What has been seen to go wrong in one fast encoder or another, and what real documents begin with.
+# Texts that some fast encoder got wrong, and the beginnings of real documents.
 PROBES = (
     "", " ", "  ", "\n", "\t\t \n", "a", " a", "a ", "   leading", "trailing   ", "a  b   c    d", "\u2581", "a\u2581b",
     "<s>", "</s>", "<unk>", "x</s>y", "</s></s>", "<s>[INST] hello [/INST]</s>", "<0x0A>", "<|endoftext|>",
@@ -57,7 +57,7 @@ class Encoder:
     """A tokenizer as the preprocessing needs it."""
 
     name: str
-    """what encodes"""
+    """what computes ``encode``: sentencepiece, gigatoken, kitoken, tokenizers or tiktoken"""
     encode: Encode
     """text to a sequence of ids, without BOS and EOS"""
     reference: Encode
@@ -125,7 +125,7 @@ def _choose_fast(encoder: Encoder, choice: str, sample: Sequence[str]) -> Encode
         except ImportError:
             reasons.append(f"{name} is not installed (pip install {name})")
             continue
-        except Exception as error:  # a foreign library's own: whatever it is, the way back is sentencepiece
+        except Exception as error:  # of any kind, from another library: sentencepiece works in any case
             reasons.append(f"{name} can't load this model: {error}")
             continue
         different = first_difference(encode, encoder.reference, [*PROBES, *_piece_probes(model), *sample])
@@ -219,7 +219,7 @@ def _load_huggingface(path: str) -> Encoder:
     )
 
 
-# Llama 3's split pattern and its special tokens' place, from its published tokenizer.
+# Llama 3's split pattern and the positions of its special tokens, from its published tokenizer.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
