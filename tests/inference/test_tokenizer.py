@@ -12,7 +12,8 @@ from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.inference.saved_model import SavedModel, stop_ids, tokenizer_of
 from megatron_llama.inference.stream import Decoder, Printer
-from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron_llama.text.chat_tokenizer import load_chat_tokenizer
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, open_tokenizer
 from tests.inference.models import write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
@@ -94,6 +95,32 @@ def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
         tokenizer_of(source(folder, vocab_size=100))
     with pytest.raises(ConfigError, match=r"no\s+such\s+file"):
         tokenizer_of(source(None), tmp_path / "nothing.model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named_by_file", "named_by_folder"),
+    [(None, False, True), ("{}", True, True), ('{"add_bos_token": false}', False, False)],
+)
+def test_bos_has_one_rule(
+    pieces: Path, tmp_path: Path, settings: str | None, named_by_file: bool, named_by_folder: bool
+) -> None:
+    """Preparation, generation and export all see it alike."""
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(pieces.read_bytes())
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(settings)
+    assert open_tokenizer(file).adds_bos == load_chat_tokenizer(str(file), own=False).adds_bos == named_by_file
+    assert open_tokenizer(tmp_path).adds_bos == named_by_folder
+    assert (
+        len(open_tokenizer(file).encode("cat")) > len(SentencePieceTokenizer(pieces).encode("cat"))
+    ) == named_by_file
+
+
+def test_damaged_settings_are_refused(pieces: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": ')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json|can't\s+be\s+read"):
+        tokenizer_of(source(tmp_path))
 
 
 def test_what_ends_an_answer(folder: Path) -> None:
