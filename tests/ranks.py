@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_llama.parallel  # noqa: F401  imports megatron-core before the fork
+import tests.warm  # noqa: F401  before the first fork
 
 
 class RankFailed(AssertionError):

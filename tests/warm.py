@@ -1,0 +1,25 @@
+"""What forked processes need, imported once in the process that they are forked from, and forks that copy little.
+
+A rank of the tests works for about a second: what it imports for itself is a fifth of that, again on each rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import matplotlib.backends.backend_agg  # noqa: F401  draws loss.png
+import matplotlib.pyplot  # noqa: F401
+import megatron.core.transformer.transformer_block  # noqa: F401
+import torch.profiler._cupti_monitor  # noqa: F401
+
+import megatron_llama.devices.cpu
+import megatron_llama.launch.cli
+import megatron_llama.launch.start
+import megatron_llama.optim.schedules
+import megatron_llama.parallel
+import megatron_llama.train.run_rank  # noqa: F401
+
+# A collection in a child writes to every object that it visits, and so copies the parent's pages; frozen objects are
+# not visited. The parent goes on as before.
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
