@@ -1,5 +1,5 @@
-"""The rank grid. Megatron's order: tp varies fastest, then dp, then pp, so that tensor-parallel ranks are
-neighbours."""
+"""The rank grid, in Megatron's order: tp varies fastest, then dp, then pp. So tensor-parallel ranks, which communicate
+most, are neighbours on one machine, and pipeline stages, which communicate least, are on different machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_llama.plan import Plan
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands in the (pp, dp, tp) grid."""
+    """This rank's position in the (pp, dp, tp) grid."""
 
     rank: int
     tp: int
@@ -18,11 +18,11 @@ class Topology:
     pp: int
     vpp: int
     shard_size: int
-    """Data-parallel ranks that share one copy of what is sharded."""
+    """Data-parallel ranks that together hold one replica of what is sharded."""
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.tp * self.dp * self.pp
 
     @property
@@ -32,7 +32,7 @@ class Topology:
 
     @property
     def dp_rank(self) -> int:
-        """Position among the ranks that hold the same weights and see other data."""
+        """Position among the ranks that hold the same weights and process different data."""
         return self.rank // self.tp % self.dp
 
     @property
@@ -42,17 +42,17 @@ class Topology:
 
     @property
     def shard_rank(self) -> int:
-        """Position inside the group that shares one copy."""
+        """Position in the group that shares one replica."""
         return self.dp_rank % self.shard_size
 
     @property
     def replica_rank(self) -> int:
-        """Which of the copies this rank's group holds; 0 is the one that counts for norms and checkpoints."""
+        """Number of the replica that this rank's group holds; norms and checkpoints count replica 0."""
         return self.dp_rank // self.shard_size
 
     @property
     def is_logger(self) -> bool:
-        """The one rank that writes metrics. Rank 0: every rank knows the reduced values."""
+        """Whether this rank writes the metrics. It is rank 0, as all ranks have the reduced values."""
         return self.rank == 0
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Topology:
 
 
 def build_topology(plan: Plan, rank: int) -> Topology:
-    """This rank's place in the plan's grid."""
+    """This rank's position in the plan's grid. Raises ValueError for a rank outside the world."""
     trainer = plan.config.trainer
     if not 0 <= rank < plan.world_size:
         raise ValueError(f"rank {rank} is not in a world of {plan.world_size}")

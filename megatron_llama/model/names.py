@@ -1,8 +1,8 @@
-"""The one table between our parameters and Hugging Face's tensors.
+"""The mapping between our parameters and Hugging Face's tensors.
 
-A rank's parameter is made of rectangles of globally named tensors: ``qkv_proj`` on one tensor-parallel rank is some
-rows of q_proj, then some of k_proj, then some of v_proj. Initial weights, checkpoints, import and export, and what
-counts once in a norm all read this table, so nothing else needs to know how a matrix is split.
+A rank's parameter consists of rectangles of Hugging Face tensors: ``qkv_proj`` on one tensor-parallel rank is some rows
+of q_proj, then some of k_proj, then some of v_proj. Initial weights, checkpoints, import, export and norms all use this
+mapping, so nothing else needs to know how a matrix is split.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.plan.shapes import kv_copies, matrices
 
 Shape = tuple[int, ...]
-# What PEFT puts before a model's own names in an adapter's file.
+# PEFT's prefix of a model's names in an adapter file.
 PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a Hugging Face tensor, and where it lies in a rank's parameter."""
+    """A rectangle of a Hugging Face tensor, and its position in a rank's parameter."""
 
     name: str
     """Hugging Face's name of the tensor."""
     global_shape: Shape
-    """That tensor's shape."""
+    """Shape of the whole tensor."""
     offset: Shape
-    """Where the rectangle starts in it."""
+    """Start of the rectangle in the tensor."""
     local_offset: Shape
-    """Where the rectangle starts in the rank's parameter."""
+    """Start of the rectangle in the rank's parameter."""
     size: Shape
     """Extent of the rectangle."""
     replica: int = 0
-    """Which copy this is among tensor- and pipeline-parallel ranks; copy 0 counts for norms and is written to
-    checkpoints."""
+    """Number of this copy among tensor- and pipeline-parallel ranks; norms and checkpoints count copy 0."""
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
@@ -75,17 +74,17 @@ def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape
 
 
 def lora_name(weight: str, side: str) -> str:
-    """PEFT's name of what LoRA adds to the matrix of a Hugging Face name; ``side`` is lora_A or lora_B."""
+    """PEFT's name of the lora_A or lora_B (``side``) of the matrix with this Hugging Face name."""
     return f"{PEFT_PREFIX}{weight.removesuffix('weight')}{side}.weight"
 
 
 def is_lora(name: str) -> bool:
-    """Whether a tensor's or a parameter's name is that of something that LoRA added."""
+    """Whether a tensor or parameter of this name belongs to LoRA."""
     return name.removesuffix(".weight").endswith((".lora_A", ".lora_B"))
 
 
 def is_saved_module(name: str, finetune: FinetuneConfig) -> bool:
-    """Whether LoRA trains this weight of the model itself, whole. As PEFT matches modules_to_save: by the ending."""
+    """Whether the weight is trained in full besides LoRA: by the ending of its name, as in PEFT's modules_to_save."""
     return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
 
 
@@ -96,16 +95,16 @@ def pieces(
     padded_vocab_size: int,
     finetune: FinetuneConfig | None = None,
 ) -> list[Piece]:
-    """The rectangles that make up one of our parameters on one tensor-parallel rank.
+    """The rectangles of one of our parameters on one tensor-parallel rank.
 
-    ``parameter`` is a name of ``Llama.named_parameters()``; those of LoRA need ``finetune``. Rows that pad the
-    vocabulary belong to no rectangle.
+    ``parameter`` is a name from ``Llama.named_parameters()``; LoRA's need ``finetune``. Rows that pad the vocabulary
+    are in no rectangle. Raises KeyError for other names.
     """
     if is_lora(parameter):
         assert finetune is not None, "LoRA's tensors have the shape that the settings give them"
         return _lora_pieces(parameter, model, tp, padded_vocab_size, finetune)
     shapes = hf_shapes(model)
-    parameter = parameter.replace(".base_layer.", ".")  # what LoRA has wrapped is still the same matrix
+    parameter = parameter.replace(".base_layer.", ".")  # a matrix that LoraLinear wraps
     stem = parameter.removesuffix(".weight")
     if stem in ("embed_tokens", "lm_head"):
         tied_copy = stem == "lm_head" and model.tie_word_embeddings
@@ -130,8 +129,7 @@ def pieces(
 
 
 def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:
-    """What is left of the rectangles in rows [start, stop) of the parameter, with local offsets counted from
-    ``start``."""
+    """The parts of the rectangles in rows [start, stop) of the parameter, with local offsets relative to ``start``."""
     kept = []
     for part in parts:
         first = max(start, part.local_offset[0])
@@ -155,7 +153,7 @@ def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) 
 
 
 def _stack(parts: list[Piece]) -> list[Piece]:
-    """Put rectangles below one another."""
+    """Places rectangles below one another in the parameter."""
     row, stacked = 0, []
     for part in parts:
         stacked.append(replace(part, local_offset=(row, 0)))
@@ -174,7 +172,7 @@ def _qkv_pieces(name: str, shapes: dict[str, Shape], model: ModelConfig, tp: Ten
 def _lora_pieces(
     parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int, finetune: FinetuneConfig
 ) -> list[Piece]:
-    """A shares its matrix's columns and B its rows; what tensor parallelism does not cut is whole on every rank."""
+    """A is split like its matrix's columns and B like its rows; what is not split is replicated on all ranks."""
     owner, _, side = parameter.rpartition(".")
     rank, parts = finetune.lora_rank, []
     for matrix in pieces(f"{owner}.weight", model, tp, padded_vocab_size):

@@ -10,6 +10,7 @@ import math
 import torch
 
 from megatron_llama.config import ModelConfig
+from megatron_llama.plan.shapes import head_dim
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
@@ -19,8 +20,8 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
     stretched by ``factor``, those below original context / high_freq_factor are kept, and between the two the
     frequencies are interpolated.
     """
-    assert model.head_dim is not None
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64, device="cpu").float() / model.head_dim
+    dim = head_dim(model)
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
     frequencies = 1.0 / (model.rope_theta**exponents)
     scaling = model.rope_scaling
     if scaling is None:

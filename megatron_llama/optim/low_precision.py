@@ -1,7 +1,7 @@
-"""torch's optimizers for weights that are kept in bf16, without a master copy.
+"""torch's optimizers for bf16 weights without fp32 master weights.
 
-Weights and moments are widened to fp32 a block at a time, torch's own function for one tensor updates the block, and
-what is kept in bf16 is rounded back. Before that rounding the result is torch's, bit for bit.
+Weights and optimizer states are cast to fp32 a block at a time, torch's own single-tensor function updates the block,
+and the bf16 tensors get the rounded result. Up to that rounding the result is torch's, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_llama.model.names import Piece, keep_rows
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
 
 WEIGHT = "weight"
-"""The stream of noise of the weights; those of the moments are called as torch calls the moments."""
+"""The name of the weights' stream of noise; those of the optimizer states have torch's names of the states."""
 STATES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
-"""What each optimizer keeps for every weight, beside a count of its updates."""
-# Values widened at a time: few, so that they stay in a CPU's cache, or few enough to be small beside the model where
-# each operation is a launch.
+"""torch's names of the states that each optimizer keeps for a weight, besides the number of updates."""
+# Values per block: few enough for a CPU's cache; on accelerators, where each operation is a launch, as many as are
+# small compared with the model.
 _CPU_BLOCK, _BLOCK = 1 << 17, 1 << 24
 
 Group = dict[str, Any]
@@ -34,10 +34,10 @@ Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """``adamw``, ``adam`` or ``sgd`` over bf16 tensors, each with the rectangles of Hugging Face tensors it is made of.
+    """``adamw``, ``adam`` or ``sgd`` over bf16 tensors, which consist of the ``pieces`` of Hugging Face tensors.
 
-    ``moments`` is the dtype of what is remembered. With ``stochastic`` all that is kept in bf16 is rounded
-    stochastically, by noise of ``seed``; without, to nearest.
+    ``state_dtype`` is the dtype of the optimizer states. With ``stochastic``, bf16 tensors are rounded stochastically by
+    noise from ``seed``, else to nearest.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         name: str,
         pieces: Mapping[torch.Tensor, Sequence[Piece]],
         *,
-        moments: torch.dtype,
+        state_dtype: torch.dtype,
         stochastic: bool,
         seed: int,
     ) -> None:
@@ -55,15 +55,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._kinds, self._function = STATES[name], _UPDATES[name]
         for weight in pieces:
             state = self.state[weight]
-            state["step"] = torch.tensor(0.0)  # on the host, as torch has it: reading it waits for no device
+            state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
             for kind in self._kinds:
-                state[kind] = torch.zeros_like(weight, dtype=moments, requires_grad=False)
+                state[kind] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
 
     @torch.no_grad()
     def step(self, closure: Any = None, *, gradient_factor: torch.Tensor | None = None) -> None:  # type: ignore[override]
-        """Update all weights that have a gradient, multiplied by ``gradient_factor`` (fp32 scalar) without being
-        rounded again."""
-        assert closure is None, "gradients are made before"
+        """Updates all weights that have a gradient. Gradients are multiplied by ``gradient_factor`` (fp32 scalar) in
+        fp32, so that clipping does not round them to bf16 a second time."""
+        assert closure is None, "gradients are computed before the step"
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -76,7 +76,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         rows = max(1, block // max(1, weight[:1].numel()))
         for start in range(0, weight.shape[0], rows):
             part = slice(start, min(start + rows, weight.shape[0]))
-            wide = [tensor[part].float() for tensor in kept.values()]  # fp32 moments are views: updated in place
+            wide = [tensor[part].float() for tensor in kept.values()]  # fp32 states are not copied: updated in place
             gradient = weight.grad[part].float()  # type: ignore[index]
             gradient = gradient if factor is None else gradient.mul_(factor)
             self._function(wide, gradient, state["step"].clone(), group)
@@ -89,15 +89,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def _rounded(self, values: torch.Tensor, kind: str, pieces: Sequence[Piece], step: torch.Tensor) -> torch.Tensor:
         if not self.stochastic:
             return values.to(torch.bfloat16)
-        noises = torch.zeros(values.shape, dtype=torch.int32, device=values.device)  # rows that pad are 0 and stay 0
+        noises = torch.zeros(values.shape, dtype=torch.int32, device=values.device)  # 0 for vocabulary padding
         for piece in pieces:
             keys = stream(self.seed, kind, piece.name)
             noises[piece.local_slices] = noise(keys, step.int(), piece.offset, piece.size, values.device)
         return round_stochastically(values, noises)
 
 
-# One tensor at a time and not fused: the fused kernel's last bits depend on where a value lies in its tensor, and so
-# on the layout.
+# Single-tensor, not fused: the last bits of the fused kernel depend on a value's position in its tensor, and so on the
+# layout.
 _PLAIN: dict[str, Any] = {"foreach": False, "fused": False, "maximize": False}
 
 

@@ -1,4 +1,4 @@
-"""torch's optimizers over this rank's shards, with schedule and clipping."""
+"""torch's optimizers over this rank's shards, with learning-rate schedule and clipping."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_llama.plan import Plan
 
 @dataclass
 class Optimizer:
-    """Updates this rank's shards. Adam and SGD work on each value alone, so sharding does not change them."""
+    """Updates this rank's shards. Adam and SGD are elementwise, so they give the same result on shards."""
 
     model: ParallelModel
     inner: torch.optim.Optimizer
-    """Works on plain local tensors, views of the shards: no DTensor dispatch, fused kernels everywhere."""
+    """Its parameters are views of the shards' local tensors: no DTensor dispatch, and fused kernels work."""
     scheduler: Any
     clip: float | None
 
@@ -36,12 +36,12 @@ class Optimizer:
         return gradient_norm(self.model.shards, self.model.device)
 
     def step(self, norm: torch.Tensor) -> None:
-        """Clip by ``norm``, update the weights, forget the gradients, move the schedule on."""
+        """Clips by ``norm``, updates the weights, frees the gradients and advances the schedule."""
         factor = None if self.clip is None else clip_factor(norm, self.clip)
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             view.grad = shard.grad
         if isinstance(self.inner, LowPrecisionOptimizer):
-            self.inner.step(gradient_factor=factor)  # scaled gradients in bf16 would be rounded twice
+            self.inner.step(gradient_factor=factor)  # scaling bf16 gradients here would round them twice
         else:
             if factor is not None:
                 scale_gradients(self.model.shards, factor)
@@ -51,37 +51,41 @@ class Optimizer:
         self.scheduler.step()
 
     def skip(self) -> None:
-        """Forget the gradients and move the schedule on, leaving the weights alone."""
+        """Frees the gradients and advances the schedule without an update."""
         self.model.zero_grad()
         self.scheduler.step()
 
     @property
     def lr(self) -> float:
-        """The learning rate of the coming step."""
+        """The learning rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
     @property
     def updates(self) -> int:
-        """Updates made so far, as the optimizer counts them for its bias correction; 0 where it does not count."""
+        """Updates so far, as counted for Adam's bias correction; 0 for optimizers that don't count."""
         states = (self.inner.state[view] for view in self._views())
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
     def states(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-        """(kind, shard, tensor like ``shard.local``) of all that the optimizer remembers, made as zeros before its
-        first step."""
+        """(torch's name, shard, tensor shaped like ``shard.local``) of all optimizer states, e.g. exp_avg.
+
+        torch creates them at the first step; before that they are created here, as zeros.
+        """
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             state = self.inner.state[view]
             for kind in STATES[self.model.plan.config.optim.name]:
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
-                    if isinstance(self.inner, torch.optim.Adam):  # it makes its count with the moments, or not at all
+                    if isinstance(self.inner, torch.optim.Adam):  # it creates step and states together
                         state.setdefault("step", torch.zeros((), device=view.device))
                 yield kind, shard, state[kind]
 
     def restore(self, updates: int, steps: int) -> None:
-        """Count updates from ``updates`` on, and move a new schedule to step ``steps`` by the calls that led there
-        before."""
-        for _ in self.states():
+        """Sets the count of updates, and advances a new schedule to step ``steps``.
+
+        It is called once for each step, as before the save, because a schedule may keep any state.
+        """
+        for _ in self.states():  # creates them
             pass
         if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam):
             for view in self._views():
@@ -97,18 +101,18 @@ class Optimizer:
         return [view for group in self.inner.param_groups for view in group["params"]]
 
     def _shards_in_order(self) -> list[Shard]:
-        """The shards in the order of the parameter groups: with weight decay, without."""
+        """The trained shards in the order of the parameter groups: with weight decay, then without."""
         trained = self.model.trained
         return [s for s in trained if decays(s.name)] + [s for s in trained if not decays(s.name)]
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a parameter: to all but the norms' vectors."""
+    """Whether weight decay applies to a parameter: to all except norm weights."""
     return not name.endswith("norm.weight")
 
 
 def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
-    """The optimizer and schedule that the config names."""
+    """The configured optimizer and schedule."""
     optim = plan.config.optim
     trained = model.trained
     views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in trained}
@@ -125,11 +129,14 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
 
 
 def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
-    """Instantiate ``optim.schedule``; its ``${...}`` see the settings with all derived values filled in."""
+    """Instantiates ``optim.schedule``; its ``${...}`` refer to the settings, derived ones included.
+
+    Raises ConfigError if the schedule's constructor fails.
+    """
     settings = OmegaConf.create(asdict(plan.config))
     try:
         return instantiate(settings.optim.schedule, optimizer=inner)
-    except Exception as error:  # whatever a user's scheduler raises, the setting is what to look at
+    except Exception as error:  # a user's scheduler may raise anything
         cause = error.__cause__ or error
         target = plan.config.optim.schedule.get("_target_")
         instead = (
@@ -156,13 +163,12 @@ def _low_precision(
     groups: list[dict[str, Any]], plan: Plan, pieces: dict[torch.Tensor, list[Piece]]
 ) -> torch.optim.Optimizer:
     optim = plan.config.optim
-    # What torch's optimizers take as arguments stands in the groups here.
     numbers = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "momentum": optim.betas[0]}
     return LowPrecisionOptimizer(
         [{**numbers, **group} for group in groups],
         optim.name,
         pieces,
-        moments=torch_dtype(plan.precision.optimizer_state_dtype),
+        state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
         stochastic=plan.precision.stochastic,
         seed=plan.config.trainer.seed,
     )

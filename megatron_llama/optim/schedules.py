@@ -1,7 +1,7 @@
 """Learning-rate schedules, as torch schedulers with NeMo's argument names.
 
-The config names one by ``_target_``, so a scheduler of NeMo's, torch's or the user's takes its place without code.
-Steps are counted from 0: the rate that ``get_last_lr`` gives after n calls of ``step`` is that of optimizer step n.
+The config selects one by ``_target_``, so a scheduler of NeMo, torch or the user's own needs no code here. Steps are
+counted from 0: after n calls of ``step``, ``get_last_lr`` is the rate of optimizer step n.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class WarmupSchedule(LRScheduler):
-    """Linear warm-up, then what ``_decayed`` says, then ``min_lr`` for the last ``constant_steps``.
+    """Linear warm-up, then ``_decayed``, then ``min_lr`` for the last ``constant_steps``.
 
-    As NeMo's WarmupPolicy: the warm-up rises as (step + 1) / (warmup_steps + 1), so its first step already moves the
-    weights.
+    As in NeMo's WarmupPolicy the warm-up is (step + 1) / (warmup_steps + 1), so the first step's rate is not 0.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class WarmupSchedule(LRScheduler):
         return max(1, self.max_steps - self.warmup_steps - self.constant_steps)
 
     def _warmed_up(self, step: int) -> float:
-        """The share of lr at a step of the warm-up."""
+        """The rate at a step of the warm-up, as a fraction of lr."""
         return (step + 1) / (self.warmup_steps + 1)
 
     def _decayed(self, lr: float, step: int) -> float:
@@ -63,8 +62,8 @@ class WarmupSchedule(LRScheduler):
 class CosineAnnealing(WarmupSchedule):
     """Half a cosine from lr down to min_lr (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
-    The curve is that of ``nemo.core.optim.lr_scheduler.CosineAnnealing``, step for step, with its two warm-ups: where
-    there are constant steps it follows Megatron-LM and begins at 0.
+    Equal to ``nemo.core.optim.lr_scheduler.CosineAnnealing`` at each step, including its two kinds of warm-up: with
+    constant steps it follows Megatron-LM and starts at 0.
     """
 
     def _warmed_up(self, step: int) -> float:
@@ -83,7 +82,7 @@ class LinearDecay(WarmupSchedule):
 
 
 class Constant(WarmupSchedule):
-    """lr all the way; ``min_lr`` and ``constant_steps`` mean nothing here."""
+    """A constant rate after the warm-up; ignores ``min_lr`` and ``constant_steps``."""
 
     def _decayed(self, lr: float, step: int) -> float:
         return lr

@@ -50,7 +50,7 @@ def test_before_rounding_it_is_torchs(
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator).bfloat16())
     ours = LowPrecisionOptimizer(
-        [{"params": [weight], **GROUP}], name, {weight: PIECES}, moments=moments, stochastic=stochastic, seed=SEED
+        [{"params": [weight], **GROUP}], name, {weight: PIECES}, state_dtype=moments, stochastic=stochastic, seed=SEED
     )
     factor = torch.tensor(0.37)
     for step in range(STEPS):
