@@ -36,7 +36,7 @@ Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]
 class LowPrecisionOptimizer(torch.optim.Optimizer):
     """``adamw``, ``adam`` or ``sgd`` over bf16 tensors, which consist of the ``pieces`` of Hugging Face tensors.
 
-    ``state_dtype`` is the dtype of the optimizer states. With ``stochastic``, bf16 tensors are rounded stochastically by
+    ``state_dtype`` is the dtype of the optimizer states. With ``stochastic`` bf16 is rounded stochastically, by
     noise from ``seed``, else to nearest.
     """
 

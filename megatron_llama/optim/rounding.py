@@ -22,7 +22,7 @@ _LOW_16, _EXPONENT = 0xFFFF, 0x7F800000
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """``values`` (fp32) rounded to bf16: adds ``noise`` (int32, 0 to 65535, same shape) to the bits and truncates.
 
-    A value that is k/65536 of the way to its neighbour is rounded up for exactly k of the 65536 noises. Infinities, NaNs
+    A value that is k/65536 of the way to its neighbour is rounded up for exactly k of them. Infinities, NaNs
     and values that bf16 can represent stay as they are. Above bf16's largest value the neighbour is infinity.
     """
     bits = values.view(torch.int32)
