@@ -32,8 +32,9 @@ from data_prep.lib.redpajama_layout import (
     subset_of,
     write_conf,
 )
-from data_prep.lib.sources import bare_name, find_sources
+from data_prep.lib.sources import find_sources
 from data_prep.lib.text_set import TextOptions, make_text_set
+from megatron_llama.config.data_prefixes import bare_name
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.lib.json_lines import loads
-from data_prep.lib.sources import JSON_SUFFIXES, Source, bare_name, find_sources, read_lines
+from data_prep.lib.sources import Source, find_sources, read_lines
+from megatron_llama.config.data_prefixes import RECORD_SUFFIXES, bare_name
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open, write_atomically
 
@@ -64,7 +65,7 @@ def find_subsets(folder: str) -> dict[str, str]:
 
 
 def _has_records(folder: str) -> bool:
-    return any(bare_name(name).endswith(JSON_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
+    return any(bare_name(name).endswith(RECORD_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
 
 
 def shares(subsets: Sequence[str]) -> dict[str, float]:
@@ -130,9 +131,7 @@ def signals_path(documents: str) -> str:
     """The file of quality signals that belongs to a file of V2's documents."""
     head, marker, tail = documents.rpartition(f"{os.sep}documents{os.sep}")
     name = tail
-    for suffix in (".gz", ".zst"):
-        name = name.removesuffix(suffix)
-    for suffix in JSON_SUFFIXES:
+    for suffix in (".gz", ".zst", *RECORD_SUFFIXES):
         name = name.removesuffix(suffix)
     base = os.path.join(head, "quality_signals", name + ".signals.json")
     for suffix in (".gz", ".zst", ""):

@@ -11,15 +11,15 @@ from typing import Any
 
 from data_prep.lib.job import Chat, Job, RunOptions
 from data_prep.lib.make_dataset import make_dataset
-from data_prep.lib.sources import Source, bare_name, find_sources, with_array
+from data_prep.lib.sources import Source, find_sources, with_array
 from data_prep.lib.split_lines import header_of
+from megatron_llama.config.data_prefixes import is_table
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, own_template
 from megatron_llama.text.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from megatron_llama.text.conversation import LABELLED
 
 KEYS = ("sft", "sft_mask")
-TABLE_SUFFIXES = (".tsv",)
 CHATML_END = "<|im_end|>"
 
 
@@ -51,7 +51,7 @@ class ExampleOptions:
 
     def is_table(self, source: Source) -> bool:
         """Whether a file is a table with a header, rather than one record a line."""
-        return self.format == "tsv" or (self.format == "auto" and bare_name(source.path).endswith(TABLE_SUFFIXES))
+        return self.format == "tsv" or (self.format == "auto" and is_table(source.path))
 
 
 def make_sft_set(

@@ -1,7 +1,7 @@
 """Input files: finding them, and reading them as plain bytes whatever their compression.
 
-The compression is told by the first bytes, never by the name: RedPajama's common_crawl is zstd although its name
-says .json.gz. A compressed file that ends early is an error, always: what was in the rest is unknown.
+The compression is recognised by the first bytes, never by the name: RedPajama's common_crawl is zstd although its
+names end in .json.gz. A compressed file that ends early is an error, always: what was in the rest is unknown.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import importlib
 import json
 import os
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.lib.json_array import element_lines
 from data_prep.lib.json_lines import BOM
+from megatron_llama.config.data_prefixes import COMPRESSION_SUFFIXES, RECORD_SUFFIXES, bare_name
 from megatron_llama.system.errors import UserError
 
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt",)
-COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz")
 # Small enough that one piece of a well-compressed file does not become hundreds of megabytes.
 READ_BYTES = 1 << 17
 ONE_VALUE_MAX_BYTES = 4 << 20
@@ -88,7 +88,7 @@ def find_sources(
 
 def _expand(pattern: str, text_suffixes: tuple[str, ...]) -> list[str]:
     if os.path.isdir(pattern):
-        wanted = JSON_SUFFIXES + text_suffixes
+        wanted = RECORD_SUFFIXES + text_suffixes
         paths = [
             os.path.join(folder, name)
             for folder, _, names in os.walk(pattern, followlinks=True)
@@ -121,14 +121,6 @@ def _is_one_value(path: str, arrays: bool) -> bool:
     return not (arrays and isinstance(value, list))
 
 
-def bare_name(name: str) -> str:
-    """A file's name in lower case without the suffix of its compression."""
-    lower = name.lower()
-    for suffix in COMPRESSION_SUFFIXES:
-        lower = lower.removesuffix(suffix)
-    return lower
-
-
 def _inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     try:
         with open(path, "rb") as file:
@@ -143,7 +135,7 @@ def _inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
 
 
 def _is_json(head: bytes) -> bool:
-    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
+    return head.lstrip(BOM + b" \t\r\n")[:1] in (b"{", b"[", b"")
 
 
 def with_array(source: Source) -> Source:
@@ -168,10 +160,8 @@ def read_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
 
 def _unpacked_pieces(source: Source) -> Generator[tuple[bytes, int], None, None]:
     with open(source.path, "rb") as file:
-        if source.compression == "zstd":
-            yield from _unpack_zstd(source.path, file)
-        elif source.compression == "gzip":
-            yield from _unpack_gzip(source.path, file)
+        if source.compression:
+            yield from _unpack(source, file)
         else:
             position = 0
             while piece := file.read(1 << 20):
@@ -179,15 +169,15 @@ def _unpacked_pieces(source: Source) -> Generator[tuple[bytes, int], None, None]
                 yield piece, position
 
 
-def _unpack_zstd(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Unpacks all frames. The library's own stream reader takes a cut-off file for a short one, hence by hand."""
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"{path} is zstd: that needs the Python package zstandard (pip install zstandard)") from None
-    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW)
+def _unpack(source: Source, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Unpacks all frames of zstd, or all members of gzip, between and after which zeros are padding.
+
+    By hand, because zstandard's stream reader takes a file that is cut off for a shorter one.
+    """
+    path, kind = source.path, source.compression
+    new, errors = _zstd(path) if kind == "zstd" else _gzip()
     position = unpacked = 0
-    frame = None
+    frame: Any = None
     packed = b""
     while True:
         if not packed:
@@ -196,11 +186,14 @@ def _unpack_zstd(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
             if not packed:
                 break
         if frame is None:
-            frame = unpacker.decompressobj()
+            packed = packed.lstrip(b"\0") if kind == "gzip" else packed
+            if not packed:
+                continue
+            frame = new()
         try:
             piece = frame.decompress(packed)
-        except zstandard.ZstdError as error:
-            raise UserError(f"{path}: damaged zstd data after {unpacked:,} good bytes: {error}") from None
+        except errors as error:
+            raise UserError(f"{path}: damaged {kind} data after {unpacked:,} good bytes: {error}") from None
         packed = frame.unused_data if frame.eof else b""
         if frame.eof:
             frame = None
@@ -208,47 +201,27 @@ def _unpack_zstd(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
             unpacked += len(piece)
             yield piece, position
     if frame is not None:
-        raise _cut_off(path, "zstd", unpacked)
+        raise UserError(
+            f"{path} is cut off: its {kind} stream ends in the middle, after {unpacked:,} unpacked bytes. "
+            "Fetch it again, or leave it out"
+        )
 
 
-def _unpack_gzip(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Unpacks all members, with isal where it is installed (twice as fast), else zlib; padding by zeros is allowed."""
+def _zstd(path: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """(what makes a decompressor of one frame, the errors that it raises)"""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path} is zstd: that needs the Python package zstandard (pip install zstandard)") from None
+    return zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW).decompressobj, (zstandard.ZstdError,)
+
+
+def _gzip() -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """As ``_zstd``; by isal, twice as fast as zlib, where it is installed."""
     library: Any = zlib
     with contextlib.suppress(ImportError):
         library = importlib.import_module("isal.isal_zlib")
-    position = unpacked = 0
-    member = None
-    packed = b""
-    while True:
-        if not packed:
-            packed = file.read(READ_BYTES)
-            position += len(packed)
-            if not packed:
-                break
-        if member is None:
-            packed = packed.lstrip(b"\0")
-            if not packed:
-                continue
-            member = library.decompressobj(31)
-        try:
-            piece = member.decompress(packed)
-        except (library.error, zlib.error) as error:
-            raise UserError(f"{path}: damaged gzip data after {unpacked:,} good bytes: {error}") from None
-        packed = member.unused_data if member.eof else b""
-        if member.eof:
-            member = None
-        if piece:
-            unpacked += len(piece)
-            yield piece, position
-    if member is not None:
-        raise _cut_off(path, "gzip", unpacked)
-
-
-def _cut_off(path: str, kind: str, unpacked: int) -> UserError:
-    return UserError(
-        f"{path} is cut off: its {kind} stream ends in the middle, after {unpacked:,} unpacked bytes. "
-        "Fetch it again, or leave it out"
-    )
+    return partial(library.decompressobj, 31), (library.error, zlib.error)
 
 
 def read_lines(source: Source) -> Iterator[bytes]:
@@ -257,7 +230,7 @@ def read_lines(source: Source) -> Iterator[bytes]:
     first = True
     for piece, _ in read_pieces(source):
         if first:
-            piece, first = piece.removeprefix(b"\xef\xbb\xbf"), False
+            piece, first = piece.removeprefix(BOM), False
         if source.is_text or b"\n" not in piece:
             rest.append(piece)
             continue

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_llama.config.limits import is_number
 from megatron_llama.config.settings import Config, DataConfig
 
-_RECORDS, _TABLES = (".jsonl", ".json", ".ndjson"), (".tsv",)
-_COMPRESSED = (".gz", ".zst", ".zstd")
+RECORD_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".tsv",)
+COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz")
 
 
 def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
@@ -31,12 +31,16 @@ def record_files(data: DataConfig) -> list[tuple[str, str]]:
     an indexed dataset, each once."""
     if data.kind != "sft" or data.mock:
         return []
-    return list(dict.fromkeys(item for item in named_paths(data) if _bare(item[1]).endswith(_RECORDS + _TABLES)))
+    return list(
+        dict.fromkeys(
+            item for item in named_paths(data) if bare_name(item[1]).endswith(RECORD_SUFFIXES + TABLE_SUFFIXES)
+        )
+    )
 
 
 def is_table(path: str) -> bool:
     """Whether a file of records has a header and columns."""
-    return _bare(path).endswith(_TABLES)
+    return bare_name(path).endswith(TABLE_SUFFIXES)
 
 
 def tokenizer_of_records(config: Config) -> str | None:
@@ -44,9 +48,9 @@ def tokenizer_of_records(config: Config) -> str | None:
     return config.data.tokenizer or config.init_from
 
 
-def _bare(path: str) -> str:
-    """The name in lower case without the endings of compressed files."""
+def bare_name(path: str) -> str:
+    """A path or name in lower case without the suffix of its compression."""
     lower = path.lower()
-    for suffix in _COMPRESSED:
+    for suffix in COMPRESSION_SUFFIXES:
         lower = lower.removesuffix(suffix)
     return lower

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.sources import bare_name, find_sources, read_lines, with_array
+from data_prep.lib.sources import find_sources, read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.data_prefixes import bare_name
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import LABELLED
 

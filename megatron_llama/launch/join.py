@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_llama.config import ConfigError
 from megatron_llama.launch.process_context import ProcessContext
-from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, die_with, modules_of, says_peer_lost
+from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, says_peer_lost
 from megatron_llama.launch.rendezvous import (
     ARRIVAL_LIMIT_SECONDS,
     LaunchFailed,
@@ -31,6 +31,7 @@ from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.signals import die_with
 
 PREPARE_LIMIT_SECONDS = 3600.0
 

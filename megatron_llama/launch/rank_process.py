@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import pickle
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,11 +21,11 @@ from megatron_llama.config import ConfigError
 from megatron_llama.launch.supervise import FORWARDED, WATCHED
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.signals import die_with
 
 # A rank that lost another one waits before it reports that: by then the starter has killed it, and the cause is the
 # last thing on stderr.
 CONSEQUENCE_DELAY_SECONDS = 8.0
-_PR_SET_PDEATHSIG = 1
 # How a rank learns that another one has gone. Such an error is a consequence, whatever rank it is raised on.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset)|closed by peer|broken pipe|connection refused|remote process exited"
@@ -78,16 +76,6 @@ def train(plan: Plan) -> None:
 def modules_of(work: Callable[[Plan], None]) -> tuple[str, ...]:
     """The modules that ``work`` will import, if it is this package's: worth importing before ranks are forked."""
     return ("megatron_llama.train.run_rank",) if work.__module__.startswith("megatron_llama.") else ()
-
-
-def die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ``parent_pid`` ends for whatever reason, kill -9 included."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(EXIT_FAILED)
 
 
 def describe(error: BaseException) -> Report:
@@ -157,10 +145,3 @@ def _redirect(output: Path | None) -> None:
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-
-
-def _watch_parent(parent_pid: int) -> None:
-    """Where the system can't tell a child that its parent died: look every second."""
-    while os.getppid() == parent_pid:
-        time.sleep(1)
-    os._exit(EXIT_FAILED)

@@ -1,11 +1,20 @@
-"""Signal handlers that are in place for the time of a ``with`` block."""
+"""Signal handlers that are in place for the time of a ``with`` block, and processes that end with their parent."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from megatron_llama.system.exit_status import EXIT_FAILED
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
@@ -20,3 +29,20 @@ def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def die_with(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent ``parent_pid`` ends for whatever reason, kill -9 included."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(EXIT_FAILED)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    """Where the system can't tell a child that its parent died: look every second."""
+    while os.getppid() == parent_pid:
+        time.sleep(1)
+    os._exit(EXIT_FAILED)
