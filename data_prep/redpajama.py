@@ -166,6 +166,7 @@ def prepare(args: argparse.Namespace) -> int:
         make_text_set(
             TextOptions([source], args.tokenizer_model, args.tokenizer_library, json_keys=[key], append_eod=True),
             RunOptions(str(prefix), on_bad_line=args.on_bad_line, workers=args.workers, overwrite=args.overwrite),
+            print,
         )
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"

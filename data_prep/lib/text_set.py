@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from data_prep.lib.input_sample import detect_keys, sample_texts
@@ -72,8 +72,8 @@ class TextOptions:
         return library, model
 
 
-def make_text_set(text: TextOptions, options: RunOptions) -> None:
-    """Makes the datasets; prints what was done.
+def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], None]) -> None:
+    """Makes the datasets. Notes on the input and the encoder go to stderr.
 
     Raises:
         UserError: the input, the tokenizer or a record can't be used.
@@ -89,5 +89,5 @@ def make_text_set(text: TextOptions, options: RunOptions) -> None:
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token")
     notes = [f"{path} is left out: no records, it seems; to take it, name it" for path in left_out]
     for note in [*encoder.notes, *notes]:
-        print(f"note: {note}", file=sys.stderr)
-    make_dataset(Job(sources, tuple(keys), options.max_line, text.append_eod), options, encoder, print)
+        sys.stderr.write(f"note: {note}\n")
+    make_dataset(Job(sources, tuple(keys), options.max_line, text.append_eod), options, encoder, say)
