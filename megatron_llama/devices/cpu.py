@@ -1,4 +1,4 @@
-"""The CPU: the device that is always there. Ranks are processes, gloo connects them, the cores are shared out."""
+"""The CPU, the device that is always there: ranks are processes connected by gloo, and share the machine's cores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cpu(Device):
             return physical
 
     def environment(self, plan: Plan) -> dict[str, str]:
-        return {}  # how many ranks share this machine, and so its cores, is known when they enter
+        return {}  # a rank's number of threads depends on the ranks of its machine, which ``enter`` knows
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
@@ -53,8 +53,7 @@ class Cpu(Device):
     def peak_flops(self, precision: str) -> Peak:
         """The best of a few matrix products with this rank's threads, while the other ranks do the same.
 
-        In bf16 both dtypes are tried: a CPU without bf16 units multiplies faster in fp32, and that is what it could
-        do at best.
+        For bf16 both dtypes are measured: a CPU without bf16 units is faster in fp32, and that is then its peak.
         """
         import torch
 

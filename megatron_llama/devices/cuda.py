@@ -33,7 +33,7 @@ _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/
 
 
 def _driver_present() -> bool:
-    """Whether to ask torch at all: importing it takes seconds, and most login nodes have no GPU."""
+    """Whether a probe by torch is worth its import, which takes seconds: most login nodes have no GPU."""
     return sys.platform != "linux" or any(os.path.exists(path) for path in _DRIVER_FILES)
 
 
@@ -70,7 +70,7 @@ class Cuda(Device):
     def environment(self, plan: Plan) -> dict[str, str]:
         variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
         if plan.config.trainer.tp > 1:
-            # megatron-core's linears count on kernels starting in the order of their calls to overlap communication.
+            # megatron-core overlaps communication in its linears by relying on the launch order of kernels.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if plan.config.trainer.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

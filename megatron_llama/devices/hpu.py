@@ -1,7 +1,7 @@
 """Intel Gaudi 2 and 3, through Intel's PyTorch bridge (``habana_frameworks``) in eager mode with torch.compile.
 
-Not run on hardware: written after Intel's documentation and tested against a stand-in (tests/devices/fakes). What the
-starter asks is read from the driver's files, since a process that touches the bridge takes a card for itself.
+Not run on hardware: written from Intel's documentation and tested against a stand-in (tests/devices/fakes). The
+starter reads the driver's files, because a process that uses the bridge acquires a card.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AWS Trainium 2 and 3, through TorchNeuron (the native PyTorch backend, ``torch_neuronx`` 2.13 and later).
 
-Not run on hardware: written after AWS's documentation and tested against a stand-in (tests/devices/fakes). What the
-starter asks is read from the driver's files, since a process that touches the runtime takes the cores for itself.
+Not run on hardware: written from AWS's documentation and tested against a stand-in (tests/devices/fakes). The starting
+process reads the driver's files, because a process that uses the runtime acquires the cores.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Neuron(Device):
         return _CHIPS[_target() or "trn2"].gibibytes * _cores_per_device() * 2**30 // _CORES_PER_CHIP
 
     def environment(self, plan: Plan) -> dict[str, str]:
-        # A graph that does not compile is an error: running it operation by operation would only look like a slow run.
+        # A graph that does not compile must be an error: run by operations, it would only look like a slow run.
         variables = {"TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1"}
         trainer = plan.config.trainer
         if plan.precision.stochastic:
