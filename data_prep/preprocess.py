@@ -72,9 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("--split-sentences is for BERT; there are no sentences here, only documents")
     if args.prepend_bos or args.ftfy:
         raise UserError("--prepend-bos and --ftfy are not done here: text goes in as it is, documents end with EOD")
-    make_text_set(
-        TextOptions(**{one.name: getattr(args, one.name) for one in fields(TextOptions)}), RunOptions.of(args)
-    )
+    text = TextOptions(**{one.name: getattr(args, one.name) for one in fields(TextOptions)})
+    make_text_set(text, RunOptions.of(args), print)
     return 0
 
 
