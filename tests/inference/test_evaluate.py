@@ -1,4 +1,4 @@
-"""The figures are transformers', on any number of ranks; and what can't be asked is counted."""
+"""The figures are those of transformers, on any number of ranks; records that can't be used are counted."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ WORDED = {"question": " 2 + 2 = ?\n", "answer": "2 + 2 = 4\n#### 4"}
 
 @pytest.mark.parametrize("template", ["own", "plain", "dialogue"])
 @pytest.mark.parametrize("name", ["qnli", "gsm8k"])
-def test_asked_as_it_was_taught(folder: Path, tmp_path: Path, name: str, template: str) -> None:
+def test_prompts_are_those_of_training(folder: Path, tmp_path: Path, name: str, template: str) -> None:
     """The ids that come before a training example's answer are the ids of evaluation's prompt, white space and all."""
     record = ROWS if name == "qnli" else WORDED
     source = tmp_path / ("set.tsv" if name == "qnli" else "set.jsonl")

@@ -24,7 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(
-    folder: Path, prompts=PROMPTS, sampling=GREEDY, tp: int = 1, stop: frozenset[int] = NOTHING, count: int = COUNT
+    folder: Path,
+    prompts: list[list[int]] = PROMPTS,
+    sampling: Sampling = GREEDY,
+    tp: int = 1,
+    stop: frozenset[int] = NOTHING,
+    count: int = COUNT,
 ) -> list[Answer]:
     """The answers, the same on all ranks."""
     ranks = with_generator(lambda made: made.generate(prompts, sampling, count), folder, tp, stop)
@@ -110,7 +115,7 @@ def test_the_models_last_position_ends_an_answer(folder: Path, greedy: list[list
     assert answers[1].ended == "context" and len(answers[1].ids) == 8
 
 
-def test_tokens_are_told_as_they_come(folder: Path, greedy: list[list[int]]) -> None:
+def test_tokens_are_reported_as_they_come(folder: Path, greedy: list[list[int]]) -> None:
     def told(made: Generator) -> list[tuple[int, int | None]]:
         events: list[tuple[int, int | None]] = []
         made.generate(PROMPTS[:2], GREEDY, 3, lambda row, number: events.append((row, number)))

@@ -1,4 +1,4 @@
-"""A model is asked in the template it was taught in, to the id, by this program and by others that read its export."""
+"""Prompts have the ids of training, in this program and in others that read an export."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], 
 
 @pytest.mark.parametrize("name", ["plain", "bos", "pieces.model"])
 @pytest.mark.parametrize("template", ["own", *sorted(NAMED)])
-def test_asked_as_it_was_taught(folders: Path, tmp_path: Path, template: str, name: str) -> None:
+def test_prompts_are_those_of_training(folders: Path, tmp_path: Path, template: str, name: str) -> None:
     """Of a conversation of two answers, all ids up to each are those that ask for it, BOS included."""
     path = folders / name
     if template == "own" and not path.is_dir():
@@ -113,7 +113,7 @@ def test_the_manifest_says_whether_bos_comes_first(folders: Path, tmp_path: Path
         ids, mask, told = example(folders / name, tmp_path / name, "--chat-template", "plain", option)
         prompts = open_prompt_builder(text_of(folders / name), None, told, "own")
         assert prompts.ids(TALK[:2]) == ids[: mask.index(1)]
-        other = open_prompt_builder(text_of(folders / name), "dialogue", told, "own")  # not what it was taught
+        other = open_prompt_builder(text_of(folders / name), "dialogue", told, "own")  # not what it was trained with
         begin = text_of(folders / name).encode("x")[0] if name == "bos" else 1
         assert (other.ids(HELLO)[0] == begin) == (name == "bos")
         assert (ids[0] == begin) == (option == "--add-bos")
@@ -193,7 +193,7 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     assert set([ends] if isinstance(ends, int) else ends) == {0, *prompts.stop}
 
 
-def test_nothing_is_written_where_the_own_template_was_taught(folders: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_for_a_run_with_the_own_template(folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / "bos", tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     for data in ({"kind": "sft", "prefixes": [], "chat_template": "own"}, {"kind": "pretrain"}):
