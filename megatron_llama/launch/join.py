@@ -57,7 +57,11 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
             mine = nodes[0]
             _open(plan, context, rendezvous, nodes, stack)
         else:
-            plan.config.run.dir = _wait(rendezvous)
+            try:
+                plan.config.run.dir = rendezvous.wait()
+            except EOFError as error:
+                time.sleep(CONSEQUENCE_DELAY_SECONDS)
+                raise LaunchFailed(f"the first process ended before the start: {error}") from error
         _use_interface(context, mine)
         if not starts_ranks:
             os.environ.update(context.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -85,15 +89,6 @@ def _open(plan: Plan, context: ProcessContext, rendezvous: Rendezvous, nodes: li
         sys.stdout.write(node_table(nodes, context) + "\n")
     sys.stdout.flush()
     rendezvous.open(chosen)
-
-
-def _wait(rendezvous: Rendezvous) -> str:
-    """The others' part: the run's folder, once the first process has opened the start."""
-    try:
-        return rendezvous.wait()
-    except EOFError as error:
-        time.sleep(CONSEQUENCE_DELAY_SECONDS)
-        raise LaunchFailed(f"the first process ended before the start: {error}") from error
 
 
 def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:

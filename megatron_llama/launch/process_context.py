@@ -66,7 +66,7 @@ class ProcessContext:
 
 
 def process_context(environ: Mapping[str, str]) -> ProcessContext | None:
-    """This process's place as its starter gave it; None when it was started by hand.
+    """What the starter of this process has set; None where it was started by hand.
 
     Raises ConfigError when the variables contradict each other.
     """
@@ -98,7 +98,7 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
 
 
 def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
-    """The place of the process that launch.hosts started on this host."""
+    """Of the process that launch.hosts started on this host."""
     numbers = _numbers(environ, (NODE, NODES, "MASTER_PORT"))
     slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
     return ProcessContext(
@@ -118,7 +118,7 @@ def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
-    """The place in torchrun's variables, which other starters (mpirun wrappers, job services) use as well."""
+    """From torchrun's variables, which other starters (mpirun wrappers, job services) use as well."""
     numbers = _numbers(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     if "MASTER_ADDR" not in environ:
         raise _missing("MASTER_ADDR", environ)
@@ -157,7 +157,7 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 
 
 def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
-    """The place in srun's variables; the first node of the step holds rank 0 and the store."""
+    """From srun's variables; the first node of the step holds rank 0 and the store."""
     numbers = _numbers(environ, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in lists if name in environ), "")
@@ -169,7 +169,11 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     node = int(environ.get("SLURM_NODEID", 0))
     local_ranks = tasks_on_node(tasks, node) or numbers["SLURM_NTASKS"]
     count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
-    given = _numbers(environ, ("MASTER_PORT",)) if environ.get("MASTER_PORT") else {}
+    # A port that all tasks of a step agree on without talking; steps of one job on one node get different ones.
+    digits = [int(re.sub(r"\D", "", text or "") or 0) for text in (job, environ.get("SLURM_STEP_ID"))]
+    port = free_port_of(digits[0] * 10, digits[1])
+    if environ.get("MASTER_PORT"):
+        port = _numbers(environ, ("MASTER_PORT",))["MASTER_PORT"]
     return _checked(
         ProcessContext(
             starter="srun",
@@ -178,18 +182,13 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
             local_ranks=local_ranks,
             world_size=numbers["SLURM_NTASKS"],
             master_addr=address,
-            master_port=given.get("MASTER_PORT", _port(job, environ.get("SLURM_STEP_ID"))),
+            master_port=port,
             job=job,
             has_store=False,
             node=node,
             nodes=int(count) if count else -(-numbers["SLURM_NTASKS"] // local_ranks),
         )
     )
-
-
-def _port(job: str | None, step: str | None) -> int:
-    """A port that all tasks of a step agree on without talking; steps of one job on one node get different ones."""
-    return free_port_of(int(re.sub(r"\D", "", job or "") or 0) * 10, int(re.sub(r"\D", "", step or "") or 0))
 
 
 def free_port_of(*numbers: int) -> int:

@@ -102,9 +102,17 @@ def says_peer_lost(error: BaseException | None) -> bool:
 def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn:
     """Runs ``work`` as one rank and ends the process; never returns."""
     die_with(assignment.starter_pid)
-    _take_signals()
+    for number in FORWARDED:  # instead of the starter's handlers; then what arrived meanwhile is let through
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, _interrupt_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(assignment.environment)
-    _redirect(assignment.output)
+    if assignment.output is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(assignment.output, "wb", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     with os.fdopen(assignment.crash_fd, "w") as crash:
         faulthandler.enable(file=crash)
         report = Report("done")
@@ -112,8 +120,8 @@ def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn
             work()
         except BaseException as error:
             report = describe(error)
-        with os.fdopen(assignment.report_fd, "wb") as file:
-            pickle.dump(report, file)
+        with os.fdopen(assignment.report_fd, "wb") as pipe:
+            pickle.dump(report, pipe)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # the terminal or the reader of a pipe has gone
                 stream.flush()
@@ -122,26 +130,7 @@ def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn
         os._exit(report.code)
 
 
-def _take_signals() -> None:
-    """Replaces the starter's handlers by a rank's, and lets through what arrived meanwhile."""
-    for number in FORWARDED:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, _interrupt_once)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-
-
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
     """Ctrl-C reaches a rank from the terminal and from its starter; the second must not disturb the clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _redirect(output: Path | None) -> None:
-    """Sends what this process and the libraries in it print to ``output``."""
-    if output is None:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with open(output, "wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)

@@ -61,7 +61,11 @@ def claimed(folder: Path) -> Iterator[None]:
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     with lock:
         if try_lock(lock) is False:
-            raise _taken(folder)
+            lock.seek(0)
+            owner = lock.read().strip()
+            rule = f"another run is writing to this folder{f' ({owner})' if owner else ''}"
+            instead = "wait for it to end, or write another run.dir=PATH"
+            raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
@@ -97,13 +101,3 @@ def record(plan: Plan, folder: Path) -> str:
     write_atomically(folder / "config.yaml", to_yaml(plan.config))
     write_atomically(folder / "plan.txt", text)
     return text
-
-
-def _taken(folder: Path) -> ConfigError:
-    """The error of a folder that another run is writing to."""
-    try:
-        owner = (folder / LOCK_NAME).read_text(encoding="utf-8").strip()
-    except OSError:
-        owner = ""
-    rule = f"another run is writing to this folder{f' ({owner})' if owner else ''}"
-    return ConfigError([Problem("run.dir", str(folder), rule, "wait for it to end, or write another run.dir=PATH")])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
@@ -75,10 +75,6 @@ def run_on_this_machine(
             import_module(module)
     count = plan.world_size if ranks is None else ranks
     return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
-
-
-def _own_port() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0), backlog=1024)
 
 
 @dataclass
@@ -173,7 +169,7 @@ def start_ranks(
     sys.stdout.flush()
     sys.stderr.flush()
     share = Share(share, share) if isinstance(share, int) else share
-    listener = _own_port() if share.master is None else None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024) if share.master is None else None
     with listener or contextlib.nullcontext(), Signals() as signals:
         signals.hold()
         common = {**(environment or {}), **_store_environment(share, listener)}
@@ -184,7 +180,13 @@ def start_ranks(
             output = output_dir / f"rank_{number:05d}.txt" if output_dir and number else None
             ranks.append(_start_rank(fork, number, work, variables, output, listener))
             signals.children.append(ranks[-1])
-        store = _host_store(listener, share.world_size) if listener else None
+        store = None
+        if listener is not None:  # after the ranks are forked, because it starts a thread
+            from torch.distributed import TCPStore
+
+            port, file = listener.getsockname()[1], os.dup(listener.fileno())
+            address, size = "127.0.0.1", share.world_size
+            store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=file)
         try:
             signals.release()
             if while_running is not None:
@@ -211,14 +213,6 @@ def _store_environment(share: Share, listener: socket.socket | None) -> dict[str
         # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-
-
-def _host_store(listener: socket.socket, world_size: int) -> Any:
-    """The store where the ranks meet. Created after the ranks are forked, because it starts a thread."""
-    from torch.distributed import TCPStore
-
-    port, file = listener.getsockname()[1], os.dup(listener.fileno())
-    return TCPStore("127.0.0.1", port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
 
 def _start_rank(
@@ -275,7 +269,8 @@ def _verdict(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
     bad = [rank for rank in ranks if not (rank.succeeded or rank.wants_restart or rank.killed)]
     if not bad:
         return EXIT_RESTART if any(rank.wants_restart for rank in ranks) else 0
-    cause = min(bad, key=_blame)
+    # The rank that failed of itself before those that only lost it, then the first.
+    cause = min(bad, key=lambda rank: (rank.report.consequence, rank.report.seconds) if rank.report else (True, 0.0))
     assert cause.report is not None and cause.exit_code is not None
     if -cause.exit_code in signals.received:  # it was asked to end before it had a handler of its own
         number = -cause.exit_code
@@ -290,9 +285,3 @@ def _verdict(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
     where = f"; its output is in {output}" if output and output.exists() and output.stat().st_size else ""
     report(f"\nRank {cause.number} of {share.world_size} failed{where}:\n\n{cause.report.text}")
     return EXIT_FAILED
-
-
-def _blame(rank: Rank) -> tuple[bool, float]:
-    """Sorts the rank that failed of itself before those that lost it, then by time."""
-    assert rank.report is not None
-    return rank.report.consequence, rank.report.seconds
