@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = ("num_key_value_heads", "head_dim")
-# Settings of config.json that would make it another model than the Llama here: the only value that may stand there.
+# Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -39,29 +39,28 @@ _LORA_SETTINGS = {
     "target_modules": "lora_target_modules",
     "modules_to_save": "modules_to_save",
 }
-# Of adapter_config.json's other settings: what may stand there beside null, false and nothing. Any that is not named
-# here may stand nowhere, so that what a later PEFT adds is refused, not passed over. Some ways to begin (pissa, olora,
-# corda, loftq) change the base's weights too, and the folder of the base does not hold those.
+# Legal values of adapter_config.json's other keys, besides null, false and empty. A key that is not listed must be one
+# of these three, so that what a later PEFT adds is refused, not ignored. Some initialisations (pissa, olora, corda,
+# loftq) change the base's weights too, which the base's folder does not have.
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
 }
-# These say nothing of what the adapter's tensors mean. layers_pattern needs layers_to_transform, which is refused.
-_SAYS_NOTHING = (
+# Keys that do not change what the adapter's tensors mean. layers_pattern needs layers_to_transform, which is refused.
+_IRRELEVANT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
 )
 
 
 def read_hf_config(folder: str) -> dict[str, Any]:
-    """The folder's config.json; raises ValueError, with the reason, where that is no object that can be read."""
+    """The folder's config.json. Raises ValueError where it can't be read or is no JSON object."""
     return _read_object(folder, "config.json")
 
 
 def read_adapter_config(folder: str) -> dict[str, Any]:
-    """The folder's adapter_config.json; raises ValueError, with the reason, where that is no object that can be
-    read."""
+    """The folder's adapter_config.json. Raises ValueError where it can't be read or is no JSON object."""
     return _read_object(folder, ADAPTER_CONFIG)
 
 
@@ -80,7 +79,7 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
 
 
 def other_than_llama(content: dict[str, Any]) -> list[str]:
-    """What in a config.json asks for something that this Llama does not have, as clauses."""
+    """Clauses on each key of a config.json that asks for an architecture that is not supported."""
     found = [
         f"{name} is {content[name]!r}, and only {only!r} is supported"
         for name, only in _ONLY.items()
@@ -113,9 +112,9 @@ def rope_from_hf(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill_from_hf(
-    folder: str | None, by_hand: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
+    folder: str | None, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assign every ``model.`` setting that was not set by hand from the folder's config.json."""
+    """Assigns every ``model.`` setting that is not ``given`` on the command line from the folder's config.json."""
     if folder is None:
         rule, instead = "takes the shape from the folder in init_from, which is not given", "write init_from=FOLDER"
         problems.append(Problem("model", FROM_HF, rule, instead))
@@ -132,7 +131,7 @@ def fill_from_hf(
             problems.append(Problem("init_from", folder, f"its config.json has no {name}", f"write model.{name}=..."))
     shape["name"] = os.path.basename(os.path.abspath(folder))
     for name, value in shape.items():
-        if f"model.{name}" not in by_hand:
+        if f"model.{name}" not in given:
             assign(f"model.{name}", value)
 
 
@@ -169,9 +168,9 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
 
 
 def fill_from_adapter(
-    folder: str, by_hand: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
+    folder: str, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assign rank, alpha and modules from a PEFT adapter's adapter_config.json, which alone may give them."""
+    """Assigns rank, alpha and modules from a PEFT adapter's adapter_config.json. Giving them again is a problem."""
     try:
         content = read_adapter_config(folder)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
@@ -184,19 +183,19 @@ def fill_from_adapter(
     problems += [Problem("finetune.adapter", folder, clause, "name an adapter of plain LoRA") for clause in wrong]
     for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
         name, value = f"finetune.{ours}", content.get(theirs) or []
-        if name in by_hand:
-            rule = f"is what the adapter in {folder} says: {shown(value)}"
+        if name in given:
+            rule = f"is set by the adapter in {folder}: {shown(value)}"
             problems.append(Problem(name, None, rule, f"leave {name} out"))
         else:
             assign(name, sorted(value) if isinstance(value, list) else value)
 
 
 def other_than_lora(content: dict[str, Any]) -> list[str]:
-    """What in an adapter_config.json asks for something other than plain LoRA, as clauses."""
+    """Clauses on each key of an adapter_config.json that asks for something other than plain LoRA."""
     found = []
     for name, value in content.items():
         may = _PLAIN_LORA.get(name, ())
-        if value and value not in may and name not in (*_LORA_SETTINGS, *_SAYS_NOTHING):
+        if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "that is more than plain LoRA"
             found.append(f"its {name} is {value!r}, and {rule}")
     if not isinstance(content.get("target_modules"), list):
@@ -205,7 +204,7 @@ def other_than_lora(content: dict[str, Any]) -> list[str]:
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the spelling of transformers 5, wherever they stand."""
+    """Rotary settings in the spelling of transformers 5, from any of their spellings."""
     rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
     if "rope_type" not in rope and "type" in rope:
         rope["rope_type"] = rope["type"]

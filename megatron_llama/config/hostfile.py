@@ -1,4 +1,4 @@
-"""The machines that launch.hosts or a hostfile name. Pure: text in, hosts out."""
+"""The machines that launch.hosts or a hostfile names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# No leading dash: ssh would take such a name for an option.
+# No leading dash: ssh would read such a name as an option.
 _NAME = r"(?:\w[\w.-]*@)?[A-Za-z0-9][\w.-]*"
 _HOST = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>[1-9]\d*))?")
 _LINE = re.compile(rf"(?P<name>{_NAME})(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*))?(?:\s+max_slots\s*=\s*\d+)?")
@@ -20,7 +20,7 @@ class Host:
     """One machine."""
 
     name: str
-    """As ssh takes it, with the user where one is given."""
+    """As given to ssh, with the user if there is one."""
     slots: int | None = None
     """Ranks to start there; None: one for each of its devices."""
 
@@ -33,11 +33,11 @@ class Host:
 def bad_hosts(entries: Iterable[Any]) -> str | None:
     """What is wrong with the entries of launch.hosts, in one sentence; None where nothing is."""
     wrong = [str(entry) for entry in entries if not _HOST.fullmatch(str(entry))]
-    return f"{wrong[0]!r} is no host" if wrong else _bad_together(listed_hosts(entries))
+    return f"{wrong[0]!r} is not a host name" if wrong else _bad_together(listed_hosts(entries))
 
 
 def listed_hosts(entries: Iterable[Any]) -> list[Host]:
-    """The hosts of launch.hosts; entries that are none are left out, as ``bad_hosts`` speaks of them."""
+    """The hosts of launch.hosts; malformed entries, which ``bad_hosts`` reports, are left out."""
     found = [_HOST.fullmatch(str(entry)) for entry in entries]
     return [_host(match) for match in found if match is not None]
 
@@ -70,7 +70,7 @@ def _bad_together(hosts: list[Host]) -> str | None:
     names = [host.address for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        return f"{twice[0]} stands there twice; one process starts all ranks of a host"
+        return f"{twice[0]} is listed twice; one process starts all ranks of a host"
     if len({host.slots is None for host in hosts}) > 1:
-        return "some hosts say how many ranks they have and some don't"
+        return "some hosts have a number of ranks and some don't"
     return None

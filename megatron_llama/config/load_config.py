@@ -1,7 +1,7 @@
 """From ``model=llama7b trainer.tp=8`` to a typed ``Config``.
 
-Hydra reads the override grammar and composes the groups under ``conf/``. The values are set here, one by one, on the
-typed result: Hydra itself stops at the first mistake, and a user wants to hear of all of them.
+Hydra reads the override grammar and composes the groups under ``conf/``. Values are then set one by one on the
+typed result, because Hydra stops at the first mistake and users want all of them reported at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_llama.config.problems import ConfigError, Problem, nearest, two_le
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.suggest import suggest, unknown_setting
 
-# The name under which conf/config.yaml lists the dataclasses, so that files in conf/ are checked against them too.
+# conf/config.yaml names the dataclasses so, and files in conf/ are checked against them.
 SCHEMA = "settings"
-# The group of whole recipes, over all others. Its files are in conf/experiment/, or wherever a path says.
+# The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given.
 EXPERIMENT = "experiment"
-# Two ways to say one thing.
+# Pairs of settings for one quantity: giving one on the command line resets the other.
 INSTEAD_OF = {
     "trainer.steps": "trainer.epochs",
     "trainer.epochs": "trainer.steps",
@@ -42,9 +42,12 @@ INSTEAD_OF = {
 
 
 def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
-    """The config that ``overrides`` ask for; raises ConfigError with everything that is wrong with them."""
+    """The config of command-line ``overrides`` over the files in ``conf_dir``.
+
+    Raises ConfigError with everything that is wrong with them.
+    """
     problems: list[Problem] = []
-    choices, values = _sorted_out(_parsed(overrides, problems), conf_dir, problems)
+    choices, values = _split_overrides(_parse(overrides, problems), conf_dir, problems)
     try:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -54,30 +57,30 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
             _delete(config, override.key_or_group, problems)
         else:
             _set(config, override.key_or_group, _value(override), problems)
-    by_hand = {override.key_or_group for override in values}
-    said = {override.key_or_group for override in values if _value(override) is not None}
-    if "data.prefixes" in by_hand and "data.prepare" not in by_hand:
-        # The group's command makes the group's files, not the ones named by hand.
+    given = {override.key_or_group for override in values}
+    not_null = {override.key_or_group for override in values if _value(override) is not None}
+    if "data.prefixes" in given and "data.prepare" not in given:
+        # The group's command makes the group's files, not those named on the command line.
         config.data.prepare = None
     for one, other in INSTEAD_OF.items():
-        # What is said on the command line takes the place of what a group says in the other way; null says nothing.
-        if one in said and other not in by_hand:
+        # The command line goes before what a group sets in the other way; null sets nothing.
+        if one in not_null and other not in given:
             _set(config, other, settings_by_name()[other].default, problems)
-    if {"trainer.steps", "trainer.epochs"} <= by_hand and config.trainer.epochs is not None:
-        # Said here: a rule can't tell trainer.steps=100 from nothing, which is its default.
+    if {"trainer.steps", "trainer.epochs"} <= given and config.trainer.epochs is not None:
+        # Not a rule: that could not tell trainer.steps=100, the default, from no value.
         problems.append(two_lengths(config.trainer.epochs, config.trainer.steps))
     if config.model.name == FROM_HF:
-        fill_from_hf(config.init_from, by_hand, lambda name, value: _set(config, name, value, problems), problems)
+        fill_from_hf(config.init_from, given, lambda name, value: _set(config, name, value, problems), problems)
     if config.finetune.adapter is not None:
         adapter = config.finetune.adapter
-        fill_from_adapter(adapter, by_hand, lambda name, value: _set(config, name, value, problems), problems)
+        fill_from_adapter(adapter, given, lambda name, value: _set(config, name, value, problems), problems)
     typed = _typed(config, problems)
     if problems or typed is None:
         raise ConfigError(problems, typed)
     return typed
 
 
-def _sorted_out(
+def _split_overrides(
     overrides: Iterable[Override], conf_dir: Path, problems: list[Problem]
 ) -> tuple[dict[str, str], list[Override]]:
     """The overrides that pick a file of a group, as {group: file}, and those that set a value."""
@@ -109,8 +112,8 @@ def from_yaml(text: str) -> Config:
     return typed
 
 
-def _parsed(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Override]:
-    """Each override by Hydra's grammar; those that are none, or ask for several runs, become problems."""
+def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Override]:
+    """Each override, read by Hydra's grammar. What is no override, or asks for several runs, becomes a problem."""
     parser = OverridesParser.create()
     for text in overrides:
         try:
@@ -128,7 +131,7 @@ def _parsed(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overr
 
 
 def _sweep_problem(name: str, values: str) -> Problem:
-    """The problem of an override that asks for several runs."""
+    """The problem of an override that is a sweep, which asks Hydra for several runs."""
     setting = settings_by_name().get(name)
     if setting is not None and setting.kind is list:
         instead = f"write {name}=[{values}]"
@@ -140,7 +143,7 @@ def _sweep_problem(name: str, values: str) -> Problem:
 
 
 def _syntax_problem(text: str) -> Problem:
-    """The problem of an override that Hydra's grammar does not know."""
+    """The problem of text that Hydra's grammar rejects."""
     rule = "settings are written name=value"
     name, equals, value = text.partition("=")
     if text.startswith("-"):
@@ -160,7 +163,7 @@ def _value(override: Override) -> Any:
 
 
 def _choose(override: Override, conf_dir: Path, choices: dict[str, str], problems: list[Problem]) -> None:
-    """Notes which file of a group was asked for, the last one where it was asked for twice."""
+    """Enters the chosen file of a group into ``choices``; the last choice of a group wins."""
     group = override.key_or_group
     options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
     choice = _value(override)
@@ -176,7 +179,7 @@ def _choose(override: Override, conf_dir: Path, choices: dict[str, str], problem
 
 
 def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
-    """The chosen groups over the typed defaults, by Hydra."""
+    """Hydra's composition of the chosen groups over the typed defaults."""
     ConfigStore.instance().store(SCHEMA, Config)
     defaults = yaml.safe_load((conf_dir / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     chosen_by_default = {
@@ -184,19 +187,19 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     }
     if _is_file(EXPERIMENT, choices.get(EXPERIMENT, "")):
         choices = {**choices, EXPERIMENT: _stored(Path(choices[EXPERIMENT]))}
-    # A group without a default must be added in Hydra's grammar; a user should not have to know which those are.
+    # Hydra wants a plus before a group without a default; a user should not have to know which those are.
     overrides = [f"{'' if group in chosen_by_default else '+'}{group}={choice}" for group, choice in choices.items()]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
         return hydra_compose("config", overrides=overrides)
 
 
 def _is_file(group: str, choice: str) -> bool:
-    """Whether the choice is a file of the user's own."""
+    """Whether the choice is the path of a user's own file."""
     return group == EXPERIMENT and choice.endswith((".yaml", ".yml")) and Path(choice).is_file()
 
 
 def _stored(path: Path) -> str:
-    """Puts a user's file among Hydra's, as if it stood in conf/experiment/; returns its name there."""
+    """Registers a user's file with Hydra as if it were in conf/experiment/; returns its name there."""
     node = OmegaConf.load(path)
     if not isinstance(node, DictConfig):
         raise OmegaConfBaseException(f"In '{path}': holds no settings")
@@ -205,13 +208,13 @@ def _stored(path: Path) -> str:
 
 
 def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Problem:
-    """The problem that Hydra, OmegaConf or the YAML reader met in the files under conf/, or in a user's own."""
+    """The problem of an error that Hydra, OmegaConf or the YAML reader raised on a file in conf/ or a user's own."""
     own = choices.get(EXPERIMENT, "")
     files = {f"{EXPERIMENT}/{Path(own).stem}": own} if _is_file(EXPERIMENT, own) else {}
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}"
-        return Problem("conf", None, f"{where} is no YAML: {error.problem}", "correct that line")
+        return Problem("conf", None, f"{where} is not valid YAML: {error.problem}", "correct that line")
     cause: BaseException | None = error
     while cause is not None and not getattr(cause, "full_key", None):
         cause = cause.__cause__ or cause.__context__
@@ -234,7 +237,7 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
         with open_dict(config):
             config.optim.schedule = value
     elif name.startswith(FREE_DICT + "."):
-        # The schedule's arguments are those of whatever class it names, so any key is right here.
+        # Any key is legal: the arguments are those of whatever class the schedule names.
         OmegaConf.update(config, name, value, force_add=True)
     elif isinstance(value, dict) and name in sections():
         for key, item in value.items():
@@ -253,14 +256,14 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
     parent_name, _, key = name.rpartition(".")
     parent = OmegaConf.select(config, parent_name) if parent_name else config
     if parent is None:
-        # An optional section that was null: its other values start from their defaults.
+        # An optional section that is null: the other values in it start from their defaults.
         outer, _, inner = parent_name.rpartition(".")
         OmegaConf.select(config, outer)[inner] = sections()[parent_name].kind()
         parent = OmegaConf.select(config, parent_name)
     try:
         if setting is not None and setting.kind is bool and isinstance(value, int) and value not in (0, 1):
-            raise OmegaConfBaseException  # OmegaConf takes any number for true
-        # PEFT writes this one name without the brackets of a list.
+            raise OmegaConfBaseException  # OmegaConf accepts any number as true
+        # PEFT writes this one name without brackets.
         parent[key] = [value] if name == "finetune.lora_target_modules" and value == ALL_LINEAR else value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
@@ -268,7 +271,7 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
 
 
 def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
-    """Takes out one of the schedule's arguments; every other setting exists always."""
+    """Removes one of the schedule's arguments; no other setting can be removed."""
     argument = name.removeprefix(FREE_DICT + ".")
     if name.startswith(FREE_DICT + ".") and argument in config.optim.schedule:
         with open_dict(config):
@@ -277,16 +280,17 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
         return
     setting = settings_by_name().get(name)
     instead = f"write {name}=null" if setting is not None and setting.optional else "leave this out"
-    problems.append(Problem(f"~{name}", None, "only arguments of optim.schedule can be taken out", instead))
+    problems.append(Problem(f"~{name}", None, "only arguments of optim.schedule can be removed", instead))
 
 
 def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
-    """The dataclasses, or None with a problem. The schedule's interpolations stay: ``resolve`` derives their values."""
+    """The config as dataclasses; None, with a problem added, where a value is missing. Interpolations in the schedule
+    are kept: ``resolve`` derives their values."""
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
     try:
-        OmegaConf.to_container(config.optim.schedule, resolve=True)  # resolve() fills in what is derived by then
+        OmegaConf.to_container(config.optim.schedule, resolve=True)  # only checks that every name exists
     except OmegaConfBaseException as error:
-        rule = f"asks for a value that is not there: {str(error).splitlines()[0]}"
+        rule = f"refers to a value that does not exist: {str(error).splitlines()[0]}"
         name = str(getattr(error, "full_key", "") or "optim.schedule")
         problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
         schedule = {}

@@ -1,4 +1,4 @@
-"""What is wrong with a config, gathered so that all of it is said at once."""
+"""Problems of a config, collected so that all of them are reported at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MESSAGE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that stops a run: where it is, what stands there, which rule it breaks, and what to write instead."""
+    """One reason why a run is refused: the setting, its value, the rule it breaks, and what to write instead."""
 
     field: str
     """The setting as it is written on the command line, e.g. ``trainer.tp``."""
     value: Any
-    """What stands there now."""
+    """Its value now; None shows no value."""
     rule: str
     """The rule it breaks, as a sentence."""
     instead: str
@@ -37,24 +37,25 @@ class Problem:
 class ConfigError(ValueError):
     """A config that can't work; ``problems`` has every reason, and the message shows them all.
 
-    ``config`` is what was left of it without the mistakes, where that is a config; ``resolve`` can say more about it.
+    ``config`` is the config without the values that could not be read, so that ``resolve`` can find further problems;
+    None where nothing usable is left.
     """
 
     def __init__(self, problems: Iterable[Problem], config: Config | None = None) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
         self.config = config
-        assert self.problems, "a ConfigError says at least one thing"
+        assert self.problems, "a ConfigError has at least one problem"
         super().__init__(format_problems(self.problems))
 
 
 def two_lengths(epochs: int, steps: int) -> Problem:
-    """A run's length is said once."""
-    rule = f"and trainer.steps={steps} both say how long the run is"
+    """The problem of a run whose length is given twice."""
+    rule = f"and trainer.steps={steps} both set the length of the run"
     return Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or leave trainer.steps out")
 
 
 def shown(value: Any) -> str:
-    """``value`` as a user would write it on the command line."""
+    """``value`` as a user would write it in a config."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -75,7 +76,7 @@ def typed(value: Any) -> str:
 
 
 def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name in ``known`` that ``wanted`` was probably meant to be, or None; ``cutoff`` is how like it must be."""
+    """The name in ``known`` that is most similar to ``wanted``, at least by ``cutoff`` (difflib's ratio); else None."""
     by_lower_case = {name.lower(): name for name in known}
     found = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=1, cutoff=cutoff)
     return by_lower_case[found[0]] if found else None
@@ -97,7 +98,7 @@ def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This
 
 
 def _wrapped(label: str, text: str) -> str:
-    """``text`` under ``label``, wrapped with a hanging indent; long paths and commands are never cut."""
+    """``text`` under ``label``, wrapped with a hanging indent; long paths and commands are not broken."""
     start = f"    {label}  "
     return textwrap.fill(
         text,

@@ -1,8 +1,8 @@
 """Every setting: its name, type, default, unit and meaning.
 
 The string under a field is its documentation; docs/config.md is generated from it. ``None`` as a default means
-"derived": the field's documentation says from what, and ``resolve`` fills it in. The values people choose between stand
-in ``conf/``.
+"derived": the field's documentation says from what, and ``resolve`` fills it in. Beside a type is the limit of its
+value (``limits.py``). ``conf/`` has named sets of values to choose from.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RopeScaling:
     """Llama 3's frequency scaling of rotary embeddings (Hugging Face's ``rope_type: llama3``)."""
 
     rope_type: Annotated[str, one_of("llama3")] = "llama3"
-    """Kind of scaling; only ``llama3`` exists here."""
+    """Kind of scaling; only ``llama3`` is supported."""
     factor: Annotated[float, at_least(1)] = 8.0
     """Low frequencies are divided by this."""
     low_freq_factor: Annotated[float, above_zero()] = 1.0
@@ -58,7 +58,8 @@ class ModelConfig:
     name: str = "llama"
     """Preset's name; shown in plans and used for the default run folder."""
     vocab_size: Annotated[int, at_least(2)] = 4096
-    """Rows of the embedding table that mean something; padding for tensor parallelism is added and hidden by us."""
+    """Tokens in the vocabulary. Rows that pad the embedding table for tensor parallelism are added, and masked in
+    the loss, on top."""
     hidden_size: Annotated[int, at_least(1)] = 192
     """Width of the residual stream."""
     intermediate_size: Annotated[int, at_least(1)] = 512
@@ -72,13 +73,13 @@ class ModelConfig:
     head_dim: Annotated[int | None, at_least(1)] = None
     """Width of a head. Derived: hidden_size / num_attention_heads."""
     max_position_embeddings: Annotated[int, at_least(1)] = 4096
-    """Longest sequence the model is meant for, tokens."""
+    """Longest sequence that the model supports, tokens."""
     rms_norm_eps: Annotated[float, above_zero()] = 1e-5
     """Added to the mean square inside RMSNorm."""
     rope_theta: Annotated[float, above_zero()] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Frequency scaling for long contexts; none for Llama 2."""
+    """Frequency scaling for long contexts; null for Llama 2."""
     tie_word_embeddings: bool = False
     """The output head is the embedding table."""
     initializer_range: Annotated[float, above_zero()] = 0.02
@@ -87,45 +88,45 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """What is trained on."""
+    """The training data."""
 
     name: str = "python_stdlib"
     """The data's name; shown in plans and used for the default run folder."""
     kind: Annotated[str, one_of("pretrain", "sft")] = "pretrain"
-    """pretrain (documents run on from sequence to sequence) or sft (whole examples with loss masks, as data_prep/sft.py
-    writes them)."""
+    """pretrain (documents are concatenated and cut into sequences) or sft (whole examples with loss masks, as
+    data_prep/sft.py writes them)."""
     pack: bool = False
-    """Put several examples into a sequence, each attending only to itself; without it, one example and padding. For
-    sft."""
+    """Pack several examples into a sequence, each attending only to itself; false pads each example to a sequence.
+    For sft."""
     mock: bool = False
-    """Make up tokens of the model's vocabulary instead of reading files."""
+    """Random tokens of the model's vocabulary instead of files."""
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
-    """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is a
-    share of the samples). For sft also files of records (.jsonl, .tsv; .gz, .zst), prepared at the start."""
+    """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is
+    a share of the samples). For sft also files of records (.jsonl, .tsv; .gz, .zst), prepared at the start."""
     validation_prefixes: list[str] = field(default_factory=list)
-    """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` says nothing. For sft."""
+    """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` is not used. For sft."""
     chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"
-    """For files of records: how conversations become text, own (the tokenizer's), chatml, prompter, dialogue or plain;
-    see docs/sft_data.md."""
+    """For files of records: how conversations become text, own (the tokenizer's), chatml, prompter, dialogue or
+    plain; see docs/sft_data.md."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
-    """For .tsv files: how their lines are asked, qnli or sst2."""
+    """For .tsv files: the prompt that a line is put into, qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
     seq_length: Annotated[int, at_least(1)] = 256
     """Tokens in a training sequence."""
     tokenizer: str | None = None
-    """sentencepiece model, or Hugging Face folder, that made the dataset; checked against it, and used to print samples
-    (a sentencepiece model). For files of records, what prepares them; init_from where it is null."""
+    """sentencepiece model, or Hugging Face folder, that made the dataset; checked against it, and used to print
+    samples (a sentencepiece model). For files of records, what prepares them; init_from where it is null."""
     cache_dir: str | None = None
-    """Folder for Megatron's shuffle and sample indices, and for prepared files of records. Derived: beside the first
-    dataset, mock has none; for records ~/.cache/megatron_llama/data."""
+    """Folder for Megatron's shuffle and sample indices, and for prepared files of records. Derived: beside the
+    first dataset, mock has none; for records ~/.cache/megatron_llama/data."""
     prepare: str | None = None
-    """The command that makes this dataset; shown when it is not there."""
+    """The command that makes this dataset; shown when the dataset is missing."""
 
 
 @dataclass
 class TrainerConfig:
-    """How the work is laid out over devices, and how long it goes on."""
+    """Layout over devices, batch, length and numerics of the run."""
 
     tp: Annotated[int, at_least(1)] = 1
     """Tensor-parallel size: devices that share each matrix."""
@@ -145,42 +146,42 @@ class TrainerConfig:
     shard_group: Annotated[int | None, at_least(1)] = None
     """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
     micro_batch_size: Annotated[int, at_least(1)] = 1
-    """Sequences one device (group) works on at a time."""
+    """Sequences in one forward pass of a data-parallel rank."""
     global_batch_size: Annotated[int, at_least(1)] = 8
     """Sequences per optimizer step, over all devices."""
     steps: Annotated[int, at_least(0)] = 100
     """Optimizer steps of the whole run; 0 initialises (or loads), saves and ends."""
     epochs: Annotated[int | None, at_least(1)] = None
-    """Instead of steps: how often the run sees its training data; steps are epochs * samples // global_batch_size."""
+    """Instead of steps: passes over the training data; steps are epochs * samples // global_batch_size."""
     seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
     """Seeds initial weights and data order."""
     precision: Annotated[str, one_of(*PRECISIONS, note="; there is no fp8 yet")] = "fp32"
-    """fp32, bf16 (products in bf16; master weights, gradient sums and optimizer in fp32), bf16_sr (all in bf16, updates
-    rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of the Trainium recipe's
-    bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2; see docs/precision.md."""
+    """fp32, bf16 (computes in bf16; master weights, gradient accumulation and optimizer states in fp32), bf16_sr
+    (all in bf16, updates rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of
+    the Trainium recipe's bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2;
+    see docs/precision.md."""
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
-    """Activations made again in the backward pass: none, selective (attention core and SwiGLU product), full (each
+    """Activations recomputed in the backward pass: none, selective (attention core and SwiGLU product), full (each
     block)."""
     compile: bool = False
     """torch.compile each block; on CPU this needs a C++ compiler."""
     compile_strict: bool = False
     """Make a graph break, and a graph compiled after the first two batches, an error."""
     compile_cache: str | None = None
-    """Folder of compiled graphs; put it where all machines of the job see it. Derived: ~/.cache/megatron_llama/compile.
-    """
+    """Folder of compiled graphs, on a file system that all machines of the job share. Derived:
+    ~/.cache/megatron_llama/compile."""
     deterministic: bool = False
-    """Refuse operations whose result can differ between two identical runs."""
+    """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
-    """Steps that may be left out because loss or gradient is no number; the next one stops the run."""
+    """Steps with a non-finite (NaN or Inf) loss or gradient that are skipped; one more stops the run."""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
-    """Seconds without progress after which every rank's stacks are printed and the job fails; none waits for ever."""
+    """Seconds without progress after which every rank's stacks are printed and the job fails; null waits for ever."""
     max_restarts: Annotated[int, at_least(0)] = 0
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: Annotated[int | None, at_least(1)] = None
-    """Steps between validations; none means never."""
+    """Steps between validations; null means never."""
     val_steps: Annotated[int | None, at_least(1)] = None
-    """Global batches per validation. Derived: 4; for data.kind=sft null stays, and means the whole set, each example
-    once."""
+    """Global batches per validation. Derived: 4; for data.kind=sft null means the whole set, each example once."""
 
 
 @dataclass
@@ -198,8 +199,8 @@ class OptimConfig:
     warmup_ratio: Annotated[float | None, between(0, 1, "0.03")] = None
     """Instead of warmup_steps: the share of the run's steps that is warm-up, rounded up as transformers does."""
     constant_steps: Annotated[int | None, at_least(0)] = None
-    """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0; for
-    wsd a tenth of the steps."""
+    """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0;
+    for wsd a tenth of the steps."""
     betas: Annotated[list[float], two_betas()] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors for gradient and squared gradient."""
     eps: Annotated[float, above_zero()] = 1e-8
@@ -207,55 +208,55 @@ class OptimConfig:
     weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decoupled weight decay; norms are exempt."""
     clip: Annotated[float | None, above_zero()] = 1.0
-    """Largest global gradient norm; larger gradients are scaled down. None: no clipping."""
+    """Largest global gradient norm; larger gradients are scaled down. null: no clipping."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """What Hydra instantiates as the schedule: _target_ and its arguments, beside the optimizer. Derived: a cosine."""
 
 
 @dataclass
 class FinetuneConfig:
-    """Which weights are trained. Names and meanings are PEFT's."""
+    """Which weights are trained. Names and meanings are those of PEFT."""
 
     method: Annotated[str, one_of("none", "full", "lora")] = "none"
-    """none and full train every weight, full a model that is there already (init_from); lora trains low-rank additions
-    to matrices that stay as they are."""
+    """none and full train every weight, full from the weights in init_from; lora trains low-rank adapters of frozen
+    matrices."""
     lora_rank: Annotated[int, at_least(1)] = 8
-    """Rank of the additions (PEFT's r)."""
+    """Rank of the adapters (PEFT's r)."""
     lora_alpha: Annotated[float, above_zero()] = 16.0
-    """What is added is multiplied by lora_alpha / lora_rank."""
+    """The adapters' output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, share()] = 0.0
-    """Share of the additions' inputs that is dropped in training; the masks depend on the layout."""
+    """Dropout on the adapters' inputs; its masks depend on the layout."""
     lora_target_modules: Annotated[list[str], some_of(LORA_TARGETS, least=1)] = field(
         default_factory=lambda: list(LORA_TARGETS[:4])
     )
-    """The matrices with additions, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear names
-    all seven."""
+    """The matrices with adapters, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear
+    names all seven."""
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
-    """What LoRA also trains, whole: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
+    """Modules that LoRA trains in full besides: embed_tokens, lm_head, norm (as in PEFT all norms, by the ending),
     input_layernorm, post_attention_layernorm."""
     frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
-    """How LoRA keeps what is not trained: fp32, bf16, or the blocks' matrices in int8 or nf4 and the rest in the
-    precision's dtype, which is also the default. Products run in that dtype whatever this is."""
+    """Storage of LoRA's frozen weights: fp32, bf16, or the blocks' matrices in int8 or nf4 and the rest in the
+    precision's compute dtype, which is also the default. Matrix products run in the compute dtype in any case."""
     adapter: str | None = None
-    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that LoRA goes on from; rank, alpha and
+    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to continue from; rank, alpha and
     modules are then the adapter's."""
 
 
 @dataclass
 class DeviceConfig:
-    """The kind of device and what is known of it."""
+    """The kind of device, its speed and its memory."""
 
     name: Annotated[str, one_of(*DEVICES)] = "auto"
-    """auto takes the best device found here; cpu is always there."""
+    """auto takes the best device of this machine; cpu always works."""
     peak_tflops: Annotated[float | None, above_zero()] = None
     """Dense TFLOP/s of one device at the run's precision, for MFU. Derived: by model name; measured on CPU."""
     memory_gib: Annotated[float | None, above_zero()] = None
-    """Memory of one device, GiB; a layout that can't fit is refused. Derived: asked of the device."""
+    """Memory of one device, GiB; a layout that can't fit is refused. Derived: read from the device."""
 
 
 @dataclass
 class LoggingConfig:
-    """What is shown and written while training."""
+    """Output while training."""
 
     every_steps: Annotated[int, at_least(1)] = 1
     """Steps between lines on the console (metrics.jsonl and TensorBoard get every step)."""
@@ -264,51 +265,53 @@ class LoggingConfig:
     parameter_norm: bool = False
     """Also log parameter_norm, the global 2-norm of all weights (one more pass over them)."""
     sample_prompts: list[str] = field(default_factory=list)
-    """Prompts continued and printed at the end of the run; needs data.tokenizer."""
+    """Prompts whose continuations are printed at the end of the run; needs data.tokenizer."""
     sample_tokens: Annotated[int, at_least(1)] = 48
     """Tokens generated for each prompt."""
 
 
 @dataclass
 class CheckpointConfig:
-    """What is kept of a run."""
+    """Checkpoints: when they are saved, which are kept, and where a run resumes."""
 
     every_steps: Annotated[int | None, at_least(1)] = None
-    """Steps between checkpoints; none means only at the end."""
+    """Steps between checkpoints; null means only at the end."""
     keep: Annotated[int | None, at_least(1)] = None
-    """Checkpoints kept, newest first; none keeps all."""
+    """Number of newest checkpoints that are kept; null keeps all."""
     keep_every: Annotated[int | None, at_least(1)] = None
-    """Checkpoints at multiples of this many steps are kept for good, whatever ``keep`` says."""
+    """Checkpoints at multiples of this many steps are kept for good, regardless of ``keep``."""
     keep_best: bool = False
-    """Keep the checkpoint with the lowest validation loss too; checkpoints/best names it. Counts those of steps that
-    trainer.val_every_steps validates."""
+    """Also keep the checkpoint with the lowest validation loss, which checkpoints/best names. Only checkpoints of
+    steps that trainer.val_every_steps validates take part."""
     resume: Annotated[str, not_blank("must be auto, never or the path of a checkpoint", "auto")] = "auto"
-    """auto goes on from the newest good checkpoint in run.dir, never starts anew, a path loads that checkpoint."""
+    """auto continues from the newest complete checkpoint in run.dir, never starts from step 0, a path loads that
+    checkpoint."""
     save_last: bool = True
     """Save the last step."""
     export_hf: bool = False
-    """When the run has finished, also write its last checkpoint, with keep_best the best one, as a Hugging Face folder
-    to <run.dir>/hf."""
+    """At the end of the run, export its last checkpoint, with keep_best the best one, as a Hugging Face folder to
+    <run.dir>/hf."""
     asynchronous: bool = True
-    """Write beside training, which waits only for a copy to host memory, as large as weights and optimizer."""
+    """Write in the background; training waits only for a copy to host memory, as large as weights and optimizer
+    states."""
 
 
 @dataclass
 class LaunchConfig:
-    """Other machines to start ranks on, by ssh; torchrun and srun need none of this."""
+    """Machines to start ranks on by ssh; not needed under torchrun and srun."""
 
     hosts: list[Any] = field(default_factory=list)
-    """Machines, each name, user@name or name:ranks; the first one holds rank 0. Without numbers each starts one rank
-    for each of its devices, on a CPU an equal share of tp * pp * dp."""
+    """Machines, each name, user@name or name:ranks; the first one has rank 0. Without numbers, each machine starts
+    one rank per device, on a CPU an equal share of tp * pp * dp."""
     hostfile: str | None = None
-    """File with the machines instead, a line "name slots=N" for each."""
+    """Instead of hosts: a file with a line "name slots=N" for each machine."""
     ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=2"
-    """Command that is given a host's name and a command line to run there."""
+    """Command that takes a host's name and a command line to run there."""
 
 
 @dataclass
 class RunConfig:
-    """Where a run lives."""
+    """The folder of a run."""
 
     dir: str | None = None
     """Folder of the run. Derived: runs/<model>-<data>-<time>."""

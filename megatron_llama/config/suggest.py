@@ -1,4 +1,4 @@
-"""A setting that does not exist: which one was probably meant."""
+"""Suggestions for settings that do not exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megatron_llama.config.fields import sections, settings_by_name
 from megatron_llama.config.problems import Problem, nearest, shown
 
-# What people who know Megatron, NeMo or transformers write, and what it is called here.
+# Names in Megatron, NeMo, transformers and PEFT, and ours.
 KNOWN_ELSEWHERE = {
     "tensor_model_parallel_size": "trainer.tp",
     "tensor_parallel_size": "trainer.tp",
@@ -36,8 +36,8 @@ KNOWN_ELSEWHERE = {
     "num_train_epochs": "trainer.epochs",
     "packing": "data.pack",
 }
-# What they write that is no setting of its own here.
-SAID_OTHERWISE = {
+# Their settings that have no counterpart here.
+ADVICE = {
     "bf16": "write trainer.precision=bf16",
     "fp16": "write trainer.precision=bf16; there is no fp16, which needs a loss scale",
     "gradient_accumulation": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
@@ -48,8 +48,8 @@ SAID_OTHERWISE = {
 
 
 def unknown_setting(name: str, value: Any) -> Problem:
-    """The problem of a setting that does not exist, with the one that was probably meant."""
-    instead = SAID_OTHERWISE.get(name.rpartition(".")[2].lower())
+    """The problem of a setting that does not exist, with the setting that was probably meant."""
+    instead = ADVICE.get(name.rpartition(".")[2].lower())
     if instead is None and (guess := suggest(name)):
         instead = f"write {guess}={shown(value)}"
     if instead is None:
@@ -66,7 +66,7 @@ def suggest(name: str) -> str | None:
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
-    # Misspelt: in the right section, or else in any.
+    # Misspelt: look in the given section first, then everywhere.
     beside = [other for other in known if other.rpartition(".")[0] == section]
     for others, cutoff in ((beside, 0.6), (list(known), 0.8)):
         by_leaf = {other.rpartition(".")[2]: other for other in others}
@@ -77,7 +77,7 @@ def suggest(name: str) -> str | None:
 
 
 def _siblings(name: str) -> list[str]:
-    """The settings beside ``name``, or the sections where there is no such section."""
+    """The settings in the section of ``name``; where there is no such section, all sections."""
     section = name.rpartition(".")[0]
     beside = [other for other in settings_by_name() if other.rpartition(".")[0] == section]
     return beside if section and beside else [f"{other}.*" for other in sections()]

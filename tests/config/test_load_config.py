@@ -211,7 +211,7 @@ def test_a_mistake_in_a_file_of_conf_is_told_like_one_on_the_command_line(tmp_pa
     assert problem.instead == "write a whole number"
     (conf / "model" / "mine.yaml").write_text("a: [1\n", encoding="utf-8")
     (problem,) = refused("model=mine", conf=conf)
-    assert "mine.yaml, line" in problem.rule and "no YAML" in problem.rule
+    assert "mine.yaml, line" in problem.rule and "not valid YAML" in problem.rule
 
 
 def test_a_preset_of_ones_own_is_a_file(tmp_path: Path) -> None:

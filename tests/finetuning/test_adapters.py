@@ -181,7 +181,7 @@ def test_what_does_not_matter_is_let_through(settings: dict[str, Any], world: Wo
 def test_an_adapter_sets_rank_and_modules(world: World, tmp_path: Path) -> None:
     finetune = make_plan(1, tmp_path, *world.lora).config.finetune
     assert (finetune.lora_rank, finetune.lora_alpha, len(finetune.lora_target_modules)) == (4, 12, 7)
-    with raises_saying(ConfigError, r"is what the adapter in \S+ says: 4"):
+    with raises_saying(ConfigError, r"is set by the adapter in \S+: 4"):
         make_plan(1, tmp_path, *world.lora, "finetune.lora_rank=8")
     with raises_saying(ConfigError, "No such file"):
         make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={tmp_path}", f"init_from={world.base}")

@@ -12,7 +12,7 @@ from megatron_llama.plan.rules.rule import reads
 
 @reads("data.seq_length", "model.max_position_embeddings")
 def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
-    """Positions beyond what the model is meant for are allowed only when asked for by name."""
+    """Positions beyond the model's longest sequence need that setting to be raised explicitly."""
     length, longest = config.data.seq_length, config.model.max_position_embeddings
     if length > longest:
         advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
@@ -21,7 +21,7 @@ def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
-    """Packing and a set of its own for validation are about examples, which pretraining data does not have."""
+    """Packing and validation sets work on examples, which pretraining data does not have."""
     data = config.data
     weights, paths = weights_and_paths(data.prefixes)
     if data.kind == "sft":
@@ -51,7 +51,7 @@ def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
 def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
-    """Validation is on documents that training never sees."""
+    """Validation needs documents that training does not use."""
     every, split = config.trainer.val_every_steps, config.data.split
     own = config.data.mock or config.data.validation_prefixes
     if every is not None and not own and float(split.split(",")[1]) == 0:
@@ -63,7 +63,7 @@ def validation_has_documents(config: Config, world_size: int) -> Iterator[Proble
 
 @reads("logging.sample_prompts", "data.tokenizer")
 def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
-    """Prompts are text; the model knows tokens."""
+    """Prompts are text and must be encoded."""
     if config.logging.sample_prompts and config.data.tokenizer is None:
         advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
         yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
@@ -71,7 +71,7 @@ def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Proble
 
 @reads("data.prefixes", "data.validation_prefixes", "data.kind", "data.tokenizer", "data.template", "init_from")
 def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem]:
-    """Records are text: they need a tokenizer, and tables a question too."""
+    """Files of records are text: they need a tokenizer, and tables a prompt as well."""
     data, files = config.data, record_files(config.data)
     if files and tokenizer_of_records(config) is None:
         rule = f"{files[0][1]} is text, which needs a tokenizer"
@@ -79,11 +79,11 @@ def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem
         yield Problem("data.tokenizer", None, rule, instead)
     tables = [path for _, path in files if is_table(path)]
     if tables and data.template is None:
-        rule = f"{tables[0]} is a table, and how its lines are asked is not said"
+        rule = f"{tables[0]} is a table, and no prompt for its lines is given"
         yield Problem("data.template", None, rule, f"write data.template={' or '.join(LABEL_TEMPLATES)}")
     if data.template is not None and not tables:
         rule = "is for .tsv files, and data.prefixes names none"
         yield Problem("data.template", data.template, rule, "leave data.template out")
     if data.chat_template != DataConfig.chat_template and not files:
-        rule = "is for files of records; a dataset has its template in it already"
+        rule = "is for files of records; a dataset was made with its template"
         yield Problem("data.chat_template", data.chat_template, rule, "leave data.chat_template out")

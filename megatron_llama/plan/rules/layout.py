@@ -15,7 +15,7 @@ from megatron_llama.plan.shapes import can_cut, head_dim, kv_heads
 def layout_tp(config: Config, world_size: int) -> list[int]:
     """Every tensor-parallel size that this model, and this number of devices at this pp, allow."""
     model, trainer = config.model, config.trainer
-    # Without devices to count, a CPU's or a dry run's world is what tp, pp and dp ask for: it follows tp.
+    # On a CPU and in a dry run, the world is tp * pp * dp, so another tp changes it.
     follows = world_size == trainer.tp * trainer.pp * (trainer.dp or 1)
     return [
         tp
@@ -33,7 +33,7 @@ def data_parallel(config: Config, world_size: int) -> int | None:
 
 
 def sequences_at_once(config: Config, dp: int) -> int:
-    """What a global batch must be a multiple of; the interleaved schedule works on pp micro batches in turn."""
+    """What the global batch must be a multiple of. The interleaved schedule needs a multiple of pp micro batches."""
     trainer = config.trainer
     return trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
 
@@ -59,7 +59,7 @@ def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("trainer.dp", "trainer.tp", "trainer.pp")
 def dp_is_what_is_left(config: Config, world_size: int) -> Iterator[Problem]:
-    """A dp that is given is checked, never believed."""
+    """A data-parallel size that is given must be the one that follows."""
     dp, left = config.trainer.dp, data_parallel(config, world_size)
     if dp is not None and left is not None and dp != left:
         rule = f"dp must be world / (tp * pp) = {world_size} / ({config.trainer.tp} * {config.trainer.pp}) = {left}"
@@ -115,12 +115,12 @@ def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Problem
 
 @reads("model.hidden_size", "model.num_attention_heads", "model.head_dim")
 def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
-    """Rotary embeddings turn pairs of numbers."""
+    """Rotary embeddings rotate pairs of values."""
     model = config.model
     dim = head_dim(model)
     if (model.head_dim is None and model.hidden_size % model.num_attention_heads) or (dim and dim % 2 == 0):
         return
-    rule = f"a head's width, {dim}, must be even and above 0, because rotary embeddings turn pairs"
+    rule = f"a head's width, {dim}, must be even and above 0, because rotary embeddings rotate pairs of values"
     if model.head_dim is not None:
         yield Problem("model.head_dim", dim, rule, nearest_legal("model.head_dim", dim, (dim - 1 or 2, dim + 1)))
     else:
@@ -132,7 +132,7 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
 def rope_scaling_has_a_band(config: Config, world_size: int) -> Iterator[Problem]:
-    """Between the two factors the scaling is blended, so they can't meet or cross."""
+    """Between the two factors the scaling is interpolated, so high must be above low."""
     scaling = config.model.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
         rule = f"must be above model.rope_scaling.low_freq_factor={scaling.low_freq_factor:g}"
@@ -159,7 +159,7 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("trainer.vpp", "trainer.pp")
 def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
-    """Interleaving is between stages."""
+    """Interleaving is for pipelines."""
     if config.trainer.vpp > 1 and config.trainer.pp == 1:
         yield Problem(
             "trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", "write trainer.vpp=1, or trainer.pp=2"
@@ -168,7 +168,7 @@ def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
 def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]:
-    """An explicit split names every stage, leaves none empty, and has all layers, each once."""
+    """An explicit split has a number for every stage, leaves none empty, and adds up to all layers."""
     split, pp, vpp, layers = (
         config.trainer.pipeline_layers,
         config.trainer.pp,
@@ -238,7 +238,7 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
 
 @reads("launch.hosts", "launch.hostfile")
 def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hosts have names that ssh takes, each once, from one place."""
+    """Hosts have names that ssh accepts, each once, and come from one setting."""
     hosts, file = config.launch.hosts, config.launch.hostfile
     wrong = bad_hosts(hosts)
     if wrong:

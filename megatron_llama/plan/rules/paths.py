@@ -1,4 +1,4 @@
-"""Whether what a config names is on this machine."""
+"""Checks of the files, folders and packages that a config names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_llama.plan.shapes import head_dim, kv_heads
 
 Exists = Callable[[str], bool]
 TORCHAO = "0.18."
-"""What its versions in pyproject.toml begin with: quantizers move between them."""
-# What Hugging Face's config.json and our model section share. rms_norm_eps is in it: a wrong one is hard to notice.
+"""The version series in pyproject.toml; quantizers' names change between series."""
+# Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
 SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -153,7 +153,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    """The file's object; nothing where it can't be read, which the loader will say better."""
+    """The file's object; empty where it can't be read, which loading reports better."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -192,7 +192,7 @@ def _quantizer(config: Config) -> Iterator[Problem]:
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:
-    """The package only: looking further would import it, and torch with it."""
+    """Looks for the package only: looking for the class would import it, and torch with it."""
     target = str(config.optim.schedule.get("_target_") or "megatron_llama")
     package = target.partition(".")[0]
     if importlib.util.find_spec(package) is None:

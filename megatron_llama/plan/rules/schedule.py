@@ -35,7 +35,7 @@ def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes")
 def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
-    """A run's length is said once, and an epoch has an end."""
+    """A run's length is given once, and an epoch needs data that ends."""
     epochs, steps = config.trainer.epochs, config.trainer.steps
     if epochs is None:
         return
@@ -43,7 +43,7 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
         yield two_lengths(epochs, steps)
     if config.data.mock:
         advice = "write trainer.epochs=null and trainer.steps"
-        yield Problem("trainer.epochs", epochs, "made-up data has no end", advice)
+        yield Problem("trainer.epochs", epochs, "made-up data never ends", advice)
     elif weights_and_paths(config.data.prefixes)[0]:
         rule = "in a blend with weights, no number of samples shows all of it once"
         advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
@@ -52,10 +52,10 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("optim.warmup_ratio", "optim.warmup_steps")
 def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
-    """The warm-up's length is said once."""
+    """The warm-up's length is given once."""
     ratio, steps = config.optim.warmup_ratio, config.optim.warmup_steps
     if ratio is not None and steps is not None:
-        rule = f"and optim.warmup_steps={steps} both say how long the warm-up is"
+        rule = f"and optim.warmup_steps={steps} both set the length of the warm-up"
         advice = "write optim.warmup_ratio=null, or leave optim.warmup_steps out"
         yield Problem("optim.warmup_ratio", ratio, rule, advice)
 
@@ -75,7 +75,7 @@ def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("optim.schedule")
 def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hydra instantiates what _target_ names."""
+    """Hydra instantiates the class that _target_ names."""
     schedule = config.optim.schedule
     if schedule and not str(schedule.get("_target_") or ""):
         advice = "write optim=cosine, linear, constant or wsd, or optim.schedule._target_=package.module.Class"
@@ -90,7 +90,7 @@ def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
     "trainer.steps",
 )
 def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
-    """Only a checkpoint of a step that was validated can be the best."""
+    """Only the checkpoint of a validated step can be the best."""
     checkpoint, every, steps = config.checkpoint, config.trainer.val_every_steps, config.trainer.steps
     if not checkpoint.keep_best or steps == 0:
         return
