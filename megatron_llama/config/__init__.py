@@ -1,4 +1,4 @@
-"""What a run is asked to be: every setting, typed, documented and with its limits; ``load_config`` reads them.
+"""The configuration of a run: every setting, typed, documented and with its limit; ``load_config`` reads them.
 
     config = load_config(["model=llama7b", "trainer.tp=8"], Path("conf"))
 

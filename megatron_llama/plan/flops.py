@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs, and how much of the devices' peak a run reaches.
+"""FLOPs of a token, and the utilisation of the devices' peak (MFU).
 
 A matrix product takes 2 FLOPs per weight and token forwards and 4 backwards. Attention's two products with the sequence
 come on top, by either of two conventions: ``causal`` counts the half of the square that is not masked (Megatron-LM),
@@ -15,7 +15,7 @@ from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.plan.parameters import lora_parameters, matrices_per_layer
 from megatron_llama.plan.shapes import head_dim
 
-FORWARD_AND_BACKWARD = 3  # the backward is two products for each one of the forward
+FORWARD_AND_BACKWARD = 3  # the backward pass has two products for each one of the forward pass
 CAUSAL, FULL = 6, 12
 
 
@@ -30,12 +30,12 @@ class FlopsPerToken:
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: matrices and the output head, no table look-ups and no norms."""
+    """Weights that every token is multiplied with: the blocks' matrices and the output head."""
     return model.num_hidden_layers * matrices_per_layer(model) + model.vocab_size * model.hidden_size
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, finetune: FinetuneConfig | None = None) -> FlopsPerToken:
-    """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is no useful work."""
+    """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is not counted."""
     products = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
     if finetune is not None and finetune.method == "lora":
         head = model.vocab_size * model.hidden_size if "lm_head" in finetune.modules_to_save else 0
@@ -48,7 +48,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, finetune: FinetuneConfi
 def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float, world_size: int) -> float:
     """Model FLOPs utilisation: useful FLOP/s over the peak of all devices, 1.0 being all of it.
 
-    ``tokens_per_second`` is that of the whole job and ``peak_flops`` one device's, so the number of devices stands in
-    it: dividing by a single device's peak is how published figures came out 16 times too high.
+    ``tokens_per_second`` is that of the whole job and ``peak_flops`` one device's, so the number of devices is
+    part of the formula: dividing by a single device's peak is how published figures came out 16 times too high.
     """
     return flops_per_token * tokens_per_second / (peak_flops * world_size)

@@ -28,7 +28,7 @@ SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradient
 
 
 def format_plan(plan: Plan) -> str:
-    """Everything that ``resolve`` decided, for people."""
+    """Everything that ``resolve`` decided, as text."""
     sections = (_head(plan), _grid(plan), _table(plan), _work(plan), _notes(plan))
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
@@ -55,7 +55,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _trained(plan: Plan) -> Iterator[str]:
-    """What LoRA trains, and its share of all parameters, its own included, as PEFT prints it."""
+    """What LoRA trains, with its share of all parameters, LoRA's included, as PEFT prints it."""
     finetune, model = plan.config.finetune, plan.model
     if finetune.method != "lora":
         return
@@ -131,7 +131,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _some(count: int, most: int) -> list[int | None]:
-    """0 .. count - 1, with the middle left out (None) where that is more than ``most``."""
+    """0 to count - 1; more than ``most`` are abbreviated by a None in the middle."""
     if count <= most:
         return list(range(count))
     return [*range(max(most - 2, 1)), None, *([count - 1] if most > 2 else [])]

@@ -1,4 +1,4 @@
-"""What a config means on a given number of devices; everything derived is derived here, once, by ``resolve``."""
+"""What a config means on a given number of devices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_llama.config.settings import Config, ModelConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """A config that works, with every derived value filled in. Made by ``resolve``; frozen, needs no device."""
+    """A config that works, with every derived value filled in. Made by ``resolve``; needs no device."""
 
     config: Config
-    """The settings; no field that ``resolve`` derives is None any more, but for facts about the device, run.dir, which
-    depends on the time, the cache_dir of made-up data, and val_steps, where null means the whole set."""
+    """The settings. Derived ones are no longer None, except facts about the device, run.dir, which depends on the time,
+    the cache_dir of made-up data, and val_steps, where None means the whole set."""
     world_size: int
     """Devices, one process each."""
     dp: int
@@ -27,7 +27,7 @@ class Plan:
     padded_vocab_size: int
     """Rows of the embedding table with padding, a multiple of tp."""
     notes: tuple[str, ...] = ()
-    """What a user should know but that stops nothing."""
+    """What a user should know about the plan."""
 
     @property
     def model(self) -> ModelConfig:

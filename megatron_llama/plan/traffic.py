@@ -1,4 +1,4 @@
-"""What a rank sends in a training step: bytes by axis and kind of collective, from the plan alone. docs/traffic.md has
+"""Bytes that a rank sends in a training step by axis and kind of collective, from the plan alone. docs/traffic.md has
 the formulas in words.
 
     payload  all_reduce: the buffer; all_gather: the result; reduce_scatter: the input; send, recv: the message
@@ -25,7 +25,7 @@ FP32, INT32, INT64 = 4, 4, 8
 
 
 class Line(NamedTuple):
-    """What a sum of payloads is taken over."""
+    """The key under which payloads are summed."""
 
     axis: str
     kind: str
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How much of it there is in a step."""
+    """Calls and bytes in one step."""
 
     calls: int
     payload: int
@@ -135,7 +135,7 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     blocks = m * sum(chunk.layers for chunk in chunks)
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
-    # A block made again stops at the last value that its backward needs: down_proj's sum is not among them.
+    # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them.
     again = blocks * (trainer.recompute == "full")
     # For the weights' gradients megatron-core gathers inputs a second time; Inductor keeps what it has gathered.
     inputs = 0 if trainer.compile else 2 * blocks
@@ -151,15 +151,15 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
         yield op("blocks, backward: gradients into down, o", "all_gather", 2 * blocks)
         yield op("blocks, backward: inputs of gate_up, qkv again", "all_gather", inputs)
         yield op("blocks, backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
-        yield op("blocks made again: into qkv, gate_up", "all_gather", 2 * again)
-        yield op("blocks made again: out of o", "reduce_scatter", again)
+        yield op("blocks recomputed: into qkv, gate_up", "all_gather", 2 * again)
+        yield op("blocks recomputed: out of o", "reduce_scatter", again)
         yield op("head, forward; again in the backward", "all_gather", 2 * last)
         yield op("head, backward", "reduce_scatter", last)
     else:
         yield op("embedding, forward", "all_reduce", first)
         yield op("blocks, forward: out of o, down", "all_reduce", 2 * blocks)
         yield op("blocks, backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
-        yield op("blocks made again: out of o", "all_reduce", again)
+        yield op("blocks recomputed: out of o", "all_reduce", again)
         yield op("head, backward", "all_reduce", last)
     yield Operation("cross entropy: maximum, own logit, sum", Line("tp", "all_reduce", t), 3 * last, tokens * FP32)
 
@@ -255,7 +255,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
 
 
 def _world(plan: Plan) -> Iterator[Operation]:
-    """Single numbers that all ranks agree on."""
+    """Scalars that are reduced over all ranks."""
     line = Line("world", "all_reduce", plan.world_size)
     yield Operation("tokens of the batch", line, 1, INT64)
     yield Operation("loss", line, 1, FP32)

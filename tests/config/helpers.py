@@ -33,7 +33,7 @@ def put(config: Config, name: str, value: Any) -> None:
 
 
 def problems_of(config: Config, world: int = 1, machine: Machine | None = None, **options: Any) -> list[Problem]:
-    """Everything that ``resolve`` says about a config; nothing where it works."""
+    """The problems that ``resolve`` finds in a config; none where it works."""
     try:
         resolve(config, world, machine, **options)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""For each rule: settings that break it, what its advice says, and settings next to them that it lets pass."""
+"""For each rule: settings that break it, a part of its advice, and similar settings that pass."""
 
 from __future__ import annotations
 

@@ -82,11 +82,11 @@ def test_a_config_made_in_python_has_the_same_schedule_as_one_from_conf() -> Non
     )
 
 
-def test_wsd_decays_over_the_last_tenth_unless_told() -> None:
+def test_wsd_decays_over_the_last_tenth_unless_stated() -> None:
     schedule = resolve(load_config(["data=mock", "optim=wsd"], CONF), 1).config.optim.schedule
     assert (schedule["warmup_steps"], schedule["constant_steps"]) == (10, 10)
-    told = resolve(load_config(["data=mock", "optim=wsd", "optim.constant_steps=30"], CONF), 1).config.optim.schedule
-    assert told["constant_steps"] == 30
+    stated = resolve(load_config(["data=mock", "optim=wsd", "optim.constant_steps=30"], CONF), 1).config.optim.schedule
+    assert stated["constant_steps"] == 30
     full = resolve(load_config(["data=mock", "optim=wsd", "optim.warmup_steps=95"], CONF), 1).config.optim.schedule
     assert full["constant_steps"] == 5
 
@@ -127,7 +127,7 @@ def test_what_shards_share() -> None:
 
 @pytest.mark.parametrize(("pp", "vpp"), itertools.product((1, 2, 3, 4, 8), (1, 2, 3)))
 def test_stages_partition_the_layers(pp: int, vpp: int) -> None:
-    """Whatever the split, every layer stands once, in ascending order, and every virtual stage has one."""
+    """Whatever the split, every layer occurs once, in ascending order, and every virtual stage has one."""
     for layers in range(pp * vpp, 3 * pp * vpp + 2):
         chunks = split_layers(layers, pp, vpp, None)
         assert len(chunks) == pp * vpp
@@ -181,7 +181,7 @@ def test_a_config_error_is_a_value_error_with_all_of_it_in_the_message() -> None
 
 
 def test_mistakes_in_writing_and_in_meaning_come_together() -> None:
-    """What load_config could make of the config goes to resolve, which says nothing twice about a setting."""
+    """The readable part of the config goes to resolve, which reports no setting a second time."""
     with pytest.raises(ConfigError) as written:
         load_config(
             ["data=mock", "model.num_hiden_layers=9", "trainer.tp=abc", "trainer.vpp=2", "optim.min_lr=1"], CONF

@@ -1,4 +1,4 @@
-"""Settings of fine-tuning: which go together, what a plan says of them, and what LoRA costs in memory."""
+"""Settings of fine-tuning: which go together, how a plan shows them, and what LoRA costs in memory."""
 
 from __future__ import annotations
 

@@ -60,10 +60,10 @@ def test_a_dataset_named_by_hand_stops_a_dry_run_too() -> None:
     """The group's command makes the group's files only."""
     config = load_config(["data.prefixes=[no/such/dataset]", "data.tokenizer=null", "dry_run=true"], CONF)
     assert [problem.field for problem in problems_of(config)] == ["data.prefixes"]
-    told = load_config(
+    by_hand = load_config(
         ["data.prefixes=[no/such/dataset]", "data.prepare=make it", "data.tokenizer=null", "dry_run=true"], CONF
     )
-    assert problems_of(told) == []
+    assert problems_of(by_hand) == []
 
 
 def test_a_missing_tokenizer(tmp_path: Path) -> None:
