@@ -69,11 +69,14 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     if {"trainer.steps", "trainer.epochs"} <= given and config.trainer.epochs is not None:
         # Not a rule: that could not tell trainer.steps=100, the default, from no value.
         problems.append(two_lengths(config.trainer.epochs, config.trainer.steps))
+
+    def assign(name: str, value: Any) -> None:
+        _set(config, name, value, problems)
+
     if config.model.name == FROM_HF:
-        fill_from_hf(config.init_from, given, lambda name, value: _set(config, name, value, problems), problems)
+        fill_from_hf(config.init_from, given, assign, problems)
     if config.finetune.adapter is not None:
-        adapter = config.finetune.adapter
-        fill_from_adapter(adapter, given, lambda name, value: _set(config, name, value, problems), problems)
+        fill_from_adapter(config.finetune.adapter, given, assign, problems)
     typed = _typed(config, problems)
     if problems or typed is None:
         raise ConfigError(problems, typed)
@@ -243,7 +246,8 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
         for key, item in value.items():
             _set(config, f"{name}.{key}", item, problems)
     elif name in sections() and not (value is None and sections()[name].optional):
-        instead = f"write the one you mean, such as {_example(name)}"
+        example = next(setting for setting in settings_by_name() if setting.startswith(name + "."))
+        instead = f"write one of its settings, such as {example}=..."
         problems.append(Problem(name, value, "this is a section of settings, not a setting", instead))
     elif setting is None and name not in sections():
         problems.append(unknown_setting(name, value))
@@ -286,29 +290,26 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
 def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
     """The config as dataclasses; None, with a problem added, where a value is missing. Interpolations in the schedule
     are kept: ``resolve`` derives their values."""
+
+    def unresolved(error: OmegaConfBaseException, owner: str) -> Problem:
+        rule = f"can't be resolved: {str(error).splitlines()[0]}"
+        name = str(getattr(error, "full_key", "") or owner)
+        return Problem(name, None, rule, "write a value, or ${...} with the name of a setting")
+
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
     try:
         OmegaConf.to_container(config.optim.schedule, resolve=True)  # only checks that every name exists
     except OmegaConfBaseException as error:
-        rule = f"refers to a value that does not exist: {str(error).splitlines()[0]}"
-        name = str(getattr(error, "full_key", "") or "optim.schedule")
-        problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
+        problems.append(unresolved(error, "optim.schedule"))
         schedule = {}
     with open_dict(config):
         config.optim.schedule = {}
     try:
         typed = cast(Config, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:
-        name = str(getattr(error, "full_key", "") or "config")
-        rule = str(error).splitlines()[0]
-        problems.append(Problem(name, None, rule, "write a value, or ${...} with the name of a setting"))
+        problems.append(unresolved(error, "config"))
         return None
     typed.optim.schedule = schedule
     if typed.finetune.lora_target_modules == [ALL_LINEAR]:
         typed.finetune.lora_target_modules = list(LORA_TARGETS)
     return typed
-
-
-def _example(section: str) -> str:
-    """A setting inside ``section``, with its default."""
-    return next(f"{name}=..." for name in settings_by_name() if name.startswith(section + "."))

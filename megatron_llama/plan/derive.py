@@ -14,6 +14,7 @@ from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import head_dim, kv_heads, padded_vocab_size
+from megatron_llama.system.files import user_cache
 from megatron_llama.system.units import plural
 
 COSINE = {
@@ -58,10 +59,7 @@ def _derive_model_and_layout(config: Config, world_size: int) -> None:
         trainer.dp = world_size // (trainer.tp * trainer.pp)
     if trainer.shard_group is None:
         trainer.shard_group = trainer.dp
-    if trainer.compile_cache is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-        trainer.compile_cache = os.path.join(home, "megatron_llama", "compile")
-    trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache))
+    trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache or user_cache("compile")))
     chunks = split_layers(model.num_hidden_layers, trainer.pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(len(chunk) for chunk in chunks[stage :: trainer.pp]) for stage in range(trainer.pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:
