@@ -66,13 +66,19 @@ def dp_is_what_is_left(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or leave it out")
 
 
+def _tp_problem(config: Config, world_size: int, rule: str) -> Problem:
+    """The problem of a tensor-parallel size that the model does not divide by."""
+    tp = config.trainer.tp
+    advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
+    return Problem("trainer.tp", tp, rule, advice)
+
+
 @reads("trainer.tp", "model.num_attention_heads")
 def heads_divide_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
     """Each tensor-parallel rank has the same number of query heads."""
     tp, heads = config.trainer.tp, config.model.num_attention_heads
     if heads % tp:
-        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
-        yield Problem("trainer.tp", tp, f"model.num_attention_heads={heads} must divide by tp", advice)
+        yield _tp_problem(config, world_size, f"model.num_attention_heads={heads} must divide by tp")
 
 
 @reads("trainer.tp", "model.num_key_value_heads", "model.num_attention_heads")
@@ -81,8 +87,7 @@ def kv_heads_share_out(config: Config, world_size: int) -> Iterator[Problem]:
     tp, kv = config.trainer.tp, kv_heads(config.model)
     if kv % tp and tp % kv:
         rule = f"model.num_key_value_heads={kv} must divide by tp, or tp by it (then ranks share a kv head)"
-        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
-        yield Problem("trainer.tp", tp, rule, advice)
+        yield _tp_problem(config, world_size, rule)
 
 
 @reads("trainer.tp", "model.intermediate_size")
@@ -90,8 +95,7 @@ def feed_forward_divides_by_tp(config: Config, world_size: int) -> Iterator[Prob
     """Each tensor-parallel rank has the same share of the feed-forward."""
     tp, width = config.trainer.tp, config.model.intermediate_size
     if width % tp:
-        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
-        yield Problem("trainer.tp", tp, f"model.intermediate_size={width} must divide by tp", advice)
+        yield _tp_problem(config, world_size, f"model.intermediate_size={width} must divide by tp")
 
 
 @reads("model.num_attention_heads", "model.num_key_value_heads")
@@ -161,20 +165,15 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
 def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
     """Interleaving is for pipelines."""
     if config.trainer.vpp > 1 and config.trainer.pp == 1:
-        yield Problem(
-            "trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", "write trainer.vpp=1, or trainer.pp=2"
-        )
+        advice = "write trainer.vpp=1, or trainer.pp=2"
+        yield Problem("trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", advice)
 
 
 @reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
 def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]:
     """An explicit split has a number for every stage, leaves none empty, and adds up to all layers."""
-    split, pp, vpp, layers = (
-        config.trainer.pipeline_layers,
-        config.trainer.pp,
-        config.trainer.vpp,
-        config.model.num_hidden_layers,
-    )
+    split, pp, vpp = config.trainer.pipeline_layers, config.trainer.pp, config.trainer.vpp
+    layers = config.model.num_hidden_layers
     if split is None:
         return
     rule = ""
@@ -187,9 +186,8 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
     if rule:
         share, left_over = divmod(layers, pp)
         even = [share + (stage < left_over) for stage in range(pp)]
-        yield Problem(
-            "trainer.pipeline_layers", split, rule, f"write trainer.pipeline_layers={shown(even)}, or leave it out"
-        )
+        advice = f"write trainer.pipeline_layers={shown(even)}, or leave it out"
+        yield Problem("trainer.pipeline_layers", split, rule, advice)
 
 
 @reads("trainer.global_batch_size", "trainer.micro_batch_size", "trainer.tp", "trainer.pp", "trainer.vpp")
@@ -226,14 +224,12 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
         return
     if dp % group:
         advice = nearest_legal("trainer.shard_group", group, [size for size in range(1, dp + 1) if dp % size == 0])
-        yield Problem(
-            "trainer.shard_group", group, f"must divide the data-parallel size, dp={dp}", f"{advice}, or leave it out"
-        )
+        rule = f"must divide the data-parallel size, dp={dp}"
+        yield Problem("trainer.shard_group", group, rule, f"{advice}, or leave it out")
     elif config.trainer.zero == 0 and group not in (1, dp):
         rule = "groups of ranks share nothing under zero=0"
-        yield Problem(
-            "trainer.shard_group", group, rule, "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
-        )
+        advice = "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
+        yield Problem("trainer.shard_group", group, rule, advice)
 
 
 @reads("launch.hosts", "launch.hostfile")

@@ -17,20 +17,10 @@ def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
     warmup, constant, steps = config.optim.warmup_steps or 0, config.optim.constant_steps or 0, config.trainer.steps
     if 0 < steps < warmup + constant:
         rule = f"warmup_steps + constant_steps = {warmup} + {constant} must be at most trainer.steps={steps}"
+        name, value, left = "optim.constant_steps", constant, max(steps - warmup, 0)
         if constant <= steps and warmup:
-            yield Problem(
-                "optim.warmup_steps",
-                warmup,
-                rule,
-                f"write optim.warmup_steps={min(warmup, steps - constant)}, or leave it out",
-            )
-        else:
-            yield Problem(
-                "optim.constant_steps",
-                constant,
-                rule,
-                f"write optim.constant_steps={max(steps - warmup, 0)}, or leave it out",
-            )
+            name, value, left = "optim.warmup_steps", warmup, min(warmup, steps - constant)
+        yield Problem(name, value, rule, f"write {name}={left}, or leave it out")
 
 
 @reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes")
@@ -65,12 +55,8 @@ def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
     """The schedule ends at or below where it peaks."""
     lr, min_lr = config.optim.lr, config.optim.min_lr
     if min_lr is not None and min_lr > lr:
-        yield Problem(
-            "optim.min_lr",
-            min_lr,
-            f"must be at most optim.lr={lr:g}",
-            f"write optim.min_lr={lr / 10:g}, or leave it out",
-        )
+        advice = f"write optim.min_lr={lr / 10:g}, or leave it out"
+        yield Problem("optim.min_lr", min_lr, f"must be at most optim.lr={lr:g}", advice)
 
 
 @reads("optim.schedule")
