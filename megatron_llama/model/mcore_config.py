@@ -8,16 +8,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron_llama.plan import Plan
 
 
-def compute_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of activations and of the weights in matrix products."""
-    return torch_dtype(plan.precision.compute_dtype)
-
-
-def stored_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of the parameters that are sharded, updated and saved."""
-    return torch_dtype(plan.precision.param_dtype)
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype that config/precision.py means by a name."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -40,8 +30,8 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         pipeline_model_parallel_size=trainer.pp,
         virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
         sequence_parallel=plan.sp,
-        params_dtype=stored_dtype(plan),
-        pipeline_dtype=compute_dtype(plan),
+        params_dtype=torch_dtype(plan.precision.param_dtype),
+        pipeline_dtype=torch_dtype(plan.precision.compute_dtype),
         use_cpu_initialization=True,  # plain torch.empty, so that weights are made on the meta device
         perform_initialization=False,
         gradient_accumulation_fusion=False,

@@ -47,7 +47,7 @@ def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
     """
     pack = {"int8": _pack_int8, "nf4": _pack_nf4}[kind]
     at_once = max(1, _MOST_VALUES // values.shape[1])
-    packed = values.new_empty(len(values), row_bytes(kind, values.shape[1]), dtype=torch.uint8)
+    packed = values.new_empty(len(values), quantized_bytes(kind, values.shape[1]), dtype=torch.uint8)
     for first in range(0, len(values), at_once):
         some = values[first : first + at_once].contiguous()
         packed[first : first + at_once] = torch.cat(pack(some), dim=1)
@@ -68,17 +68,12 @@ def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Ten
     return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
-def row_bytes(kind: str, columns: int) -> int:
-    """Bytes of a row of a quantized matrix, scales included."""
-    return quantized_bytes(kind, columns)
-
-
 def quantize_layers(block: nn.Module, kind: str) -> None:
     """Replaces the frozen weights of a block's parallel linear layers, on the meta device, by quantized ones."""
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             rows, columns = layer.weight.shape
-            packed = layer.weight.new_empty(rows, row_bytes(kind, columns), dtype=torch.uint8)
+            packed = layer.weight.new_empty(rows, quantized_bytes(kind, columns), dtype=torch.uint8)
             layer.weight = nn.Parameter(packed, requires_grad=False)
             layer._forward_impl = partial(_multiply, kind)  # type: ignore[method-assign]
 

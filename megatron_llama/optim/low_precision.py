@@ -105,38 +105,17 @@ def _adam(function: Callable[..., None]) -> Update:
     def update(wide: list[torch.Tensor], gradient: torch.Tensor, step: torch.Tensor, group: Group) -> None:
         weight, exp_avg, exp_avg_sq = wide
         beta1, beta2 = group["betas"]
-        function(
-            [weight],
-            [gradient],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [step],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            **_PLAIN,
-        )
+        rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        state: tuple[list[torch.Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
+        function([weight], [gradient], *state, amsgrad=False, beta1=beta1, beta2=beta2, **rates, **_PLAIN)
 
     return update
 
 
 def _sgd(wide: list[torch.Tensor], gradient: torch.Tensor, step: torch.Tensor, group: Group) -> None:
     weight, momentum_buffer = wide
-    sgd(
-        [weight],
-        [gradient],
-        [momentum_buffer],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=0.0,
-        nesterov=False,
-        **_PLAIN,
-    )
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+    sgd([weight], [gradient], [momentum_buffer], dampening=0.0, nesterov=False, **rates, **_PLAIN)
 
 
 _UPDATES: Mapping[str, Update] = {"adamw": _adam(adamw), "adam": _adam(adam), "sgd": _sgd}

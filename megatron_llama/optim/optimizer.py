@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
     ]
     if plan.precision.param_dtype == "float32":
-        inner = _INNER[optim.name](groups, plan)
+        inner = _torch_optimizer(groups, plan)
     else:
         pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in trained}
         inner = _low_precision(groups, plan, pieces)
@@ -146,17 +146,13 @@ def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
         raise ConfigError([Problem("optim.schedule", target, f"could not be made: {cause}", instead)]) from error
 
 
-def _adam(kind: type[torch.optim.Optimizer]) -> Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]:
-    def build(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
-        optim = plan.config.optim
-        beta1, beta2 = optim.betas
-        return kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)  # type: ignore[call-arg]
-
-    return build
-
-
-def _sgd(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=plan.config.optim.lr, momentum=plan.config.optim.betas[0])
+def _torch_optimizer(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    optim = plan.config.optim
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
+    beta1, beta2 = optim.betas
+    return kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
 
 
 def _low_precision(
@@ -172,10 +168,3 @@ def _low_precision(
         stochastic=plan.precision.stochastic,
         seed=plan.config.trainer.seed,
     )
-
-
-_INNER: dict[str, Callable[[list[dict[str, Any]], Plan], torch.optim.Optimizer]] = {
-    "adamw": _adam(torch.optim.AdamW),
-    "adam": _adam(torch.optim.Adam),
-    "sgd": _sgd,
-}
