@@ -125,7 +125,7 @@ def _cut_plain(source: Source, index: int, offset: int, block_bytes: int) -> Ite
 
 
 def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[Segment]:
-    """Unpacks a source and cuts it after the last line feed that fits a slot; what lies before `offset` is dropped.
+    """Unpacks a source and cuts it after the last line feed that fits a slot; bytes before `offset` are dropped.
 
     Of a line longer than `max_line` only `max_line + 1` bytes are kept, enough for the worker to refuse it.
     """

@@ -55,7 +55,7 @@ def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
         try:
             head = _head(sources[index])
         except UserError:
-            continue  # it will be reported where it stands in the input's order
+            continue  # it will be reported in the input's order
         for line in [head] if sources[index].is_text else head.split(b"\n"):
             parsed = BadLine("", "") if sources[index].is_text else parse_line(line, keys)
             found = [line.decode("utf-8", "ignore")] if isinstance(parsed, BadLine) else parsed

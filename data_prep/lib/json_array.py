@@ -1,7 +1,7 @@
 """A file that is one JSON array, as ShareGPT and Alpaca are published, to one element a line.
 
-Only strings and brackets are told apart here, piece by piece, so memory does not depend on the file's size. Whether an
-element is good JSON is seen where lines are parsed.
+Only strings and brackets are distinguished here, piece by piece, so memory does not depend on the file's size. Whether
+an element is good JSON is seen where lines are parsed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def element_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tu
     """The array's elements, each ended by a line feed, in pieces; the numbers (bytes on disk) are passed on.
 
     Raises:
-        UserError: the array has no end, or something else stands after it.
+        UserError: the array has no end, or something else follows it.
     """
     scanner = _Scanner(path)
     first = True
@@ -44,37 +44,37 @@ class _Scanner:
     def feed(self, piece: bytes) -> bytes:
         """The lines of the next piece."""
         found: list[bytes] = []
-        place = 0
-        while place < len(piece):
-            place = self._inside(piece, place, found) if self.in_string else self._outside(piece, place, found)
+        offset = 0
+        while offset < len(piece):
+            offset = self._inside(piece, offset, found) if self.in_string else self._outside(piece, offset, found)
         return b"".join(found)
 
-    def _inside(self, piece: bytes, place: int, found: list[bytes]) -> int:
+    def _inside(self, piece: bytes, offset: int, found: list[bytes]) -> int:
         """Takes a part of a string. A raw line feed, which no string may hold, becomes what none may hold either."""
         if self.escaped:
             self.escaped = False
-            found.append(piece[place : place + 1].replace(b"\n", b"\r"))
-            return place + 1
-        match = _INSIDE.search(piece, place)
+            found.append(piece[offset : offset + 1].replace(b"\n", b"\r"))
+            return offset + 1
+        match = _INSIDE.search(piece, offset)
         if match is None:
-            found.append(piece[place:])
+            found.append(piece[offset:])
             return len(piece)
-        found.append(piece[place : match.end()].replace(b"\n", b"\r"))
+        found.append(piece[offset : match.end()].replace(b"\n", b"\r"))
         self.in_string, self.escaped = match[0] != b'"', match[0] == b"\\"
         return match.end()
 
-    def _outside(self, piece: bytes, place: int, found: list[bytes]) -> int:
-        """Takes what stands between strings, up to the next mark."""
-        match = _OUTSIDE.search(piece, place)
+    def _outside(self, piece: bytes, offset: int, found: list[bytes]) -> int:
+        """Takes what is between strings, up to the next mark."""
+        match = _OUTSIDE.search(piece, offset)
         start, end = match.span() if match else (len(piece), len(piece))
         mark = piece[start:end]
         if self.depth == 0:
-            if start > place or not (mark.isspace() or (mark == b"[" and not self.begun)):
-                raise UserError(f"{self.path} begins with a JSON array, and something else stands after the array")
+            if start > offset or not (mark.isspace() or (mark == b"[" and not self.begun)):
+                raise UserError(f"{self.path} begins with a JSON array, and something else comes after the array")
             if mark == b"[":
                 self.depth, self.begun = 1, True
             return end
-        found.append(piece[place:start])
+        found.append(piece[offset:start])
         if mark == b'"':
             self.in_string = True
         elif mark in (b"[", b"{"):

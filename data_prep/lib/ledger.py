@@ -27,7 +27,7 @@ class Ledger:
     keys: list[KeyCounts]
     position: Position = field(default_factory=Position)
     line: int = 0
-    """lines of the current source that lie before the position"""
+    """lines of the current source before the position"""
     documents_read: int = 0
     text_bytes: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class Ledger:
             counts.tokens += int(lengths.sum(dtype=np.int64))
         self.check()
 
-    def line_before(self, block: Block, place: int, result: Result) -> int:
-        """Lines of a segment's source that lie before that segment of a block not yet added."""
-        source = block.segments[place].source
+    def line_before(self, block: Block, index: int, result: Result) -> int:
+        """Lines of a segment's source before that segment of a block not yet added."""
+        source = block.segments[index].source
         before = self.line if source == self.position.source else 0
         return before + sum(
             lines
-            for segment, lines in zip(block.segments[:place], result.lines[:place], strict=True)
+            for segment, lines in zip(block.segments[:index], result.lines[:index], strict=True)
             if segment.source == source
         )
 

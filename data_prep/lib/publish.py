@@ -55,7 +55,7 @@ def write_outputs(
 def publish(work: Path, folder: Path, names: list[str]) -> None:
     """Moves complete files to their final names. Killed in the middle, it is called again and finishes the job.
 
-    A manifest comes last and an old one goes first: with a manifest, all that it speaks of is in place.
+    A manifest comes last and an old one goes first: with a manifest, all files that it lists are in place.
     """
     for name in names:
         if output_file(work, name, ".json").exists():

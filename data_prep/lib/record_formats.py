@@ -1,7 +1,7 @@
 """One record of a fine-tuning set to a conversation, in the formats that sets are exported in.
 
 OpenAI's and TRL's `messages`, ShareGPT's `conversations`, prompt and completion, preference sets (the chosen answer is
-taken), Alpaca and Dolly, GSM8K. What a record says beside its turns is taken too, noted or refused: never dropped in
+taken), Alpaca and Dolly, GSM8K. Other keys of a record are used, noted or refused, never dropped in
 silence.
 """
 
@@ -49,7 +49,7 @@ def turns_of(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
         Bad: the record can't be used.
     """
     kind = _detected(record) if format == "auto" else format
-    notes = _beside(record, kind)
+    notes = _notes_on_other_keys(record, kind)
     turns = _READERS[kind](record)
     if turns and turns[0].role == "system" and not turns[0].text.strip():
         turns, notes = turns[1:], [*notes, "empty system turn left out"]
@@ -71,7 +71,7 @@ def turns_of(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
 
 
 def _detected(record: Mapping[str, Any]) -> str:
-    """The format that the record's keys say."""
+    """The format that the record's keys indicate."""
     keys = record.keys()
     if isinstance(record.get("chosen"), (str, list, dict)):
         return "preference"
@@ -87,8 +87,8 @@ def _detected(record: Mapping[str, Any]) -> str:
     raise Bad("unknown_format", f"its keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
 
 
-def _beside(record: Mapping[str, Any], kind: str) -> list[str]:
-    """Notes on what stands beside a record's texts; raises Bad where its answers mean nothing without it."""
+def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
+    """Notes on the keys besides a record's texts; raises Bad where its answers mean nothing without it."""
     notes = []
     for where in (record, *_objects(record)):
         for key in ("tools", "functions", "tool_calls", "function_call"):
@@ -110,7 +110,7 @@ def _objects(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _with_system(record: Mapping[str, Any], turns: Turns) -> Turns:
-    """The turns, with the system's text that stands beside them (LLaMA-Factory's exports) as the first."""
+    """The turns, with the system text of a key of its own (LLaMA-Factory's exports) as the first."""
     for key in ("system", "system_prompt"):
         text = _text(record.get(key) or "", key)
         if not text.strip():
@@ -123,7 +123,7 @@ def _with_system(record: Mapping[str, Any], turns: Turns) -> Turns:
 
 
 def _key(record: Mapping[str, Any], *keys: str) -> Any:
-    """What stands under the first of ``keys`` that is there."""
+    """The value of the first of ``keys`` that the record has."""
     for key in keys:
         if key in record:
             return record[key]

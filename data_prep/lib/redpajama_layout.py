@@ -72,7 +72,7 @@ def shares(subsets: Sequence[str]) -> dict[str, float]:
     """Llama's shares over the subsets that are there, adding up to 1; V2 alone is all of it.
 
     Raises:
-        UserError: V2 beside others, for which no shares were ever published.
+        UserError: V2 together with others, for which no shares were published.
     """
     if list(subsets) == [V2]:
         return {V2: 1.0}
@@ -149,32 +149,32 @@ def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str
         UserError: they don't belong together, a signal is unknown, or a line of signals is no good.
     """
     counts = {"kept": 0, **{str(rule): 0 for rule in rules}}
-    beside = signals_path(source.path)
+    signals_file = signals_path(source.path)
     import zstandard
 
     with atomic_open(target) as packed, zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as file:
-        for number, (line, signals) in enumerate(_joined(source, beside)):
-            values = _signals(signals, beside, number)
+        for number, (line, signals) in enumerate(_joined(source, signals_file)):
+            values = _signals(signals, signals_file, number)
             try:
                 failed = next((rule for rule in rules if not rule.holds(values)), None)
             except KeyError as error:
                 known = ", ".join(sorted(values)[:12])
-                raise UserError(f"{beside}, line {number + 1}: no signal {error}; there are {known}") from None
+                raise UserError(f"{signals_file}, line {number + 1}: no signal {error}; there are {known}") from None
             except (TypeError, IndexError, ValueError):
-                raise UserError(f"{beside}, line {number + 1}: a signal has no value where one belongs") from None
+                raise UserError(f"{signals_file}, line {number + 1}: a signal has no value where one belongs") from None
             counts["kept" if failed is None else str(failed)] += 1
             if failed is None:
                 file.write(line + b"\n")
     return counts
 
 
-def _joined(source: Source, beside: str) -> Iterator[tuple[bytes, bytes]]:
-    (signals,) = find_sources([beside])
+def _joined(source: Source, signals_file: str) -> Iterator[tuple[bytes, bytes]]:
+    (signals,) = find_sources([signals_file])
     missing = object()
     pairs = zip_longest(_content(source), _content(signals), fillvalue=missing)
     for number, (line, values) in enumerate(pairs):
         if not isinstance(line, bytes) or not isinstance(values, bytes):
-            shorter = source.path if line is missing else beside
+            shorter = source.path if line is missing else signals_file
             raise UserError(f"{source.path} and its quality signals differ in lines: {shorter} ends after {number}")
         yield line, values
 

@@ -31,11 +31,11 @@ def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, t
     count = sum(1 for source in sources for _ in _records(source, tables))
     if sum(sizes) > count:
         raise UserError(f"--split {','.join(map(str, sizes))} needs {sum(sizes):,} lines, and there are {count:,}")
-    place = np.full(count, len(sizes), dtype=np.int8)
+    part_of = np.full(count, len(sizes), dtype=np.int8)
     order = np.random.RandomState(seed).permutation(count)
     start = 0
     for part, size in enumerate(sizes):
-        place[order[start : start + size]] = part
+        part_of[order[start : start + size]] = part
         start += size
     paths = [prefix.with_name(f"{prefix.name}_{part}{'.tsv' if tables else '.jsonl'}") for part in PARTS]
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, t
             for header in headers:
                 file.write(header + b"\n")
         lines = (line for source in sources for line in _records(source, tables))
-        for part, line in zip(place.tolist(), lines, strict=True):
+        for part, line in zip(part_of.tolist(), lines, strict=True):
             if part < len(files):
                 files[part].write(line + b"\n")
     return paths

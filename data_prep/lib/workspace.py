@@ -1,8 +1,9 @@
 """The work folder of a run: what it has written so far, and how far that goes.
 
-`<folder>/.<name>.partial/` lies beside the output, so that finished files move by a rename. It holds the growing .bin,
-the documents' lengths, the quarantined lines and a journal. A checkpoint is a line of the journal, written after the
-data that it speaks of is on disk; what was written after the last checkpoint is cut off at the next start.
+`<folder>/.<name>.partial/` is in the folder of the output, so that finished files move by a rename. It holds the
+growing .bin, the documents' lengths, the quarantined lines and a journal. A checkpoint is a line of the journal,
+written after the data that it covers is on disk; what was written after the last checkpoint is cut
+off at the next start.
 """
 
 from __future__ import annotations

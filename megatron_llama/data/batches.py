@@ -78,7 +78,7 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     """The run's data. All ranks must call it; raises ConfigError on all of them when a dataset can't be used."""
     trainer = plan.config.trainer
     train_samples = trainer.steps * trainer.global_batch_size
-    # Compiling ahead puts made-up data in the place of a set that would be validated on as a whole: a batch will do.
+    # Compiling ahead uses made-up data instead of a set that would be validated on as a whole: a batch will do.
     validation_samples = (trainer.val_steps or 1) * trainer.global_batch_size if trainer.val_every_steps else 0
     train: Samples
     validation: Samples | None

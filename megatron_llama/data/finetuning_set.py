@@ -1,6 +1,6 @@
 """Fine-tuning sets: whole examples, each with a mask of what it is to learn, packed or padded to sequences.
 
-An example of n tokens takes n - 1 places: its last token is only ever a label, its first only ever an input.
+An example of n tokens takes n - 1 positions: its last token is only ever a label, its first only ever an input.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Examples:
         """(ids, mask: 1 where a token is to be learned) of an example, each [its length]."""
         part = int(np.searchsorted(self._ends, number, side="right"))
         first, last = self._ranges[part]
-        place = first + number - (int(self._ends[part]) - (last - first))
+        position = first + number - (int(self._ends[part]) - (last - first))
         tokens, masks = self._sets[part]
-        return tokens.sequence(place), masks.sequence(place)
+        return tokens.sequence(position), masks.sequence(position)
 
 
 class SFTDataset:
@@ -65,14 +65,14 @@ class SFTDataset:
         """Sample ``index`` of any epoch; with ``documents`` where examples are packed."""
         tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
         documents = np.full(self.seq_length, PADDING, dtype="int64")
-        place = 0
+        position = 0
         is_over = self.once and index >= len(self)
         for number, example in enumerate(() if is_over else self.order.examples(index)):
             ids, mask = self.examples[example]
-            end = place + len(ids) - 1
-            tokens[place:end], labels[place:end], loss_mask[place:end] = ids[:-1], ids[1:], mask[1:]
-            documents[place:end] = number
-            place = end
+            end = position + len(ids) - 1
+            tokens[position:end], labels[position:end], loss_mask[position:end] = ids[:-1], ids[1:], mask[1:]
+            documents[position:end] = number
+            position = end
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if isinstance(self.order, Packed):
             sample["documents"] = documents

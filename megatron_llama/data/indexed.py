@@ -81,7 +81,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
         if is_my_turn:
             try:
                 splits = _Builder(GPTDataset, wanted, lambda: True, config).build()
-            except Exception as error:  # megatron-core asserts on what it can't cut; the cache may be no place to write
+            except Exception as error:  # megatron-core's asserts; a cache folder that can't be written
                 problems.append(_unusable(plan, f"can't be cut into samples: {type(error).__name__}: {error}"))
         raise_together(problems)
     for samples, split, name in zip(wanted, splits, SPLITS, strict=True):

@@ -72,7 +72,7 @@ class Order(Protocol):
         ...
 
     def examples(self, index: int) -> list[int]:
-        """Numbers of the examples of sample ``index``, which may lie in any epoch."""
+        """Numbers of the examples of sample ``index``, which may be in any epoch."""
         ...
 
 
@@ -87,8 +87,8 @@ class OneEach:
 
     def examples(self, index: int) -> list[int]:
         """The one example of sample ``index``."""
-        epoch, place = divmod(index, len(self))
-        return [int(self._shuffles.of(epoch)[place])]
+        epoch, position = divmod(index, len(self))
+        return [int(self._shuffles.of(epoch)[position])]
 
 
 class Packed:
@@ -104,15 +104,15 @@ class Packed:
         counts = histogram(lengths)
         self._recipes = recipes(counts, capacity)
         self._ends = np.cumsum([recipe.count for recipe in self._recipes])
-        # Examples of one length lie together in _sorted(); each recipe has its part of them.
+        # Examples of one length are neighbours in _by_length(); each recipe takes its range of them.
         ascending = sorted(counts)
         before = np.cumsum([0, *(counts[length] for length in ascending)])
-        place = dict(zip(ascending, before.tolist(), strict=False))
+        position = dict(zip(ascending, before.tolist(), strict=False))
         self._firsts: list[list[int]] = []
         for recipe in self._recipes:
-            self._firsts.append([place[length] for length, _ in recipe.parts])
+            self._firsts.append([position[length] for length, _ in recipe.parts])
             for length, fit in recipe.parts:
-                place[length] += fit * recipe.count
+                position[length] += fit * recipe.count
         self._examples = _Shuffles(len(lengths), seed, stream=0)
         self._sequences = _Shuffles(len(self), seed, stream=1)
         self._sorted: dict[int, np.ndarray] = {}
@@ -122,8 +122,8 @@ class Packed:
 
     def examples(self, index: int) -> list[int]:
         """The examples of sample ``index``, longest first."""
-        epoch, place = divmod(index, len(self))
-        sequence = int(self._sequences.of(epoch)[place])
+        epoch, position = divmod(index, len(self))
+        sequence = int(self._sequences.of(epoch)[position])
         kind = int(np.searchsorted(self._ends, sequence, side="right"))
         recipe = self._recipes[kind]
         number = sequence - (int(self._ends[kind]) - recipe.count)
