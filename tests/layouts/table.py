@@ -5,7 +5,7 @@ from __future__ import annotations
 TIED = "model.tie_word_embeddings=true"
 SIX_LAYERS = "model.num_hidden_layers=6"
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
-LAYOUTS = [
+LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("tp2", 2, ["trainer.tp=2", "trainer.sp=false"], []),
     ("tp2+sp", 2, ["trainer.tp=2"], []),
     ("tp4+sp, kv heads < tp", 4, ["trainer.tp=4"], []),

@@ -17,7 +17,7 @@ from tests.oracle import TOLERANCE, RaggedSamples, Result, Tamper, Tensors, make
 from tests.ranks import run_ranks
 
 # Layouts whose sums have the same order as the oracle's: equal to the last bit.
-BITWISE = [
+BITWISE: list[tuple[str, int, list[str], list[str]]] = [
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
 ]

@@ -21,7 +21,7 @@ from tests.layouts.tampers import (
 from tests.oracle import TOLERANCE, Tamper, oracle, run_layout, worst
 from tests.ranks import RankFailed
 
-BROKEN = [
+BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (no_sequence_parallel_sum, 2, ["trainer.tp=2"], []),
     (no_kv_copy_sum, 4, ["trainer.tp=4"], []),
     (no_tied_sum, 2, ["trainer.pp=2"], [TIED]),
