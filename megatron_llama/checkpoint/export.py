@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, fin
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
-from megatron_llama.config import ConfigError, ModelConfig, Problem, RopeScaling
+from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem, RopeScaling
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
 from megatron_llama.model.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.system.files import sync_folder, write_synced
@@ -83,19 +83,12 @@ def export(
     if base is not None and not merge:
         rule = "is read to merge into it, and nothing is merged"
         raise ConfigError([Problem("--base", str(base), rule, "leave --base out, or add --merge for a LoRA run")])
-    source: Stored = manifest.stored
-    if is_adapter:
+    source, shapes = _adapter_source(manifest, model, finetune) if is_adapter else (manifest.stored, hf_shapes(model))
+    if merge:
         trained = only_trained(manifest, model, finetune)
-        peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
-        source = replace(trained, tensors=peft)
-        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    else:
-        shapes = hf_shapes(model)
-        if merge:
-            trained = only_trained(manifest, model, finetune)
-            source = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
-        else:
-            manifest.check_tensors(shapes)
+        source = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
+    elif not is_adapter:
+        manifest.check_tensors(shapes)
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
@@ -120,6 +113,15 @@ def export(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return Exported(out, dtype, names, size, tokenizer)
+
+
+def _adapter_source(
+    manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig
+) -> tuple[Stored, dict[str, Shape]]:
+    """The tensors that LoRA trained, and their shapes, under the names of PEFT's files."""
+    trained = only_trained(manifest, model, finetune)
+    peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
+    return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
 
 
 def model_of(manifest: Manifest) -> ModelConfig:

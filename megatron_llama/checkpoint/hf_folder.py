@@ -50,16 +50,18 @@ class SafetensorsFiles(Stored):
 
     @torch.no_grad()
     def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
-        """Fills the rectangles, file by file."""
+        """Fills the rectangles, one tensor at a time: a file's mapped pages count as memory of this process, and are
+        returned when the file is closed."""
+        return sum(self._fill(self.tensors[name], rectangles) for name, rectangles in wanted.items())
+
+    def _fill(self, tensor: NamedTensor, wanted: Rectangles) -> int:
         read = 0
-        for file in sorted({self.tensors[name].file for name in wanted}):
-            with open_safetensors(self.folder / file) as content:
-                for name in (name for name in wanted if self.tensors[name].file == file):
-                    source = content.get_slice(self.tensors[name].key)
-                    for offset, target in wanted[name].parts:
-                        values = source[tuple(slice(o, o + n) for o, n in zip(offset, target.shape, strict=True))]
-                        target.copy_(values)
-                        read += values.nbytes
+        with open_safetensors(self.folder / tensor.file) as content:
+            source = content.get_slice(tensor.key)
+            for offset, target in wanted.parts:
+                values = source[tuple(slice(o, o + n) for o, n in zip(offset, target.shape, strict=True))]
+                target.copy_(values)
+                read += values.nbytes
         return read
 
 
