@@ -121,10 +121,12 @@ def parse_overrides(
 
 def _run(config: Config, context: ProcessContext | None, overrides: list[str], work: Callable[[Plan], None]) -> int:
     """Becomes one of the run's processes, or starts them; returns the exit status."""
+    from megatron_llama.config import ConfigError
     from megatron_llama.config.data_prefixes import record_files
+    from megatron_llama.data.checks import check_data
     from megatron_llama.launch.join import join
     from megatron_llama.launch.local import run_here
-    from megatron_llama.launch.prepare_data import check_datasets, with_prepared
+    from megatron_llama.launch.prepare_data import with_prepared
     from megatron_llama.launch.run_dir import choose_run_dir
     from megatron_llama.launch.ssh import run_on_hosts
     from megatron_llama.launch.world import find_world
@@ -138,7 +140,8 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], w
     choose_run_dir(plan)
     if world.hosts:
         return run_on_hosts(plan, world.hosts, overrides)
-    check_datasets(plan.config)  # the ranks would find out only once they have built a model
+    if problems := check_data(plan.config):  # the ranks would find out only once they have built a model
+        raise ConfigError(problems)
     return run_here(plan, work)
 
 

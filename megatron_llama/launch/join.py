@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,9 +12,8 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_llama.config import ConfigError
 from megatron_llama.launch.process_context import ProcessContext
-from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, says_peer_lost
+from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, run_as_rank
 from megatron_llama.launch.rendezvous import (
     ARRIVAL_LIMIT_SECONDS,
     LaunchFailed,
@@ -30,7 +28,7 @@ from megatron_llama.launch.ssh import obey_starter
 from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.signals import die_with
 
 PREPARE_LIMIT_SECONDS = 3600.0
@@ -55,7 +53,15 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
         if context.rank == 0:
             nodes = check_consistent(rendezvous.gather())
             mine = nodes[0]
-            _open(plan, context, rendezvous, nodes, stack)
+            chosen = plan.config.run.dir or rendezvous.agreed_run_dir(default_dir_of_job(plan.config, context.job))
+            plan.config.run.dir = chosen
+            stack.enter_context(claimed(Path(chosen)))
+            report_to_batch_script("running", chosen)
+            sys.stdout.write(record(plan, Path(chosen)) + "\n")
+            if context.nodes > 1:
+                sys.stdout.write(node_table(nodes, context) + "\n")
+            sys.stdout.flush()
+            rendezvous.open(chosen)
         else:
             try:
                 plan.config.run.dir = rendezvous.wait()
@@ -65,7 +71,7 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
         _use_interface(context, mine)
         if not starts_ranks:
             os.environ.update(context.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
-            return _run_as_rank(plan, context, work)
+            return run_as_rank(plan, context.rank, work)
         for module in modules_of(work) if world.device.forkable else ():
             import_module(module)
         output_dir = stack.enter_context(rank_outputs(Path(str(plan.config.run.dir)), range(first, first + ranks)))
@@ -78,19 +84,6 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
         )
 
 
-def _open(plan: Plan, context: ProcessContext, rendezvous: Rendezvous, nodes: list[NodeInfo], stack: ExitStack) -> None:
-    """The first process's part: claims the run's folder, prints what starts and where, and lets the others continue."""
-    chosen = plan.config.run.dir or rendezvous.agreed_run_dir(default_dir_of_job(plan.config, context.job))
-    plan.config.run.dir = chosen
-    stack.enter_context(claimed(Path(chosen)))
-    report_to_batch_script("running", chosen)
-    sys.stdout.write(record(plan, Path(chosen)) + "\n")
-    if context.nodes > 1:
-        sys.stdout.write(node_table(nodes, context) + "\n")
-    sys.stdout.flush()
-    rendezvous.open(chosen)
-
-
 def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:
     """Has gloo use the interface that leads to the first node: by default it takes the one of the host's name, which
     is the loopback on many machines."""
@@ -99,35 +92,3 @@ def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:
         interface = "lo" if sys.platform == "linux" else None
     if interface is not None and not (context.nodes > 1 and interface == "lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _run_as_rank(plan: Plan, context: ProcessContext, work: Callable[[Plan], None]) -> int:
-    """Runs ``work`` in this process, as one of the ranks; returns the exit status."""
-    try:
-        work(plan)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except ConfigError as error:
-        if context.rank > 0:
-            time.sleep(CONSEQUENCE_DELAY_SECONDS)
-        sys.stderr.write(f"{error}\n")
-        return EXIT_USER
-    except SystemExit as error:
-        if error.code == EXIT_RESTART:
-            return EXIT_RESTART
-        raise
-    except Exception as error:
-        if says_peer_lost(error):
-            time.sleep(CONSEQUENCE_DELAY_SECONDS)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # where torchrun looks for the rank that failed first
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
-        traceback.print_exc()
-        sys.stderr.flush()
-        if context.rank == 0:
-            report_to_batch_script(EXIT_FAILED)
-        # At once: a clean exit may wait for ranks that wait for this one, and the starter must first hear of the rank
-        # that failed of itself.
-        os._exit(EXIT_FAILED)
-    return 0

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron_llama.config import ConfigError
+from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import FORWARDED, WATCHED
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
@@ -134,3 +135,35 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
     """Ctrl-C reaches a rank from the terminal and from its starter; the second must not disturb the clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def run_as_rank(plan: Plan, rank: int, work: Callable[[Plan], None]) -> int:
+    """Runs ``work`` in this process, which torchrun or srun has started as ``rank``; returns the exit status."""
+    try:
+        work(plan)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except ConfigError as error:
+        if rank > 0:
+            time.sleep(CONSEQUENCE_DELAY_SECONDS)
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USER
+    except SystemExit as error:
+        if error.code == EXIT_RESTART:
+            return EXIT_RESTART
+        raise
+    except Exception as error:
+        if says_peer_lost(error):
+            time.sleep(CONSEQUENCE_DELAY_SECONDS)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # where torchrun looks for the rank that failed first
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        traceback.print_exc()
+        sys.stderr.flush()
+        if rank == 0:
+            report_to_batch_script(EXIT_FAILED)
+        # At once: a clean exit may wait for ranks that wait for this one, and the starter must first hear of the rank
+        # that failed of itself.
+        os._exit(EXIT_FAILED)
+    return 0

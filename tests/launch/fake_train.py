@@ -24,10 +24,11 @@ def note_place(plan: Plan) -> None:
 FAKE_TRAIN = """
 import os, sys
 sys.path.insert(0, {root!r})
-from megatron_llama.launch import cli, join
+from megatron_llama.launch import cli, join, rank_process
 from tests.launch import fake_train
 {before}
-join.CONSEQUENCE_DELAY_SECONDS *= {patience}
+for module in (join, rank_process):
+    module.CONSEQUENCE_DELAY_SECONDS *= {patience}
 sys.exit(cli.main(sys.argv[1:], fake_train.{work}))
 """
 
