@@ -23,9 +23,9 @@ from megatron_llama.launch.rendezvous import (
     node_info,
     node_table,
 )
-from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
+from megatron_llama.launch.run_dir import claimed, default_dir_of_job, record, report_to_batch_script
 from megatron_llama.launch.ssh import obey_starter
-from megatron_llama.launch.start import Share, rank_environment, start_ranks
+from megatron_llama.launch.start import Share, rank_environment, rank_outputs, start_ranks
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
@@ -50,7 +50,13 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
         rendezvous = Rendezvous(context, PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS)
         mine = node_info(context, first, ranks, plan.world_size)
         rendezvous.report(mine)
-        if context.rank == 0:
+        if context.rank > 0:
+            try:
+                plan.config.run.dir = rendezvous.wait()
+            except EOFError as error:
+                time.sleep(CONSEQUENCE_DELAY_SECONDS)
+                raise LaunchFailed(f"the first process ended before the start: {error}") from error
+        else:
             nodes = check_consistent(rendezvous.gather())
             mine = nodes[0]
             chosen = plan.config.run.dir or rendezvous.agreed_run_dir(default_dir_of_job(plan.config, context.job))
@@ -62,12 +68,6 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
                 sys.stdout.write(node_table(nodes, context) + "\n")
             sys.stdout.flush()
             rendezvous.open(chosen)
-        else:
-            try:
-                plan.config.run.dir = rendezvous.wait()
-            except EOFError as error:
-                time.sleep(CONSEQUENCE_DELAY_SECONDS)
-                raise LaunchFailed(f"the first process ended before the start: {error}") from error
         _use_interface(context, mine)
         if not starts_ranks:
             os.environ.update(context.environment(), TORCHELASTIC_USE_AGENT_STORE="True")

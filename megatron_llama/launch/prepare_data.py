@@ -96,9 +96,10 @@ def with_prepared(config: Config, *, quiet: bool = False) -> Config:
     found = _find_records(config, problems, problems)
     if problems:
         raise ConfigError(problems)
+    prepared = _with_datasets(config, found, all_prepared=True)
     for records in found:
         _prepare_once(records, config.data, quiet)
-    return _with_datasets(config, found, all_prepared=True)
+    return prepared
 
 
 def _find_records(config: Config, too_large: list[Problem], unreadable: list[Problem]) -> list[Records]:

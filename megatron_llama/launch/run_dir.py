@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
@@ -70,21 +70,6 @@ def claimed(folder: Path) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
         yield
-
-
-@contextmanager
-def rank_outputs(folder: Path, ranks: range) -> Iterator[Path]:
-    """A folder for the output of ``ranks`` above 0; empty files in it are removed at the end. Under a batch script each
-    start has one of its own."""
-    status_file = os.environ.get(STATUS_VARIABLE)
-    output_dir = Path(status_file).parent if status_file else folder / "ranks"
-    output_dir.mkdir(exist_ok=True)
-    yield output_dir
-    for path in (output_dir / f"rank_{rank:05d}.txt" for rank in ranks):
-        if path.exists() and path.stat().st_size == 0:
-            path.unlink()
-    with suppress(OSError):  # something was printed, or another machine's ranks still print
-        output_dir.rmdir()
 
 
 def report_to_batch_script(status: int | str, folder: str | None = None) -> None:
