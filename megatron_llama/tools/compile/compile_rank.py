@@ -66,19 +66,15 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
         model = build_model(plan, topology, device, torch_device, compiler)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
-        count = steady_microbatches(plan)
+        # No new graph after a first, a steady and a last micro batch, in whole pipeline rounds.
+        pp = plan.config.trainer.pp
+        count = min(plan.num_microbatches, -(-3 // pp) * pp)
         for step in range(STEPS):
             model.forward_backward(data.train.at(step * plan.config.trainer.global_batch_size)[:count])
             optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
             model.forward_backward(data.validation.at(0)[:count], train=False)
         return gathered(compiler.graphs)
-
-
-def steady_microbatches(plan: Plan) -> int:
-    """Micro batches after which no new graph is needed: a first, a steady and a last one, in whole pipeline rounds."""
-    pp = plan.config.trainer.pp
-    return min(plan.num_microbatches, -(-3 // pp) * pp)
 
 
 def _gather_through_store(ranks: Sequence[int], graphs: Sequence[Graph]) -> Compilations:

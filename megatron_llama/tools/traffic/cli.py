@@ -7,7 +7,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,32 +106,21 @@ def _head(plan: Plan) -> Iterator[str]:
     yield "bytes per training step and rank"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What one rank is predicted to send, and what it sent in each counted step."""
+def compared_lines(found: Sequence[Sequence[Traffic]]) -> Iterator[str]:
+    """Predicted beside counted, for all ranks; equal ones share a table.
 
-    predicted: Traffic
-    counted: list[Traffic]
-
-    @property
-    def agrees(self) -> bool:
-        """To the byte and to the call, in every step."""
-        return all(step == self.predicted for step in self.counted)
-
-
-def compared_lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Predicted beside counted, for all ranks; equal ones share a table."""
+    ``found`` has for each rank what it is predicted to send, then what it sent in each counted step.
+    """
     from megatron_llama.tools.traffic.rank_groups import compact
 
-    for number, comparison in enumerate(comparisons):
-        if comparison not in comparisons[:number]:
+    for number, of_rank in enumerate(found):
+        if of_rank not in found[:number]:
             yield ""
-            yield f"rank {compact([rank for rank, other in enumerate(comparisons) if other == comparison])}"
-            yield from _compared(comparison)
+            yield f"rank {compact([rank for rank, other in enumerate(found) if other == of_rank])}"
+            yield from _compared(of_rank)
 
 
-def _compared(comparison: Comparison) -> list[str]:
-    everything = (comparison.predicted, *comparison.counted)
+def _compared(everything: Sequence[Traffic]) -> list[str]:
     lines = list(dict.fromkeys(line for traffic in everything for line in traffic))
     amounts = []
     for line in lines:
@@ -156,15 +144,13 @@ def _measure(plan: Plan) -> int:
         status = run_on_this_machine(work, plan, imports=imports, output_dir=Path(folder))
         if status:
             return status
-        comparisons = [
-            Comparison(
-                totals(operations_of_rank(plan, rank)), pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())
-            )
+        found = [
+            [totals(operations_of_rank(plan, rank)), *pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())]
             for rank in range(plan.world_size)
         ]
-    agree = all(comparison.agrees for comparison in comparisons)
+    agree = all(step == predicted for predicted, *counted in found for step in counted)  # to the byte and to the call
     verdict = "every byte and every call as predicted" if agree else "NOT as predicted"
-    sys.stdout.write("\n".join([*_head(plan), *compared_lines(comparisons), "", verdict]) + "\n")
+    sys.stdout.write("\n".join([*_head(plan), *compared_lines(found), "", verdict]) + "\n")
     return 0 if agree else EXIT_FAILED
 
 

@@ -6,7 +6,7 @@ checked against this. For tests and ``scripts/traffic.py``; training does not co
 
 from __future__ import annotations
 
-import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan.traffic import Amount, Line, Traffic, in_order
@@ -83,65 +84,40 @@ class TrafficCounter(TorchDispatchMode):
         if name not in _OPERATORS[namespace]:
             raise UnknownCollective(f"{namespace}::{name} is not counted")
         kind, payload, group_at = _OPERATORS[namespace][name]
-        group = _group(args[group_at])
-        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[payload]))
+        group = args[group_at]
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        elif not isinstance(group, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(args[payload]))
         if namespace == "_c10d_functional" and kind == "all_gather":
             size *= group.size()
         if group.size() == 1:
             return
-        between_two = kind in ("send", "recv")
-        line = Line(self._axis(kind, group), kind, 2 if between_two else group.size())
+        if kind in ("send", "recv"):  # megatron-core uses the world's group for one direction between two stages
+            line = Line("pp", kind, 2)
+        else:
+            line = Line(self._axis(kind, group), kind, group.size())
         before = self._found.get(line, Amount(0, 0))
         self._found[line] = Amount(before.calls + 1, before.payload + size)
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
-        if kind in ("send", "recv"):
-            return "pp"  # megatron-core uses the world's group for one direction between two stages
         axis = self._axes.get(group.group_name)
         if axis is None:
             raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
         # Where all ranks are data-parallel ones, fully_shard uses the world's group.
-        return "dp" if axis == "world" and _called_from("torch.distributed.fsdp") else axis
+        callers = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_stack(None))
+        return "dp" if axis == "world" and any(name.startswith("torch.distributed.fsdp") for name in callers) else axis
 
 
 def axes_of(model: ParallelModel) -> dict[str, str]:
     """The axis of every group that ``model`` uses, by the group's name."""
+    parameter = model.shards[0].parameter
+    assert isinstance(parameter, DTensor), "fully_shard has been applied"
     groups: list[tuple[str, Iterable[dist.ProcessGroup | None]]] = [
         ("tp", [parallel_state.get_tensor_model_parallel_group(), model.replicated.kv_group]),
         ("pp", [parallel_state.get_embedding_group(check_initialized=False)]),
-        ("dp", _mesh_groups(model)),
+        ("dp", parameter.device_mesh.get_all_groups()),
         ("world", [dist.group.WORLD]),  # last: a mesh may be this very group
     ]
     return {group.group_name: axis for axis, some in groups for group in some if group is not None}
-
-
-def _mesh_groups(model: ParallelModel) -> list[dist.ProcessGroup]:
-    parameter = model.shards[0].parameter
-    assert isinstance(parameter, DTensor), "fully_shard has been applied"
-    return parameter.device_mesh.get_all_groups()
-
-
-def _group(argument: Any) -> dist.ProcessGroup:
-    if isinstance(argument, str):
-        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
-    if isinstance(argument, dist.ProcessGroup):
-        return argument
-    return dist.ProcessGroup.unbox(argument)
-
-
-def _tensors(argument: Any) -> Iterable[torch.Tensor]:
-    if isinstance(argument, torch.Tensor):
-        yield argument
-    else:
-        for part in argument:
-            yield from _tensors(part)
-
-
-def _called_from(package: str) -> bool:
-    """Whether a module of ``package`` is among the callers."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(package):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 from megatron_llama.plan import Plan
@@ -29,10 +30,7 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
 
 def compact(ranks: Sequence[int]) -> str:
     """0-3, 8-11 for the ranks 0 1 2 3 8 9 10 11."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    # Within a span of successive ranks, rank minus position is constant.
+    spans = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
+    ends = [(span[0][1], span[-1][1]) for span in (list(items) for _, items in spans)]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
