@@ -77,31 +77,37 @@ def parser() -> argparse.ArgumentParser:
 
 def compare_runs(arguments: argparse.Namespace) -> Comparison:
     """Reads the runs and compares them. Raises ConfigError with everything that is wrong with the arguments."""
-    from megatron_llama.tools.compare.runs import Reading, read_run
+    from megatron_llama.tools.compare.runs import read_run
     from megatron_llama.tools.compare.verdict import compare
 
     compared = [arguments.reference, *arguments.others]
     paths = [*compared, *arguments.seeds]
     problems = list(_wrong_numbers(arguments))
-    reading = Reading(_tags(arguments.tag, problems), _samples_per_step(arguments.samples_per_step, paths, problems))
+    tags: dict[str, list[str]] = {}
+    for text in arguments.tag:
+        role, _, name = text.partition("=")
+        if role in ROLES and name:
+            tags.setdefault(role, []).append(name)
+        else:
+            rule = f"must be ROLE=NAME, with a role of {', '.join(ROLES)}"
+            problems.append(Problem("--tag", text, rule, "write --tag loss=NAME"))
+    sizes = _samples_per_step(arguments.samples_per_step, paths, problems)
     runs: list[Run] = []
     for path, name in zip(paths, labels(paths), strict=True):
-        run = read_run(path, name, reading)
-        if isinstance(run, list):
-            problems += run
-        else:
-            runs.append(run)
+        try:
+            runs.append(read_run(path, name, tags, sizes.get(path, sizes.get(""))))
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    reference, *others = runs[: len(compared)]
-    seeds = runs[len(compared) :]
+    (reference, *others), seeds = runs[: len(compared)], runs[len(compared) :]
     return compare(reference, others, arguments.tolerance, seeds, arguments.window, arguments.min_overlap)
 
 
 def labels(paths: Sequence[str]) -> list[str]:
     """A short name for each path: as many of its last parts as tell it from the others."""
     parts = [tuple(part for part in PurePath(path).parts if part not in FILES_OF_A_RUN) or (path,) for path in paths]
-    names = ["/".join(own[-1:]) for own in parts]
+    names = [own[-1] for own in parts]
     for depth in range(2, 1 + max(map(len, parts))):
         names = [
             "/".join(own[-depth:]) if names.count(name) > 1 else name for own, name in zip(parts, names, strict=True)
@@ -118,8 +124,7 @@ def _wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
     if arguments.window is not None and not arguments.window > 0:
         yield Problem("--window", arguments.window, "must be above 0, in samples", "leave it out")
     if not 0 <= arguments.min_overlap <= 1:
-        rule = "must be a share from 0 to 1"
-        yield Problem("--min-overlap", arguments.min_overlap, rule, "write --min-overlap 0.9")
+        yield Problem("--min-overlap", arguments.min_overlap, "must be a share from 0 to 1", "write --min-overlap 0.9")
     known = {Path(path).resolve() for path in (arguments.reference, *arguments.others)}
     for path in arguments.seeds:
         where = Path(path).resolve()
@@ -127,19 +132,6 @@ def _wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
             rule = "is named twice: seeds are further runs, and a run can't be compared with a mean that it is part of"
             yield Problem("--seeds", path, rule, "name each run once")
         known.add(where)
-
-
-def _tags(given: Sequence[str], problems: list[Problem]) -> dict[str, list[str]]:
-    """{role: names} from ROLE=NAME."""
-    tags: dict[str, list[str]] = {}
-    for text in given:
-        role, _, name = text.partition("=")
-        if role in ROLES and name:
-            tags.setdefault(role, []).append(name)
-        else:
-            rule = f"must be ROLE=NAME, with a role of {', '.join(ROLES)}"
-            problems.append(Problem("--tag", text, rule, "write --tag loss=NAME"))
-    return tags
 
 
 def _samples_per_step(given: Sequence[str], paths: Sequence[str], problems: list[Problem]) -> dict[str, float]:

@@ -45,27 +45,23 @@ def as_html(comparison: Comparison) -> str:
     """The report as a page for wide and narrow screens, light and dark."""
     import jinja2  # torch requires it
 
+    def png(inches: tuple[float, float] = WIDE, dark: bool = False) -> str:
+        return base64.b64encode(draw(comparison, inches, dark)).decode("ascii")
+
     narrow, dark = "(max-width: 600px)", "(prefers-color-scheme: dark)"
     pictures = {
-        f"{narrow} and {dark}": draw(comparison, NARROW, dark=True),
-        narrow: draw(comparison, NARROW),
-        dark: draw(comparison, WIDE, dark=True),
+        f"{narrow} and {dark}": png(NARROW, dark=True),
+        narrow: png(NARROW),
+        dark: png(dark=True),
     }
-    return (
-        jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-        .from_string(PAGE)
-        .render(
-            agree=comparison.agree,
-            verdict=verdict(comparison),
-            how=how(comparison),
-            pictures={media: _base64(png) for media, png in pictures.items()},
-            picture=_base64(draw(comparison)),
-            runs=[comparison.reference, *(one.run for one in comparison.compared)],
-            rows=rows(comparison),
-            notes=list(notes(comparison)),
-        )
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(PAGE)
+    return template.render(
+        agree=comparison.agree,
+        verdict=verdict(comparison),
+        how=how(comparison),
+        pictures=pictures,
+        picture=png(),
+        runs=[comparison.reference, *(one.run for one in comparison.compared)],
+        rows=rows(comparison),
+        notes=list(notes(comparison)),
     )
-
-
-def _base64(png: bytes) -> str:
-    return base64.b64encode(png).decode("ascii")

@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_llama.system.units import short_count
-from megatron_llama.tools.compare.sample_grid import Grid
 from megatron_llama.tools.compare.verdict import Comparison
-from megatron_llama.train.smoothing import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Bins drawn as thin lines; more would only be ink.
 MOST_POINTS = 4000
-
-
 WIDE, NARROW = (9.0, 6.4), (4.2, 6.0)
 """Inches, for a screen and for a phone."""
 STYLE = {
@@ -65,32 +61,23 @@ def _losses(axes: Axes, comparison: Comparison) -> None:
     drawn = [(name, comparison.reference_bins, comparison.reference_curve, REFERENCE)]
     drawn += [(one.run.name, one.bins, one.curve, f"C{index + 1}") for index, one in enumerate(comparison.compared)]
     for order, (label, bins, curve, colour) in enumerate(drawn):
-        _thin(axes, grid, bins, colour)
+        every = -(-len(bins) // MOST_POINTS)
+        middles = (grid.edges[:-1] + grid.edges[1:]) / 2
+        axes.plot(middles[::every], bins[::every], color=colour, alpha=0.25, linewidth=0.8)
         style = "-" if order == 0 else (0, (4, 1.2))  # so that curves on top of each other are both seen
         axes.plot(grid.centres, curve, color=colour, linewidth=2.0, linestyle=style, label=label)
     if seeds > 1:
         noise = (comparison.band - comparison.tolerance) * np.abs(comparison.reference_curve)
         low, high = comparison.reference_curve - noise, comparison.reference_curve + noise
         axes.fill_between(grid.centres, low, high, color=REFERENCE, alpha=0.15, linewidth=0, label="seeds")
-    _limits(axes, [curve for _, _, curve, _ in drawn])
-    axes.set_ylabel("loss (nats per token)")
-    axes.legend(loc="upper right", fontsize=8)
-
-
-def _thin(axes: Axes, grid: Grid, bins: Floats, colour: str) -> None:
-    """Each bin's loss, faint."""
-    every = -(-len(bins) // MOST_POINTS)
-    middles = (grid.edges[:-1] + grid.edges[1:]) / 2
-    axes.plot(middles[::every], bins[::every], color=colour, alpha=0.25, linewidth=0.8)
-
-
-def _limits(axes: Axes, curves: list[Floats]) -> None:
-    """What the smoothed curves need, so that a spike does not press them flat."""
-    values = np.concatenate(curves)
+    # The axis shows what the smoothed curves need, so that a spike does not press them flat.
+    values = np.concatenate([curve for _, _, curve, _ in drawn])
     values = values[np.isfinite(values)]
     if len(values):
         margin = 0.12 * float(np.ptp(values)) or 0.05 * abs(float(values[0])) or 1.0
         axes.set_ylim(float(values.min()) - margin, float(values.max()) + margin)
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(loc="upper right", fontsize=8)
 
 
 def _gaps(axes: Axes, comparison: Comparison) -> None:

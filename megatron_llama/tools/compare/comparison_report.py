@@ -39,30 +39,23 @@ def verdict(comparison: Comparison) -> str:
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """The table: a row per figure, a column for the reference and for each run compared with it."""
-    reference = comparison.reference
-    own = (f"{comparison.reference_final:.4f}", "", "", "", _speed(reference.speed), "reference")
-    columns = [LABELS, own, *(_column(one, comparison) for one in comparison.compared)]
+    final = comparison.reference_final
+    columns = [LABELS, (f"{final:.4f}", "", "", "", _speed(comparison.reference.speed), "reference")]
+    for one in comparison.compared:
+        divergence = "none"
+        if one.divergence is not None:
+            back = f", back at {one.divergence.end:,.0f}" if one.divergence.end is not None else ""
+            divergence = f"{one.divergence.start:,.0f} samples{back}"
+        column = (
+            f"{one.final:.4f} ({one.final / final - 1:+.2%})",
+            f"{one.area:.3%}",
+            f"{one.largest:+.3%} at {one.largest_at:,.0f} samples",
+            divergence,
+            _speed(one.run.speed) + (f" ({one.speed_ratio:.2f} times)" if one.speed_ratio else ""),
+            ("agrees" if comparison.covered else "agrees so far") if one.agrees else "does not agree",
+        )
+        columns.append(column)
     return list(zip(*columns, strict=True))
-
-
-def _column(one: Compared, comparison: Comparison) -> tuple[str, ...]:
-    change = one.final / comparison.reference_final - 1
-    ratio = f" ({one.speed_ratio:.2f} times)" if one.speed_ratio else ""
-    return (
-        f"{one.final:.4f} ({change:+.2%})",
-        f"{one.area:.3%}",
-        f"{one.largest:+.3%} at {one.largest_at:,.0f} samples",
-        _divergence(one),
-        _speed(one.run.speed) + ratio,
-        ("agrees" if comparison.covered else "agrees so far") if one.agrees else "does not agree",
-    )
-
-
-def _divergence(one: Compared) -> str:
-    if one.divergence is None:
-        return "none"
-    back = f", back at {one.divergence.end:,.0f}" if one.divergence.end is not None else ""
-    return f"{one.divergence.start:,.0f} samples{back}"
 
 
 def _speed(speed: float | None) -> str:

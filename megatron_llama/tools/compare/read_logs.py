@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config import Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.tools.compare.metric_names import OVER_SAMPLES, STEPS
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 EVENTS = "events.out.tfevents."
 TRAINER_STATE = "trainer_state.json"
+A_PATH = "write the path of a run folder, a TensorBoard folder or a metrics.jsonl"
 # Names inside a run's folder, which don't identify the run.
 FILES_OF_A_RUN = (METRICS_FILE, TRAINER_STATE, "tensorboard", "/")
 # A SessionLog of this status is TensorBoard's purge mark: an earlier attempt's points from its step on are void.
@@ -60,46 +60,43 @@ class Log:
     series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))
 
 
-def read_log(path: Path) -> Log | Problem:
-    """The log of a run folder, TensorBoard folder or file; or what is wrong with the path."""
+def read_log(path: Path) -> Log:
+    """The log of a run folder, TensorBoard folder or file. Raises ConfigError where the path has none."""
     try:
         if not path.exists():
-            instead = "write the path of a run folder, a TensorBoard folder or a metrics.jsonl"
-            return Problem("run", str(path), "there is no such file or folder", instead)
-        source = path if path.is_file() else _source_in(path)
-        if isinstance(source, Problem):
-            return source
-        log = _read(source)
+            raise refused(path, "there is no such file or folder", A_PATH)
+        log = _read(path if path.is_file() else _source_in(path))
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
-        return Problem("run", str(path), f"can't be read: {error}", "name another log of this run, or another run")
+        raise refused(path, f"can't be read: {error}", "name another log of this run, or another run") from None
     if not log.series:
-        return Problem("run", str(path), f"{source.name} holds no step yet", "wait for its first steps")
+        raise refused(path, f"{log.source.name} holds no step yet", "wait for its first steps")
     return log
 
 
-def _source_in(folder: Path) -> Path | Problem:
+def refused(path: Path | str, rule: str, instead: str) -> ConfigError:
+    """The error of a run that can't be compared."""
+    return ConfigError([Problem("run", str(path), rule, instead)])
+
+
+def _source_in(folder: Path) -> Path:
     """The one log in a folder: ours first, then Trainer's, then TensorBoard's, wherever below the folder."""
-    if (folder / METRICS_FILE).is_file():
-        return folder / METRICS_FILE
-    if (folder / TRAINER_STATE).is_file():
-        return folder / TRAINER_STATE
-    states = [state for state in folder.glob(f"checkpoint-*/{TRAINER_STATE}") if _number(state.parent.name) is not None]
-    if states:
-        return max(states, key=lambda state: _number(state.parent.name) or 0)
+    for name in (METRICS_FILE, TRAINER_STATE):
+        if (folder / name).is_file():
+            return folder / name
+    checkpoints = {one.name.removeprefix("checkpoint-"): one for one in folder.glob("checkpoint-*")}
+    steps = [step for step, one in checkpoints.items() if step.isdecimal() and (one / TRAINER_STATE).exists()]
+    if steps:
+        return checkpoints[max(steps, key=int)] / TRAINER_STATE
     folders = sorted({file.parent for file in folder.rglob(f"{EVENTS}*")})
     if folder in folders or len(folders) == 1:
         return folder if folder in folders else folders[0]
     if folders:
         listed = ", ".join(str(one.relative_to(folder)) for one in folders[:8]) + (", ..." if len(folders) > 8 else "")
         rule = f"there are {len(folders)} TensorBoard folders in it: {listed}"
-        return Problem("run", str(folder), rule, f"name one of them, such as {folders[0]}")
-    rule = f"holds no {METRICS_FILE}, no {TRAINER_STATE} and no {EVENTS}* file"
-    return Problem("run", str(folder), rule, "write the path of a run folder, a TensorBoard folder or a metrics.jsonl")
-
-
-def _number(name: str) -> int | None:
-    found = re.fullmatch(r"checkpoint-(\d+)", name)
-    return int(found[1]) if found else None
+        raise refused(folder, rule, f"name one of them, such as {folders[0]}")
+    raise refused(folder, f"holds no {METRICS_FILE}, no {TRAINER_STATE} and no {EVENTS}* file", A_PATH)
 
 
 def _read(source: Path) -> Log:
@@ -107,7 +104,9 @@ def _read(source: Path) -> Log:
     log = Log(source)
     if source.is_dir():
         files = [file for file in source.iterdir() if file.name.startswith(EVENTS)]
-        for file in sorted(files, key=lambda file: (_first_time(file), file.name)):
+        # In the order of the run's attempts, by their first events; a file's name has whole seconds only.
+        begun = {file: next((float(event.wall_time) for event in _events(file)), math.inf) for file in files}
+        for file in sorted(files, key=lambda file: (begun[file], file.name)):
             _read_events(file, log)
     elif source.name.startswith(EVENTS):
         _read_events(source, log)
@@ -148,11 +147,6 @@ def _events(file: Path) -> Iterator[Any]:
 
     events: Iterator[Any] = LegacyEventFileLoader(str(file)).Load()
     return events
-
-
-def _first_time(file: Path) -> float:
-    """When an event file was begun: the order of a run's attempts. Its name has whole seconds only."""
-    return next((float(event.wall_time) for event in _events(file)), math.inf)
 
 
 def _read_events(file: Path, log: Log) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_llama.config import Problem
 from megatron_llama.tools.compare.metric_names import OVER_SAMPLES, Program, first, known_losses, program_of
-from megatron_llama.tools.compare.read_logs import Log, Series, read_log
+from megatron_llama.tools.compare.read_logs import Log, Series, read_log, refused
 from megatron_llama.train.smoothing import Floats
+
+# Series that a message lists.
+MOST_LISTED = 40
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Run:
     speed: float | None = None
     """Sequences per second, the median over the steps; None where the log does not have it."""
     tokens_per_sample: float | None = None
-    """Sequence length, where the log has it."""
+    """Sequence length, all tokens over all samples; None where the log does not have it."""
     notes: tuple[str, ...] = ()
     """What the reader of a report should know about the log."""
 
@@ -41,36 +43,34 @@ class Run:
         return float(np.median(np.diff(self.samples)))
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How runs are read."""
+def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_per_step: float | None) -> Run:
+    """The run at ``path``. Raises ConfigError where there is none that can be compared.
 
-    tags: Mapping[str, Sequence[str]]
-    """The user's names by role."""
-    samples_per_step: Mapping[str, float]
-    """Global batch size of runs that log steps only, by their path as given; "" is for all others."""
-
-
-def read_run(path: str, name: str, reading: Reading) -> Run | list[Problem]:
-    """The run at ``path``, or everything that is wrong with it."""
+    ``tags`` are the user's names by role; ``samples_per_step`` is the global batch size of a run that logs steps only.
+    """
     log = read_log(Path(path))
-    if isinstance(log, Problem):
-        return [log]
-    there = sorted(log.series)
-    program = program_of(there, reading.tags)
+    names = sorted(log.series)
+    listed = ", ".join(names[:MOST_LISTED])
+    listed += f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    program = program_of(names, tags)
     if program is None:
-        looked_for = ", ".join(reading.tags["loss"]) if "loss" in reading.tags else known_losses()
+        looked_for = ", ".join(tags["loss"]) if "loss" in tags else known_losses()
         rule = f"has no training loss in {log.source.name} (looked for: {looked_for})"
-        return [Problem("run", path, rule, f"write --tag loss=NAME; there are: {_listed(log)}")]
-    given = reading.samples_per_step.get(path, reading.samples_per_step.get(""))
-    tag, curve = _curve(log, program, given)
+        raise refused(path, rule, f"write --tag loss=NAME; there are: {listed}")
+    tag, curve = _curve(log, program, samples_per_step)
     if curve is None:
         rule = "logs steps only, and curves are aligned on consumed samples"
         instead = f"write --samples-per-step {path}=N, its global batch size; or --tag samples=NAME; there are: "
-        return [Problem("run", path, rule, instead + _listed(log))]
+        raise refused(path, rule, instead + listed)
     samples, losses = curve
     if len(samples) < 2:
-        return [Problem("run", path, f"has {len(samples)} step of {tag}", "a curve needs two steps at least")]
+        raise refused(path, f"has {len(samples)} step of {tag}", "a curve needs two steps at least")
+    counted = first(program.tokens, log.series)
+    notes = []
+    if dropped := log.series[tag].dropped:
+        notes.append(f"{dropped:,} steps are in the log twice (it was resumed); the later attempt counts")
+    if bad := int((~np.isfinite(losses)).sum()):
+        notes.append(f"{bad:,} of {len(losses):,} losses are not finite")
     return Run(
         name=name,
         source=log.source,
@@ -78,15 +78,9 @@ def read_run(path: str, name: str, reading: Reading) -> Run | list[Problem]:
         samples=samples,
         losses=np.where(np.isfinite(losses), losses, np.nan),
         speed=_speed(log, program, tag, samples),
-        tokens_per_sample=_tokens_per_sample(log, program, samples),
-        notes=tuple(_notes(log, tag, losses)),
+        tokens_per_sample=float(log.series[counted].values[-1] / samples[-1]) if counted and samples[-1] > 0 else None,
+        notes=tuple(notes),
     )
-
-
-def _listed(log: Log, most: int = 40) -> str:
-    """The series that are there, for messages."""
-    names = sorted(log.series)
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
 def _curve(log: Log, program: Program, samples_per_step: float | None) -> tuple[str, tuple[Floats, Floats] | None]:
@@ -140,22 +134,3 @@ def _speed(log: Log, program: Program, tag: str, samples: Floats) -> float | Non
         return None
     waits = np.diff(times)
     return float(np.median(np.diff(samples)[waits > 0] / waits[waits > 0])) if (waits > 0).any() else None
-
-
-def _tokens_per_sample(log: Log, program: Program, samples: Floats) -> float | None:
-    """Sequence length: all tokens over all samples."""
-    counted = first(program.tokens, log.series)
-    if counted is None or samples[-1] <= 0:
-        return None
-    return float(log.series[counted].values[-1] / samples[-1])
-
-
-def _notes(log: Log, tag: str, losses: Floats) -> list[str]:
-    notes = []
-    dropped = log.series[tag].dropped
-    if dropped:
-        notes.append(f"{dropped:,} steps are in the log twice (it was resumed); the later attempt counts")
-    bad = int((~np.isfinite(losses)).sum())
-    if bad:
-        notes.append(f"{bad:,} of {len(losses):,} losses are not finite")
-    return notes

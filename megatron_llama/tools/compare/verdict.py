@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -120,24 +121,19 @@ def compare(
     curves = moving_average(drawn, grid.window)
     band = np.full(len(grid.centres), tolerance)
     if seeds:
-        _refuse_copies(reference, seeds, drawn)
+        # A seed that is the same run twice would make the spread look smaller than it is.
+        names = [run.name for run in (reference, *seeds)]
+        problems = [
+            Problem("--seeds", names[second], f"its losses are {names[first]}'s, to the last digit", "name it once")
+            for first, second in combinations(range(len(names)), 2)
+            if np.array_equal(drawn[first], drawn[second], equal_nan=True)
+        ]
+        if problems:
+            raise ConfigError(problems)
         band = band + seeds_band(curves, grid.window)
     means = drawn.mean(axis=0), curves.mean(axis=0)
     comparison = Comparison(tolerance, grid, reference, tuple(seeds), *means, band, min_overlap)
     return replace(comparison, compared=tuple(_compared(run, comparison) for run in others))
-
-
-def _refuse_copies(reference: Run, seeds: Sequence[Run], drawn: Floats) -> None:
-    """Refuses seeds that are the same run twice: they would make the spread look smaller than it is."""
-    names = [run.name for run in (reference, *seeds)]
-    problems = [
-        Problem("--seeds", names[second], f"its losses are {names[first]}'s, to the last digit", "name it once")
-        for second in range(len(names))
-        for first in range(second)
-        if np.array_equal(drawn[first], drawn[second], equal_nan=True)
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _compared(run: Run, to: Comparison) -> Compared:
@@ -147,7 +143,7 @@ def _compared(run: Run, to: Comparison) -> Compared:
     gap = (curve - reference) / np.abs(reference)
     known = np.isfinite(gap)
     largest = int(np.argmax(np.where(known, np.abs(gap), -1.0)))
-    ratio = run.speed / to.reference.speed if run.speed and to.reference.speed else None
+    found = [_ends_non_finite(one, grid) for one in (to.reference, *to.seeds, run)] + [_leaves_band(gap, bins, to)]
     return Compared(
         run=run,
         bins=bins,
@@ -157,17 +153,10 @@ def _compared(run: Run, to: Comparison) -> Compared:
         area=float(np.abs(curve - reference)[known].sum() / np.abs(reference)[known].sum()) if known.any() else np.nan,
         largest=float(gap[largest]),
         largest_at=float(grid.centres[largest]),
-        speed_ratio=ratio,
-        divergence=_divergence(run, bins, gap, to),
+        speed_ratio=run.speed / to.reference.speed if run.speed and to.reference.speed else None,
+        divergence=min((one for one in found if one is not None), key=lambda one: one.start, default=None),
         noise=_step_noise(bins, to),
     )
-
-
-def _divergence(run: Run, bins: Floats, gap: Floats, to: Comparison) -> Divergence | None:
-    """The first time that a gap leaves the band for longer than a spike would, or losses are not finite for long."""
-    found = [_ends_non_finite(one, to.grid) for one in (to.reference, *to.seeds, run)]
-    found += [_leaves_band(gap, bins, to)]
-    return min((one for one in found if one is not None), key=lambda one: one.start, default=None)
 
 
 def _ends_non_finite(run: Run, grid: Grid) -> Divergence | None:
@@ -182,31 +171,26 @@ def _ends_non_finite(run: Run, grid: Grid) -> Divergence | None:
 
 
 def _leaves_band(gap: Floats, bins: Floats, to: Comparison) -> Divergence | None:
-    """The first stretch outside the band that counts."""
+    """The first stretch outside the band that is longer than a spike."""
     grid, centres = to.grid, to.grid.centres
     missing = ~np.isfinite(gap)
     outside = missing | (np.abs(gap) > to.band)
-    borders = np.flatnonzero(np.diff(np.concatenate(([False], outside, [False])).astype(int)))
-    for first, after in zip(borders[::2], borders[1::2], strict=True):
-        to_the_end = after == len(outside)
-        end = None if to_the_end else float(centres[after])
+    # A spike of a few steps at the very end does not move the median of the last half window. NaN is outside.
+    last = min(len(bins), max(3, grid.window // 2))
+    still = ~(abs(np.median((bins - to.reference_bins)[-last:] / np.abs(to.reference_bins[-last:]))) <= to.band[-1])
+    changes = np.flatnonzero(np.diff(outside, prepend=False, append=False))
+    for first, after in zip(changes[::2], changes[1::2], strict=True):
+        end = None if after == len(outside) else float(centres[after])
         if missing[first:after].any():
             reason = "most losses of a whole window are not finite"
         elif after - first > PATIENCE * grid.window:
             reason = f"outside the band for {(after - first) * grid.width:,.0f} samples"
-        elif to_the_end and _still_outside(bins, to):
+        elif end is None and still:
             reason = "outside the band at the end"
         else:
             continue
         return Divergence(float(centres[first]), end, reason)
     return None
-
-
-def _still_outside(bins: Floats, to: Comparison) -> bool:
-    """Whether the last half window is outside by its median too: a spike of a few steps does not move that."""
-    last = min(len(bins), max(3, to.grid.window // 2))
-    gaps = (bins - to.reference_bins)[-last:] / np.abs(to.reference_bins[-last:])
-    return not abs(float(np.median(gaps))) <= float(to.band[-1])  # NaN is outside
 
 
 def _step_noise(bins: Floats, to: Comparison) -> float:

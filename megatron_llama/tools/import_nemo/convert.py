@@ -140,11 +140,10 @@ class _Conversion:
         self.settings["model.name"] = self.result.name
         if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
             self._hugging_face(str(self.values["model.model_config"]))
-        hidden = self.get("model.hidden_size")
         for key in () if self.problems else ("model.num_layers", "model.hidden_size", "model.num_attention_heads"):
             if self.get(key) is None and keys.ONE_TO_ONE[key] not in self.settings:
                 self.require(key)
-        width = self.get("model.ffn_hidden_size")
+        hidden, width = self.get("model.hidden_size"), self.get("model.ffn_hidden_size")
         if width is not None:
             self.put("model.ffn_hidden_size", "model.intermediate_size", width)
         elif hidden is not None and "model.intermediate_size" not in self.settings:
@@ -259,17 +258,9 @@ class _Conversion:
                     self.result.assumed.append(f"optim.{key}={shown(value)}, their optimizer's own default")
         if self.get("model.optim.lr") is None:
             self.require("model.optim.lr", "3e-4")
-        key = "trainer.gradient_clip_val"
-        clip = self.get(key, 0) or None
-        self.settings["optim.clip"] = clip
-        self.note(key, RENAMED, f"optim.clip={shown(clip)}")
-        self._sharding(name)
-
-    def _sharding(self, optimizer: str) -> None:
-        zero = int(optimizer in SHARDED)
-        if any(key.startswith(keys.LAYOUT) for key in self.values):
-            zero = 1  # NxDT's default
-        self.settings["trainer.zero"] = zero
+        self.put("trainer.gradient_clip_val", "optim.clip", self.get("trainer.gradient_clip_val", 0) or None)
+        nxdt = any(key.startswith(keys.LAYOUT) for key in self.values)  # its default is zero 1
+        self.settings["trainer.zero"] = int(nxdt or name in SHARDED)
         for key in ("model.wrap_with_zero", f"{keys.LAYOUT}zero1"):
             if self.get(key) is not None:
                 self.put(key, "trainer.zero", int(on(self.values, key)))
@@ -315,19 +306,18 @@ class _Conversion:
         assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
 
     def checkpoints(self) -> None:
-        at = "exp_manager."
-        kept = self.get(f"{at}checkpoint_callback_params.save_top_k")
+        key = "exp_manager.checkpoint_callback_params.save_top_k"
+        kept = self.get(key)
         if kept is not None:
             # -1 keeps all; 0 keeps only the last one, by save_last.
-            number = kept if kept > 0 else None
-            newest = "the newest ones; monitor is ignored"
-            self.put(f"{at}checkpoint_callback_params.save_top_k", "checkpoint.keep", number, newest)
-        if self.get(f"{at}create_checkpoint_callback") is False:
-            self.put(f"{at}create_checkpoint_callback", "checkpoint.save_last", False)
+            self.put(key, "checkpoint.keep", kept if kept > 0 else None, "the newest ones; monitor is ignored")
+        key = "exp_manager.create_checkpoint_callback"
+        if self.get(key) is False:
+            self.put(key, "checkpoint.save_last", False)
             self.settings.pop("checkpoint.every_steps", None)
-        if self.get(f"{at}resume_if_exists") is not None:
-            resume = "auto" if self.values[f"{at}resume_if_exists"] else "never"
-            self.put(f"{at}resume_if_exists", "checkpoint.resume", resume)
+        key = "exp_manager.resume_if_exists"
+        if self.get(key) is not None:
+            self.put(key, "checkpoint.resume", "auto" if self.values[key] else "never")
 
     def devices(self) -> None:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)

@@ -160,7 +160,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("model.tp_comm* model.*ub_tp_comm*", "changes how activations are communicated, not the result"),
     ("model.qkv_linear model.fuse_qkv model.separate_qkv", "the same matrices in another layout"),
     ("model.transpose_nki_inputs", "the same matrices in another layout"),
-    ("model.pipeline_cuts", "trainer.pipeline_layers has the layers of each stage"),
+    (f"model.pipeline_cuts {LAYOUT}pipeline_cuts", "trainer.pipeline_layers has the layers of each stage"),
     ("model.weight_init_only", "their checkpoints are not loaded"),
     ("model.*_xser", "checkpoints have their own format"),
     (
@@ -172,7 +172,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("model.optim.capturable", "the same arithmetic"),
     ("model.optim.sched.name", "converted with the schedule"),
     (f"{LAYOUT}kv_replicator", "key-value heads are replicated as needed"),
-    (f"{LAYOUT}pipeline_cuts", "trainer.pipeline_layers has the layers of each stage"),
     ("*.tokenizer.*", "training reads token ids"),
     ("data.skip_warmup", "files are mapped, not read ahead"),
     ("data.num_workers", "data is read in the rank's own process"),
@@ -182,9 +181,8 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("data.*_ds.*", "of fine-tuning, which is off"),
     ("precision.*", "converted with precision.type"),
     ("compiler_*", "of the compiler"),
-    ("*async_exec_max_inflight_requests aync_exec_max_inflight_requests", "of the Neuron runtime"),
+    ("*async_exec_max_inflight_requests aync_exec_max_inflight_requests neuron_* lnc", "of the Neuron runtime"),
     ("bucket_size_collectives", "changes how gradients are communicated, not the result"),
-    ("neuron_* lnc", "of the Neuron runtime"),
     ("enable_*", "logs and checkpoints have their own format"),
     ("cluster_type", "known to the launcher"),
 )

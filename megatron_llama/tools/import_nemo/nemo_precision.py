@@ -39,7 +39,18 @@ def precision_of(values: Mapping[str, Any]) -> Precision:
         return _nxdt(values)
     if values.get("trainer.accelerator") == "tpu" or values.get("model.wrap_with_zero") is not None:
         return _neuron(values)
-    return _nemo(stated, on(values, "model.megatron_amp_O2"))
+    key, kind = "trainer.precision", stated.lower().removesuffix("-mixed")
+    if kind in ("32", "32-true", "fp32"):
+        return Precision("fp32", key)
+    if kind == "bf16":
+        name = "megatron_amp_O2" if on(values, "model.megatron_amp_O2") else "bf16"
+        return Precision(name, key, "fp32 master weights, bf16 arithmetic")
+    why = "is an unknown precision; bf16 is taken"
+    if kind in ("16", "fp16"):
+        why = "fp16 with loss scaling is not supported; bf16 needs none"
+    elif kind == "bf16-true":
+        why = "bf16 weights without fp32 copies lose small updates; bf16 keeps them"
+    return Precision("bf16", key, why, supported=False)
 
 
 def on(values: Mapping[str, Any], key: str) -> bool:
@@ -94,17 +105,3 @@ def _neuron(values: Mapping[str, Any]) -> Precision:
         "XLA_USE_BF16; write trainer.precision=bf16SR for the former"
     )
     return Precision("fp32", "trainer.precision", assumed=assumed)
-
-
-def _nemo(stated: str, amp: bool) -> Precision:
-    key, kind = "trainer.precision", stated.lower().removesuffix("-mixed")
-    if kind in ("32", "32-true", "fp32"):
-        return Precision("fp32", key)
-    if kind == "bf16":
-        return Precision("megatron_amp_O2" if amp else "bf16", key, "fp32 master weights, bf16 arithmetic")
-    why = {
-        "16": "fp16 with loss scaling is not supported; bf16 needs none",
-        "fp16": "fp16 with loss scaling is not supported; bf16 needs none",
-        "bf16-true": "bf16 weights without fp32 copies lose small updates; bf16 keeps them",
-    }.get(kind, "is an unknown precision; bf16 is taken")
-    return Precision("bf16", key, why, supported=False)

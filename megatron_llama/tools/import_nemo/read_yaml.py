@@ -18,7 +18,18 @@ from megatron_llama.config.problems import ConfigError, Problem
 def load(path: Path, overrides: Sequence[str]) -> DictConfig:
     """The file with the overrides in it."""
     problems: list[Problem] = []
-    config = _read(path, problems)
+    config = OmegaConf.create({})  # where the file is of no use, the overrides are still checked
+    try:
+        content = OmegaConf.create(path.read_text(encoding="utf-8"))
+        if isinstance(content, DictConfig) and isinstance(content.get("model"), DictConfig):
+            config = content
+        else:
+            rule = "has no model section, as NeMo's, neuronx-nemo-megatron's and NxDT's configs have"
+            instead = "name the YAML that their training script is started with"
+            problems.append(Problem("file", str(path), rule, instead))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
+        problems.append(Problem("file", str(path), f"can't be read as YAML: {reason}", "name a YAML file"))
     parser = OverridesParser.create()
     for text in overrides:
         try:
@@ -33,20 +44,6 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
             problems.append(Problem("override", text, rule, "write it as on their command line: model.num_layers=32"))
     if problems:
         raise ConfigError(problems)
-    return config
-
-
-def _read(path: Path, problems: list[Problem]) -> DictConfig:
-    try:
-        config = OmegaConf.create(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
-        problems.append(Problem("file", str(path), f"can't be read as YAML: {reason}", "name a YAML file"))
-        return OmegaConf.create({})
-    if not isinstance(config, DictConfig) or not isinstance(config.get("model"), DictConfig):
-        rule = "has no model section, as NeMo's, neuronx-nemo-megatron's and NxDT's configs have"
-        problems.append(Problem("file", str(path), rule, "name the YAML that their training script is started with"))
-        return OmegaConf.create({})
     return config
 
 

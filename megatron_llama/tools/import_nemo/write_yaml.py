@@ -53,14 +53,14 @@ def as_yaml(converted: Converted, source: str) -> str:
 
 def write(out: Path, text: str) -> None:
     """Writes the file, whole or not at all. Raises ConfigError where another file, not made by this tool, is there."""
+    rule = "is there already, and was not made by this script"
     try:
-        if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace"):
-            rule = "is there already, and was not made by this script"
-            raise ConfigError([Problem("-o", str(out), rule, "name another file")])
-        write_atomically(out, text)
+        if not out.exists() or MARK in out.read_text(encoding="utf-8", errors="replace"):
+            write_atomically(out, text)
+            return
     except OSError as error:
         rule = f"can't be written: {error.strerror}"
-        raise ConfigError([Problem("-o", str(out), rule, "name another file")]) from None
+    raise ConfigError([Problem("-o", str(out), rule, "name another file")])
 
 
 def _comment(text: str) -> list[str]:
@@ -69,7 +69,13 @@ def _comment(text: str) -> list[str]:
 
 def command_line(converted: Converted, conf_dir: Path) -> str:
     """The equivalent train.py command line: the nearest preset, and the settings that differ from it."""
-    base = [f"model={_nearest(converted, conf_dir)}"]
+
+    def distance(preset: Path) -> int:
+        shape = {**asdict(ModelConfig()), **(yaml.safe_load(preset.read_text(encoding="utf-8")) or {})}
+        return sum(converted.settings.get(f"model.{name}") != value for name, value in shape.items())
+
+    presets = sorted(path for path in (conf_dir / "model").glob("*.yaml") if path.stem != FROM_HF)
+    base = [f"model={min(presets, key=distance).stem}"]
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
     config = load_config(base, conf_dir)
     needed = [
@@ -78,17 +84,6 @@ def command_line(converted: Converted, conf_dir: Path) -> str:
         if name not in LABELS and _differs(config, name, value)
     ]
     return " ".join(["python train.py", *base, *needed])
-
-
-def _nearest(converted: Converted, conf_dir: Path) -> str:
-    """The preset in conf/model/ from which the fewest settings differ."""
-
-    def distance(path: Path) -> int:
-        shape = {**asdict(ModelConfig()), **(yaml.safe_load(path.read_text(encoding="utf-8")) or {})}
-        return sum(converted.settings.get(f"model.{name}") != value for name, value in shape.items())
-
-    presets = sorted(path for path in (conf_dir / "model").glob("*.yaml") if path.stem != FROM_HF)
-    return min(presets, key=distance).stem
 
 
 def _differs(config: Config, name: str, value: Any) -> bool:
