@@ -8,9 +8,11 @@ tree of processes. The outputs are compared byte by byte.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import filecmp
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -21,13 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_prep.lib.sources import find_sources, read_lines
 from megatron_llama.system.errors import MachineError, UserError
-
-ROOT = Path(__file__).resolve().parents[1]
+from megatron_llama.system.files import write_atomically
+from scripts.results import ROOT, commit, markdown_table
 
 # The smallest program that a user would write: two processes, half of the lines each, tokens written to a file.
 PLAIN_SENTENCEPIECE = """
@@ -59,6 +61,16 @@ class Row:
     cpus: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
+    @property
+    def wall(self) -> float:
+        """Wall-clock seconds, the median."""
+        return statistics.median(self.walls)
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds of all processes, the median."""
+        return statistics.median(self.cpus)
+
     def once(self, folder: Path, peak: bool = False) -> None:
         """Runs it in an empty folder.
 
@@ -88,23 +100,16 @@ def _watch_memory(process: subprocess.Popen) -> int:
     """The largest sum of proportional set sizes of a process and its children, in bytes, until it ends."""
     peak = 0
     while process.poll() is None:
-        total = 0
-        for pid in [str(process.pid), *_children(process.pid)]:
-            try:
+        total, pids = 0, [str(process.pid)]
+        with contextlib.suppress(OSError):  # a process may end while it is looked at
+            pids += Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in pids:
+            with contextlib.suppress(OSError):
                 match = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
-            except OSError:
-                continue
-            total += 1024 * int(match[1]) if match else 0
+                total += 1024 * int(match[1]) if match else 0
         peak = max(peak, total)
         time.sleep(0.1)
     return peak
-
-
-def _children(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -125,25 +130,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--repeat must be at least 1")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        source = _join(args.input, folder / "all.jsonl")
+        source = folder / "all.jsonl"
+        with open(source, "wb") as file:  # one plain file, which every program here can read
+            lines_of_all = itertools.chain.from_iterable(map(read_lines, find_sources(args.input)))
+            file.writelines(line + b"\n" for line in lines_of_all if line.strip())
         lines = [*_heading(args, source), *_peers(args, source, folder), *_scaling(args, source, folder)]
     print("\n".join(lines))
     if args.report:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_atomically(args.report, "\n".join(lines) + "\n")
     return 0
-
-
-def _join(inputs: Sequence[str], target: Path) -> Path:
-    """All records in one plain file: what every program here can read."""
-    from data_prep.lib.sources import find_sources, read_lines
-
-    with open(target, "wb") as file:
-        for source in find_sources(inputs):
-            for line in read_lines(source):
-                if line.strip():
-                    file.write(line + b"\n")
-    return target
 
 
 def _heading(args: argparse.Namespace, source: Path) -> list[str]:
@@ -153,15 +148,13 @@ def _heading(args: argparse.Namespace, source: Path) -> list[str]:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"no {package}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-        cpu = match[1] if match else cpu
+    information = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:\s*(.*)", information.read_text() if information.exists() else "")
+    cpu = match[1] if match else platform.processor()
     return [
         "# Preprocessing speed",
         "",
-        f"{datetime.date.today()}, commit {commit.strip()}, {os.cpu_count()} cores of {cpu}, "
+        f"{datetime.date.today()}, commit {commit()}, {os.cpu_count()} cores of {cpu}, "
         f"load {os.getloadavg()[0]:.1f} at the start; Python {platform.python_version()}, {', '.join(versions)}.",
         "",
         f"One JSONL file of {source.stat().st_size / 1e6:.1f} MB. Whole processes; median of {args.repeat} rounds, all "
@@ -182,13 +175,13 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
     """The table against the peers, ratios to the first row."""
     model = os.path.abspath(args.tokenizer_model)
     outs = [folder / f"row{number}" for number in range(4)]
+    plain = [sys.executable, "-c", PLAIN_SENTENCEPIECE, str(source), model, str(outs[1] / "x"), "2"]
+    exact = _ours(source, args, outs[2], 2, "--encoder", "sentencepiece")
     rows = [
         Row("preprocess.py, 2 workers", _ours(source, args, outs[0], 2)),
-        Row("plain sentencepiece, 2 processes",
-            [sys.executable, "-c", PLAIN_SENTENCEPIECE, str(source), model, str(outs[1] / "x"), "2"]),
-        Row("preprocess.py --encoder sentencepiece, 2 workers",
-            _ours(source, args, outs[2], 2, "--encoder", "sentencepiece")),
-    ]  # fmt: skip
+        Row("plain sentencepiece, 2 processes", plain),
+        Row("preprocess.py --encoder sentencepiece, 2 workers", exact),
+    ]
     notes = []
     tool = Path(args.megatron or "") / "tools" / "preprocess_data.py"
     if args.megatron and tool.is_file():
@@ -203,13 +196,12 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
         for row, out in zip(rows, outs, strict=False):
             row.once(out)
     size = source.stat().st_size / 1e6
-    lines = ["| program | s | MB/s | times ours | CPU s | times ours |", "|---|---|---|---|---|---|"]
-    wall, cpu = statistics.median(rows[0].walls), statistics.median(rows[0].cpus)
+    table = []
+    wall, cpu = rows[0].wall, rows[0].cpu
     for row in rows:
-        mine, used = statistics.median(row.walls), statistics.median(row.cpus)
-        lines.append(
-            f"| {row.name} | {mine:.2f} | {size / mine:.1f} | {mine / wall:.1f} | {used:.2f} | {used / cpu:.1f} |"
-        )
+        numbers = (f"{row.wall:.2f}", f"{size / row.wall:.1f}", f"{row.wall / wall:.1f}")
+        table.append((row.name, *numbers, f"{row.cpu:.2f}", f"{row.cpu / cpu:.1f}"))
+    lines = [*markdown_table(("program", "s", "MB/s", "times ours", "CPU s", "times ours"), table)]
     lines += ["", "Every time, in seconds:"]
     lines += [f"- {row.name}: {', '.join(f'{value:.2f}' for value in row.walls)}" for row in rows]
     for out, row in zip(outs[2:], rows[2:], strict=False):
@@ -223,29 +215,24 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
 
 def _scaling(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
     """Speed over the file's size and the number of workers; memory of the whole tree of processes."""
-    size = source.stat().st_size
-    rows = []
+    content = source.read_bytes()
+    size, rows = len(content) / 1e6, []
     for copies in args.sizes:
         path = folder / f"{copies}x.jsonl"
         with open(path, "wb") as target:
-            for _ in range(copies):
-                with open(source, "rb") as file:
-                    shutil.copyfileobj(file, target, 1 << 20)
-        row = Row(f"{copies}x, 2 workers", _ours(path, args, folder / "scale", 2), megabytes=copies * size / 1e6)
-        rows.append(row)
+            target.writelines([content] * copies)
+        rows.append(Row(f"{copies}x, 2 workers", _ours(path, args, folder / "scale", 2), megabytes=copies * size))
     for workers in args.workers:
         command = _ours(source, args, folder / "scale", workers)
-        rows.append(Row(f"1x, {workers} worker{'s' * (workers > 1)}", command, megabytes=size / 1e6))
+        rows.append(Row(f"1x, {workers} worker{'s' * (workers > 1)}", command, megabytes=size))
     rounds = min(3, args.repeat)
     for _ in range(rounds):
         for row in rows:
             row.once(folder / "scale", peak=True)
-    lines = [f"## Scaling (median of {rounds})", ""]
-    lines += ["| file, workers | MB | s | MB/s | CPU ms per MB | peak MB |", "|---|---|---|---|---|---|"]
+    table = []
     for row in rows:
-        wall, cpu = statistics.median(row.walls), statistics.median(row.cpus)
-        lines.append(
-            f"| {row.name} | {row.megabytes:.0f} | {wall:.2f} | {row.megabytes / wall:.1f} "
-            f"| {1000 * cpu / row.megabytes:.1f} | {max(row.peaks) / 1e6:.0f} |"
-        )
-    return lines
+        size, peak = row.megabytes, max(row.peaks) / 1e6
+        numbers = (f"{size:.0f}", f"{row.wall:.2f}", f"{size / row.wall:.1f}", f"{1000 * row.cpu / size:.1f}")
+        table.append((row.name, *numbers, f"{peak:.0f}"))
+    head = ("file, workers", "MB", "s", "MB/s", "CPU ms per MB", "peak MB")
+    return [f"## Scaling (median of {rounds})", "", *markdown_table(head, table)]

@@ -10,8 +10,6 @@ may be left.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import random
 import subprocess
 import sys
@@ -21,6 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_llama.system.files import wait_for_lock  # noqa: E402
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
+
 # Small and slow enough that most moments are in a step, in a save, or between the two.
 OVERRIDES = (
     "model=llama_2m data=mock device=cpu data.seq_length=64 trainer.tp=2 trainer.global_batch_size=4 "
@@ -28,30 +29,17 @@ OVERRIDES = (
 ).split()
 
 
-def command(run_dir: Path, steps: int) -> list[str]:
-    """The one command that starts the run and starts it again."""
-    return [sys.executable, "train.py", *OVERRIDES, f"trainer.steps={steps}", f"run.dir={run_dir}"]
-
-
 def start(run_dir: Path, steps: int) -> subprocess.Popen[bytes]:
-    """Start it; what it prints goes to a file beside the run's folder."""
+    """Start the run, or start it again; what it prints goes to a file beside the run's folder."""
+    command = [sys.executable, "train.py", *OVERRIDES, f"trainer.steps={steps}", f"run.dir={run_dir}"]
     with run_dir.with_name(run_dir.name + ".out").open("ab") as output:
-        return subprocess.Popen(command(run_dir, steps), cwd=ROOT, stdout=output, stderr=output)
-
-
-def wait_for_ranks(run_dir: Path) -> None:
-    """Return when the killed run's ranks have gone too: they hold the lock until then."""
-    lock = run_dir / ".lock"
-    if lock.exists():
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """(step, loss) of each whole line of metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    path = run_dir / METRICS_FILE
+    records = read_metrics(path) if path.exists() else []
     return [(record["step"], record["reduced_train_loss"]) for record in records]
 
 
@@ -84,7 +72,9 @@ def kill_some(run_dir: Path, steps: int, kills: int, seed: int) -> dict[str, int
         counts["during a save"] += saving(run_dir)
         run.kill()
         run.wait()
-        wait_for_ranks(run_dir)
+        if (run_dir / ".lock").exists():
+            with (run_dir / ".lock").open() as lock:
+                wait_for_lock(lock)  # the killed run's ranks hold it until they have gone too
         counts["before a step"] += len(losses(run_dir)) <= before
         counts["kills"] += 1
     return counts

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -20,20 +19,16 @@ def main() -> int:
     """Print the table; status 1 if a difference is above the tolerance."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(ROOT))
+    from scripts.results import commit, markdown_table
     from tests.layouts.table import LAYOUTS
     from tests.oracle import TOLERANCE, oracle, run_layout, worst
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     print(
         f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, "
-        f"megatron-core {version('megatron-core')}, commit {commit}, `python scripts/parity.py`\n"
+        f"megatron-core {version('megatron-core')}, commit {commit()}, `python scripts/parity.py`\n"
     )
-    print(
-        "| layout | ranks | losses | gradient norms | gradients, step 1 | gradients, step 3 | weights after 3 steps |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    columns = ("losses", "gradient norms", "gradients, step 1", "gradients, step 3", "weights after 3 steps")
+    print("\n".join(markdown_table(("layout", "ranks", *columns), [])))
     failed = False
     for name, ranks, layout, model in LAYOUTS:
         differences = worst(run_layout(ranks, *layout, *model), oracle(*model))

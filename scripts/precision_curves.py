@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
 from megatron_llama.train.smoothing import Floats, moving_average  # noqa: E402
+from scripts.results import figure, markdown_table, run_program  # noqa: E402
 
 PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
 # Constant batches and a small model: a precision needs a few minutes on two cores that know bf16.
@@ -41,7 +42,7 @@ Runs = Mapping[str, Sequence[Sequence[float]]]
 def train(folder: Path, precision: str, seed: int, steps: int, overrides: Sequence[str]) -> list[float]:
     """The losses of one run, made or finished by train.py; raises CalledProcessError."""
     choices = [f"trainer.precision={precision}", f"trainer.seed={seed}", f"trainer.steps={steps}", f"run.dir={folder}"]
-    subprocess.run([sys.executable, "train.py", *RECIPE, *overrides, *choices], cwd=ROOT, check=True)
+    run_program("train.py", *RECIPE, *overrides, *choices)
     return [record["reduced_train_loss"] for record in read_metrics(folder / METRICS_FILE)]
 
 
@@ -59,43 +60,26 @@ def gaps(runs: Runs, precision: str) -> list[Floats]:
 def table(runs: Runs, recipe: str) -> str:
     """Markdown: the last loss of each precision, and its gap to the first over the seeds."""
     first = next(iter(runs))
-    lines = [
-        f"`{recipe}`",
-        "",
-        f"| precision | last loss | gap to {first} | smallest and largest, by seed |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for precision, losses in runs.items():
         last = statistics.fmean(smoothed(seed)[-1] for seed in losses)
         ends = [gap[-1] for gap in gaps(runs, precision)]
-        lines.append(
-            f"| {precision} | {last:.4f} | {statistics.fmean(ends):+.4f} | {min(ends):+.4f}, {max(ends):+.4f} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append((precision, f"{last:.4f}", f"{statistics.fmean(ends):+.4f}", f"{min(ends):+.4f}, {max(ends):+.4f}"))
+    head = ("precision", "last loss", f"gap to {first}", "smallest and largest, by seed")
+    return "\n".join([f"`{recipe}`", "", *markdown_table(head, rows)]) + "\n"
 
 
 def draw(runs: Runs, path: Path, title: str) -> None:
     """Losses above, gaps to the first precision below; one line for each seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
-    for colour, (precision, losses) in zip(COLOURS * len(runs), runs.items(), strict=False):
-        for number, (seed, gap) in enumerate(zip(losses, gaps(runs, precision), strict=True)):
-            middles = smoothed(range(1, len(seed) + 1))
-            above.plot(middles, smoothed(seed), color=colour, linewidth=1.2, label=None if number else precision)
-            below.plot(middles, gap, color=colour, linewidth=1.2)
-    above.set(title=title, ylabel="loss, nats per token")
-    above.legend(frameon=False)
-    below.set(xlabel="step", ylabel=f"loss above {next(iter(runs))}")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(path, 2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2)) as (above, below):
+        for colour, (precision, losses) in zip(COLOURS * len(runs), runs.items(), strict=False):
+            for number, (seed, gap) in enumerate(zip(losses, gaps(runs, precision), strict=True)):
+                middles = smoothed(range(1, len(seed) + 1))
+                above.plot(middles, smoothed(seed), color=colour, linewidth=1.2, label=None if number else precision)
+                below.plot(middles, gap, color=colour, linewidth=1.2)
+        above.set(title=title, ylabel="loss, nats per token")
+        above.legend(frameon=False)
+        below.set(xlabel="step", ylabel=f"loss above {next(iter(runs))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from megatron_llama.system.errors import MachineError, UserError, run_main
@@ -125,14 +126,8 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    class Tokenizer:
-        """The part of a tokenizer's interface that the dataset needs."""
-
-        vocab_size = 32000
-        eod = 2
-        pad = 0
-        unique_identifiers = {"class": "none"}
-
+    # The part of a tokenizer's interface that the dataset needs.
+    tokenizer = SimpleNamespace(vocab_size=32000, eod=2, pad=0, unique_identifiers={"class": "none"})
     length = 4096
     config = GPTDatasetConfig(
         random_seed=1,
@@ -143,7 +138,7 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        tokenizer=Tokenizer(),
+        tokenizer=tokenizer,
         path_to_cache=str(folder / "cache"),
         mmap_bin_files=True,
     )

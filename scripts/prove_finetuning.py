@@ -13,8 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
 from megatron_llama.train.smoothing import moving_average  # noqa: E402
+from scripts.results import figure, markdown_table, run_program  # noqa: E402
 
 # Two ranks of one thread each are quicker than one rank of two, and compiled blocks quicker than eager ones.
 RECIPE = (
@@ -39,41 +39,16 @@ EVALUATION = ("--chat", "--dtype", "bfloat16", "--device", "cpu")
 WINDOW = 10  # steps that a loss is averaged over in the figure
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training run and its dataset."""
-
-    name: str
-    task: str
-    overrides: Sequence[str]
-
-
-def runs_of(args: argparse.Namespace) -> list[Run]:
-    """The runs, in their order."""
-    qnli = ["data=qnli", f"trainer.epochs={args.epochs}"]
-    return [
-        Run("qnli_full", "qnli", [*qnli, *FULL]),
-        Run("qnli_lora", "qnli", [*qnli, *LORA]),
-        Run("gsm8k_full", "gsm8k", ["data=gsm8k", f"trainer.steps={args.gsm8k_steps}", *FULL]),
-    ]
-
-
-def call(program: str, *words: object, folder: Path) -> None:
-    """Runs one of the project's programs in `folder` as a user does; raises CalledProcessError."""
-    subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], cwd=folder, check=True)
-
-
 def prepare(args: argparse.Namespace) -> None:
     """The sets, where data=qnli and data=gsm8k look for them: datasets/ below the folder that they are started in."""
     common = ("--tokenizer-model", args.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
     if not (args.output / "datasets/qnli/qnli_train_sft.json").exists():
-        split = ("--template", "qnli", "--split", args.split)
-        source = ("--input", args.data / "qnli_dev.tsv")
-        call("data_prep/sft.py", *source, *split, *common, "datasets/qnli/qnli", folder=args.output)
+        source = ("--input", args.data / "qnli_dev.tsv", "--template", "qnli", "--split", args.split)
+        run_program("data_prep/sft.py", *source, *common, "datasets/qnli/qnli", folder=args.output)
     for part in ("train", "test"):
         if not (args.output / f"datasets/gsm8k/{part}_sft.json").exists():
             source = ("--input", args.data / f"gsm8k_{part}.jsonl")
-            call("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=args.output)
+            run_program("data_prep/sft.py", *source, *common, f"datasets/gsm8k/{part}", folder=args.output)
 
 
 def evaluate(model: Path, task: str, report: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +58,7 @@ def evaluate(model: Path, task: str, report: Path, args: argparse.Namespace) -> 
             what = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
         else:
             what = ["--generative", args.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", args.questions]
-        call("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=args.output)
+        run_program("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=args.output)
     found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return found
 
@@ -94,45 +69,37 @@ def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
     def words(share: Mapping[str, Any]) -> str:
         return f"{share['share']:.1%} ({share['right']} of {share['of']}; {share['low']:.1%} to {share['high']:.1%})"
 
-    lines = ["| QNLI, held out | accuracy (95 % interval) | chosen |", "|---|---|---|"]
     majority = reports["qnli_before"]["majority"]
-    lines.append(f"| always `{majority['label']}` | {majority['share']:.1%} | |")
+    qnli = [(f"always `{majority['label']}`", f"{majority['share']:.1%}", "")]
     for name in ("before", "full", "lora"):
         found = reports[f"qnli_{name}"]
         chosen = ", ".join(f"{label} {counts['chosen']}" for label, counts in found["labels"].items())
-        lines.append(f"| {name} | {words(found['accuracy'])} | {chosen} |")
-    lines += ["", "| GSM8K, held out | ends in `#### number` | the right number |", "|---|---|---|"]
-    for name in ("before", "full"):
-        found = reports[f"gsm8k_{name}"]
-        lines.append(f"| {name} | {words(found['well_formed'])} | {words(found['exact_match'])} |")
+        qnli.append((name, words(found["accuracy"]), chosen))
+    gsm8k = [(name, reports[f"gsm8k_{name}"]) for name in ("before", "full")]
+    answers = [(name, words(found["well_formed"]), words(found["exact_match"])) for name, found in gsm8k]
+    lines = [
+        *markdown_table(("QNLI, held out", "accuracy (95 % interval)", "chosen"), qnli),
+        "",
+        *markdown_table(("GSM8K, held out", "ends in `#### number`", "the right number"), answers),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def draw(folders: Mapping[str, Path], path: Path) -> None:
     """Training losses, averaged over the last steps, and validation losses as dots; a panel for each set."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for (name, folder), colour in zip(folders.items(), ("#2563eb", "#ea580c", "#0d9488"), strict=True):
-        axes = panels[int(name.startswith("gsm8k"))]
-        records = read_metrics(folder / METRICS_FILE)
-        steps, losses = ([record[name] for record in records] for name in ("step", "reduced_train_loss"))
-        middles, smooth = moving_average(steps, WINDOW), moving_average(losses, WINDOW)
-        axes.plot(middles, smooth, color=colour, linewidth=1.3, label=name)
-        checked = [(record["step"], record["val_loss"]) for record in records if "val_loss" in record]
-        axes.plot(*zip(*checked, strict=True), "o", color=colour, markersize=5, label=f"{name}, validation")
-    for axes, title in zip(panels, ("QNLI", "GSM8K"), strict=True):
-        axes.set(title=title, xlabel="step", ylabel="loss, nats per learned token")
-        axes.set_ylim(0, 1.2)  # the first steps are far above
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(path, 1, 2, figsize=(11, 4.2)) as panels:
+        for (name, folder), colour in zip(folders.items(), ("#2563eb", "#ea580c", "#0d9488"), strict=True):
+            axes = panels[int(name.startswith("gsm8k"))]
+            records = read_metrics(folder / METRICS_FILE)
+            steps, losses = ([record[name] for record in records] for name in ("step", "reduced_train_loss"))
+            middles, smooth = moving_average(steps, WINDOW), moving_average(losses, WINDOW)
+            axes.plot(middles, smooth, color=colour, linewidth=1.3, label=name)
+            checked = [(record["step"], record["val_loss"]) for record in records if "val_loss" in record]
+            axes.plot(*zip(*checked, strict=True), "o", color=colour, markersize=5, label=f"{name}, validation")
+        for axes, title in zip(panels, ("QNLI", "GSM8K"), strict=True):
+            axes.set(title=title, xlabel="step", ylabel="loss, nats per learned token")
+            axes.set_ylim(0, 1.2)  # the first steps are far above
+            axes.legend(frameon=False)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,23 +118,27 @@ def main(argv: list[str] | None = None) -> int:
     output: Path = args.output
     output.mkdir(parents=True, exist_ok=True)
     reports: dict[str, dict[str, Any]] = {}
-    runs = runs_of(args)
+    qnli = ["data=qnli", f"trainer.epochs={args.epochs}"]
+    runs = {
+        "qnli_full": [*qnli, *FULL],
+        "qnli_lora": [*qnli, *LORA],
+        "gsm8k_full": ["data=gsm8k", f"trainer.steps={args.gsm8k_steps}", *FULL],
+    }
     try:
         prepare(args)
         for task in ("qnli", "gsm8k"):
             reports[f"{task}_before"] = evaluate(args.model, task, output / f"{task}_before.json", args)
-        for run in runs:
-            folder = output / run.name
-            report = output / f"{run.name}.json"
+        for name, overrides in runs.items():
+            report = output / f"{name}.json"
             if not report.exists():  # train.py continues a run that was stopped
-                overrides = [*RECIPE, f"init_from={args.model}", *run.overrides, f"run.dir={folder}"]
-                call("train.py", *overrides, folder=output)
-            reports[run.name] = evaluate(folder, run.task, report, args)
+                overrides = [*RECIPE, f"init_from={args.model}", *overrides, f"run.dir={output / name}"]
+                run_program("train.py", *overrides, folder=output)
+            reports[name] = evaluate(output / name, name.partition("_")[0], report, args)
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"status {error.returncode}: {' '.join(map(str, error.cmd))}\n")
         return 1
     (output / "finetuning.md").write_text(table(reports), encoding="utf-8")
-    draw({run.name: output / run.name for run in runs}, output / "finetuning.png")
+    draw({name: output / name for name in runs}, output / "finetuning.png")
     print(table(reports))
     return 0
 
