@@ -7,40 +7,29 @@ Imports no torch. What a config means on a number of devices is ``megatron_llama
 
 from megatron_llama.config.hostfile import Host, hostfile_hosts, listed_hosts
 from megatron_llama.config.load_config import from_yaml, load_config, to_yaml
-from megatron_llama.config.precision import PRECISIONS, Precision
+from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
 from megatron_llama.config.settings import (
-    CheckpointConfig,
     Config,
     DataConfig,
     DeviceConfig,
     FinetuneConfig,
-    LaunchConfig,
-    LoggingConfig,
     ModelConfig,
-    OptimConfig,
     RopeScaling,
-    RunConfig,
     TrainerConfig,
 )
 
 __all__ = [
     "PRECISIONS",
-    "CheckpointConfig",
     "Config",
     "ConfigError",
     "DataConfig",
     "DeviceConfig",
     "FinetuneConfig",
     "Host",
-    "LaunchConfig",
-    "LoggingConfig",
     "ModelConfig",
-    "OptimConfig",
-    "Precision",
     "Problem",
     "RopeScaling",
-    "RunConfig",
     "TrainerConfig",
     "load_config",
     "format_problems",

@@ -20,8 +20,8 @@ _DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL = ("num_key_value_heads", "head_dim")
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL = ("num_key_value_heads", "head_dim")
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
     "model_type": "llama",
@@ -54,17 +54,8 @@ _IRRELEVANT = (
 )
 
 
-def read_hf_config(folder: str) -> dict[str, Any]:
-    """The folder's config.json. Raises ValueError where it can't be read or is no JSON object."""
-    return _read_object(folder, "config.json")
-
-
-def read_adapter_config(folder: str) -> dict[str, Any]:
-    """The folder's adapter_config.json. Raises ValueError where it can't be read or is no JSON object."""
-    return _read_object(folder, ADAPTER_CONFIG)
-
-
-def _read_object(folder: str, name: str) -> dict[str, Any]:
+def read_hf_config(folder: str, name: str = "config.json") -> dict[str, Any]:
+    """The folder's config.json or ADAPTER_CONFIG. Raises ValueError where it can't be read or is no JSON object."""
     path = os.path.join(folder, name)
     try:
         with open(path, encoding="utf-8") as file:
@@ -94,8 +85,8 @@ def other_than_llama(content: dict[str, Any]) -> list[str]:
 def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     """ModelConfig's values from a config.json; both the spelling of transformers 5 (rope_parameters) and the older
     one."""
-    shape = {name: content[name] for name in _NEEDED if content.get(name) is not None}
-    shape |= {name: content.get(name) for name in _OPTIONAL}
+    shape = {name: content[name] for name in NEEDED if content.get(name) is not None}
+    shape |= {name: content.get(name) for name in OPTIONAL}
     for name, default in _DEFAULTS.items():
         shape[name] = default if content.get(name) is None else content[name]
     rope = rope_from_hf(content)
@@ -126,7 +117,7 @@ def fill_from_hf(
         problems.append(Problem("init_from", folder, str(error), instead))
         return
     shape = shape_from_hf(content)
-    for name in _NEEDED:
+    for name in NEEDED:
         if name not in shape:
             problems.append(Problem("init_from", folder, f"its config.json has no {name}", f"write model.{name}=..."))
     shape["name"] = os.path.basename(os.path.abspath(folder))
@@ -172,7 +163,7 @@ def fill_from_adapter(
 ) -> None:
     """Assigns rank, alpha and modules from a PEFT adapter's adapter_config.json. Giving them again is a problem."""
     try:
-        content = read_adapter_config(folder)
+        content = read_hf_config(folder, ADAPTER_CONFIG)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
             raise ValueError(f"there is no {ADAPTER_WEIGHTS} in it")
     except ValueError as error:

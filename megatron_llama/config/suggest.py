@@ -53,7 +53,9 @@ def unknown_setting(name: str, value: Any) -> Problem:
     if instead is None and (guess := suggest(name)):
         instead = f"write {guess}={shown(value)}"
     if instead is None:
-        instead = f"write one of {', '.join(_siblings(name))}; docs/config.md has them all"
+        section = name.rpartition(".")[0]
+        beside = (_settings_in(section) if section else []) or [f"{known}.*" for known in sections()]
+        instead = f"write one of {', '.join(beside)}; docs/config.md has them all"
     return Problem(name, value, "there is no setting of this name", instead)
 
 
@@ -67,8 +69,7 @@ def suggest(name: str) -> str | None:
     if same_leaf:
         return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
     # Misspelt: look in the given section first, then everywhere.
-    beside = [other for other in known if other.rpartition(".")[0] == section]
-    for others, cutoff in ((beside, 0.6), (list(known), 0.8)):
+    for others, cutoff in ((_settings_in(section), 0.6), (list(known), 0.8)):
         by_leaf = {other.rpartition(".")[2]: other for other in others}
         guess = nearest(leaf, by_leaf, cutoff)
         if guess:
@@ -76,8 +77,5 @@ def suggest(name: str) -> str | None:
     return None
 
 
-def _siblings(name: str) -> list[str]:
-    """The settings in the section of ``name``; where there is no such section, all sections."""
-    section = name.rpartition(".")[0]
-    beside = [other for other in settings_by_name() if other.rpartition(".")[0] == section]
-    return beside if section and beside else [f"{other}.*" for other in sections()]
+def _settings_in(section: str) -> list[str]:
+    return [name for name in settings_by_name() if name.rpartition(".")[0] == section]

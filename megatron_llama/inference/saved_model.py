@@ -20,7 +20,6 @@ from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     fill_from_adapter,
     other_than_llama,
-    read_adapter_config,
     read_hf_config,
     shape_from_hf,
 )
@@ -151,7 +150,7 @@ def _read_finetune(folder: Path) -> FinetuneConfig:
 
 def _named_base(folder: Path) -> Path:
     """The folder of the base model that an adapter names."""
-    named = read_adapter_config(str(folder)).get("base_model_name_or_path")
+    named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
     if not named or not (Path(named) / "config.json").is_file():
         rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
         raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])

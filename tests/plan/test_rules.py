@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 
 import pytest
 
-from megatron_llama.plan.rules import RULES, datasets, finetune, layout, schedule
+from megatron_llama.plan import rules
+from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import Rule, check_rules
 from tests.config.helpers import as_typed, everything_exists, make, problems_of, put
 from tests.plan.rule_cases import CASES, Case
@@ -46,7 +49,10 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_no_rule_is_left_out_of_the_tuple() -> None:
-    defined = [value for module in (layout, schedule, datasets, finetune) for value in vars(module).values()]
+    modules = [
+        importlib.import_module(f"{rules.__name__}.{found.name}") for found in pkgutil.iter_modules(rules.__path__)
+    ]
+    defined = [value for module in modules for value in vars(module).values()]
     assert {rule.name for rule in defined if isinstance(rule, Rule)} == {rule.name for rule in RULES}
     assert len(set(RULES)) == len(RULES)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_llama.config.data_prefixes import named_paths, record_files
-from megatron_llama.config.hf_config import other_than_llama, rope_from_hf
+from megatron_llama.config.hf_config import NEEDED, OPTIONAL, other_than_llama, read_hf_config, rope_from_hf
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, DataConfig, ModelConfig
@@ -23,18 +22,7 @@ Exists = Callable[[str], bool]
 TORCHAO = "0.18."
 """The version series in pyproject.toml; quantizers' names change between series."""
 # Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
-SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
+SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 
 
 def check_paths(config: Config, exists: Exists) -> list[Problem]:
@@ -58,8 +46,7 @@ def check_data(config: Config, exists: Exists) -> list[Problem]:
 
 
 def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
-    data = config.data
-    records = record_files(data)
+    data, records = config.data, record_files(config.data)
     for name, path in records:
         if not exists(path):
             rule = f"there is no such file (seen from {os.getcwd()})"
@@ -90,11 +77,9 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
 
 
 def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:
-    path = config.data.tokenizer
+    path, prepare = config.data.tokenizer, config.data.prepare
     if path is not None and not exists(path):
-        instead = (
-            f"make it with: {config.data.prepare}" if config.data.prepare else "write data.tokenizer=null, or its path"
-        )
+        instead = f"make it with: {prepare}" if prepare else "write data.tokenizer=null, or its path"
         yield Problem("data.tokenizer", path, f"there is no such file (seen from {os.getcwd()})", instead)
 
 
@@ -107,16 +92,17 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
         yield Problem("init_from", folder, rule, instead, only_here=True)
         return
-    path = os.path.join(folder, "config.json")
-    if not exists(path):
+    if not exists(os.path.join(folder, "config.json")):
         rule = "there is no config.json in it, so it is no Hugging Face model folder"
         yield Problem("init_from", folder, rule, "write the folder that holds config.json and the .safetensors files")
         return
-    content = _read_json(path)
+    try:
+        content = read_hf_config(folder)
+    except ValueError:  # loading reports it better
+        return
     for clause in other_than_llama(content):
         yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
-    different = _different_shape(config.model, content)
-    if different:
+    if different := _different_shape(config.model, content):
         found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
         rule = f"has another shape than model={config.model.name}: {found}"
         instead = " ".join(_override(f"model.{key}", theirs) for key, (_, theirs) in different.items())
@@ -130,50 +116,27 @@ def _override(name: str, value: Any) -> str:
 
 def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where a Hugging Face config.json and our shape differ: {name: (ours, theirs)}."""
-    if not theirs:
-        return {}
     flat = {**theirs, **rope_from_hf(theirs)}
-    ours = {
-        **asdict(model),
-        "num_key_value_heads": kv_heads(model),
-        "head_dim": head_dim(model),
-    }
+    ours = {**asdict(model), "num_key_value_heads": kv_heads(model), "head_dim": head_dim(model)}
+
+    def same(one: Any, other: Any) -> bool:
+        # Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06.
+        both_floats = isinstance(one, float) and isinstance(other, float)
+        return math.isclose(one, other, rel_tol=2**-24) if both_floats else bool(one == other)
+
     given = {name: flat[name] for name in SHAPE if flat.get(name) is not None}
-    different = {name: (ours[name], value) for name, value in given.items() if not _same(ours[name], value)}
+    different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
     if flat["rope_scaling"] != ours["rope_scaling"]:
         different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=2**-24)
-    return bool(one == other)
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    """The file's object; empty where it can't be read, which loading reports better."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not exists(resume):
-        guess = nearest(resume, ("auto", "never"))
-        instead = (
-            f"write checkpoint.resume={guess}"
-            if guess
-            else "write checkpoint.resume=auto, never, or the path of a checkpoint"
-        )
-        yield Problem(
-            "checkpoint.resume", resume, "is neither auto nor never, and there is no such checkpoint", instead
-        )
+        advice = nearest(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
+        rule = "is neither auto nor never, and there is no such checkpoint"
+        yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
 
 
 def _quantizer(config: Config) -> Iterator[Problem]:
@@ -196,7 +159,5 @@ def _schedule_package(config: Config) -> Iterator[Problem]:
     target = str(config.optim.schedule.get("_target_") or "megatron_llama")
     package = target.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        rule = f"the package {package} is not installed"
-        yield Problem(
-            "optim.schedule._target_", target, rule, "install it, or write optim=cosine, linear, constant or wsd"
-        )
+        advice = "install it, or write optim=cosine, linear, constant or wsd"
+        yield Problem("optim.schedule._target_", target, f"the package {package} is not installed", advice)
