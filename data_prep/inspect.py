@@ -76,14 +76,12 @@ def decoded(
     from megatron_llama.text.encoders import load_encoder
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
-    encoder = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto")
-    if manifest and manifest["tokenizer_sha256"] != encoder.sha256:
-        raise UserError(f"{path} is not the tokenizer that made the dataset: its sha256 is {encoder.sha256[:12]}")
-    if ids and max(ids) >= encoder.vocab_size:
-        raise UserError(
-            f"{path} has {encoder.vocab_size} pieces and the document holds id {max(ids)}: not its tokenizer"
-        )
-    text = encoder.decode(ids[:-1] if ids and ids[-1] == encoder.eod else ids)
+    tokenizer = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto").tokenizer
+    if manifest and manifest["tokenizer_sha256"] != tokenizer.sha256:
+        raise UserError(f"{path} is not the tokenizer that made the dataset: its sha256 is {tokenizer.sha256[:12]}")
+    if ids and max(ids) >= tokenizer.size:
+        raise UserError(f"{path} has {tokenizer.size} pieces and the document holds id {max(ids)}: not its tokenizer")
+    text = tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.end else ids, skip_special=False)
     yield text[:characters] + ("..." if len(text) > characters else "")
 
 

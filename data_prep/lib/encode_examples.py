@@ -24,7 +24,7 @@ class ExampleEncoder:
 
     def __init__(self, job: Job, chat: Chat, slots: Slots) -> None:
         self.job, self.chat, self.slots = job, chat, slots
-        self.dtype = token_dtype(chat.tokenizer.encoder.vocab_size)
+        self.dtype = token_dtype(chat.tokenizer.size)
 
     def run(self, block: Block) -> Result:
         """Encodes a block; the result's two outputs are tokens and masks."""
@@ -63,7 +63,7 @@ class ExampleEncoder:
                 found = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
                 if found is not None:
                     raise Bad("control_token", f"the {turn.role}'s text holds {found}")
-        ids, learn = encode_pieces(chat.pieces(turns), chat.tokenizer)
+        ids, learn = encode_pieces(chat.pieces(turns), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None:
             ids, learn = [chat.tokenizer.bos, *ids], [False, *learn]
         if len(ids) > chat.max_tokens:

@@ -24,8 +24,8 @@ class TextEncoder:
         self.job = job
         self.encoder = encoder
         self.slots = slots
-        self.dtype = token_dtype(encoder.vocab_size)
-        self.eod = encoder.eod if job.append_eod else None
+        self.dtype = token_dtype(encoder.tokenizer.size)
+        self.eod = encoder.tokenizer.end if job.append_eod else None
 
     def run(self, block: Block) -> Result:
         """Encodes a block.

@@ -12,8 +12,8 @@ from typing import Any
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import Piece
-from megatron_llama.text.chat_tokenizer import ChatTokenizer
 from megatron_llama.text.conversation import Labelled, Turn
+from megatron_llama.text.tokenizer import Tokenizer
 
 
 def cores() -> int:
@@ -88,7 +88,7 @@ def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup
 class Chat:
     """How records of a fine-tuning set become examples."""
 
-    tokenizer: ChatTokenizer
+    tokenizer: Tokenizer
     pieces: Callable[[Sequence[Turn]], list[Piece]]
     """Renders a conversation."""
     format: str

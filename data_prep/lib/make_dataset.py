@@ -38,8 +38,8 @@ def identity(job: Job, encoder: Encoder) -> dict[str, Any]:
         "input": [os.path.abspath(source.path) for source in job.sources][:100],
         "input_state": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         "json_keys": list(job.keys),
-        "tokenizer_library": encoder.library,
-        "tokenizer_sha256": encoder.sha256,
+        "tokenizer_library": encoder.tokenizer.library,
+        "tokenizer_sha256": encoder.tokenizer.sha256,
         "append_eod": job.append_eod,
         "max_line_bytes": job.max_line,
         **({} if job.chat is None else job.chat.options),
@@ -79,9 +79,9 @@ def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[
         workspace.remove()
         raise UserError(f"{options.output_prefix}: no example was made of the input: {_reasons(run.ledger)}")
     dtypes = (
-        [token_dtype(encoder.vocab_size)] * len(names)
+        [token_dtype(encoder.tokenizer.size)] * len(names)
         if job.chat is None
-        else [token_dtype(encoder.vocab_size), MASK_DTYPE]
+        else [token_dtype(encoder.tokenizer.size), MASK_DTYPE]
     )
     manifests = [
         _manifest(job, encoder, wanted, run.ledger, key, str(dtype), names) for key, dtype in enumerate(dtypes)
@@ -176,10 +176,10 @@ def _manifest(
         "text_bytes": ledger.text_bytes,
         "json_key": job.keys[key],
         "dtype": dtype,
-        "tokenizer": os.path.abspath(encoder.path),
-        "tokenizer_sha256": encoder.sha256,
-        "vocab_size": encoder.vocab_size,
-        "eod": encoder.eod if job.append_eod else None,
+        "tokenizer": os.path.abspath(encoder.tokenizer.path),
+        "tokenizer_sha256": encoder.tokenizer.sha256,
+        "vocab_size": encoder.tokenizer.size,
+        "eod": encoder.tokenizer.end if job.append_eod else None,
         "encoder": encoder.name,
         "options": wanted,
         "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],

@@ -16,8 +16,9 @@ from data_prep.lib.split_lines import header_of
 from megatron_llama.config.data_prefixes import is_table
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, own_template
-from megatron_llama.text.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from megatron_llama.text.conversation import LABELLED
+from megatron_llama.text.encoders import Encoder
+from megatron_llama.text.tokenizer import FAST_JSON, Tokenizer, open_tokenizer
 
 KEYS = ("sft", "sft_mask")
 CHATML_END = "<|im_end|>"
@@ -67,7 +68,7 @@ def make_sft_set(
     sources = find_records(inputs, examples, say)
     chat = chat_of(examples, sources)
     job = Job(sources, KEYS, options.max_line, chat=chat)
-    return make_dataset(job, options, chat.tokenizer.encoder, say)
+    return make_dataset(job, options, Encoder(chat.tokenizer), say)
 
 
 def find_records(inputs: Sequence[str], examples: ExampleOptions, say: Callable[[str], None]) -> list[Source]:
@@ -86,10 +87,11 @@ def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
         UserError: tokenizer and template don't fit, or a table's template is missing.
     """
     model, own = examples.tokenizer_model, examples.chat_template == "own"
-    tokenizer = load_chat_tokenizer(model, own)
+    tokenizer = open_tokenizer(Path(model))
+    if tokenizer.library == "sentencepiece" and Path(model).is_dir():
+        raise UserError(f"{model} has no {FAST_JSON}; name its tokenizer.model as --tokenizer-model")
     if own:
-        folder = Path(model)
-        jinja = own_template(folder if folder.is_dir() else folder.parent, tokenizer.added_tokens)
+        jinja = own_template(tokenizer.path, tokenizer.added_tokens)
         pieces, source = jinja.pieces, jinja.source
     else:
         named = NAMED[examples.chat_template]
@@ -138,7 +140,7 @@ def _columns(examples: ExampleOptions, sources: Sequence[Source]) -> dict[int, l
     return found
 
 
-def _check_end(tokenizer: ChatTokenizer, examples: ExampleOptions) -> None:
+def _check_end(tokenizer: Tokenizer, examples: ExampleOptions) -> None:
     """A model that never learns to end an answer never ends one. Raises UserError."""
     if examples.chat_template == "chatml":
         if tokenizer.control(CHATML_END) is None:
@@ -146,7 +148,7 @@ def _check_end(tokenizer: ChatTokenizer, examples: ExampleOptions) -> None:
                 f"{examples.tokenizer_model} has no token {CHATML_END}, with which --chat-template chatml ends an "
                 "answer: the model would not stop. Write prompter, dialogue or plain"
             )
-    elif tokenizer.encoder.eod is None:
+    elif tokenizer.end is None:
         raise UserError(
             f"{examples.tokenizer_model} has no end-of-text token, with which --chat-template ends an answer"
         )

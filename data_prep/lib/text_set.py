@@ -85,7 +85,7 @@ def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], N
     sources = find_sources(text.input, text.text_suffixes, left_out)
     keys = text.json_keys or detect_keys(sources)
     encoder = load_encoder(library, model, text.encoder, sample_texts(sources, keys))
-    if text.append_eod and encoder.eod is None:
+    if text.append_eod and encoder.tokenizer.end is None:
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token")
     notes = [f"{path} is left out: no records, it seems; to take it, name it" for path in left_out]
     for note in [*encoder.notes, *notes]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, Jinja, Named, Piece, own_template
-from megatron_llama.text.chat_tokenizer import ChatTokenizer, encode_pieces, load_chat_tokenizer
+from megatron_llama.text.chat_tokenizer import encode_pieces
 from megatron_llama.text.conversation import Bad, Turn
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate
@@ -38,16 +38,15 @@ class PromptBuilder:
         self._named: Named | None = NAMED.get(template)
         if template == NONE:
             return
+        self._own: Jinja | None = None
         try:
-            self._chat: ChatTokenizer = load_chat_tokenizer(str(tokenizer.path), own=template == OWN)
-            self._own: Jinja | None = None
             if template == OWN:
-                self._own = own_template(tokenizer.path, self._chat.control_tokens)
+                self._own = own_template(tokenizer.path, tokenizer.control_tokens)
         except UserError as error:
             instead = f"write --chat-template {', '.join(NAMED)}; or --tokenizer FOLDER with a template of its own"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
         bos = tokenizer.adds_bos if add_bos is None else add_bos
-        self._bos = [self._chat.bos] if bos and self._named and self._chat.bos is not None else []
+        self._bos = [tokenizer.bos] if bos and self._named and tokenizer.bos is not None else []
         self.stop = self._find_end()
 
     def __reduce__(self) -> Any:  # a compiled template can't be pickled, as spawned ranks need it
@@ -65,7 +64,7 @@ class PromptBuilder:
             pieces = self._named.ask(turns) if self._named else [Piece(self.render(messages), False)]
             if answer is not None:
                 pieces.append(Piece(self._assistant_prefix + answer, True))
-            return self._bos + encode_pieces(pieces, self._chat)[0]
+            return self._bos + encode_pieces(pieces, self.tokenizer, parse_special=self._own is not None)[0]
         except Bad as error:
             raise self._refused(error) from None
 
@@ -92,7 +91,7 @@ class PromptBuilder:
         example = [Turn("user", "question"), Turn("assistant", "answer")]
         if self._named:
             for piece in [piece for piece in self._named.pieces(example) if piece.learn][1:]:
-                ids = encode_pieces([piece], self._chat)[0]
+                ids = encode_pieces([piece], self.tokenizer)[0]
                 if piece.control and len(ids) == 1:
                     return frozenset(ids)
                 self._end_text += piece.text
@@ -103,7 +102,7 @@ class PromptBuilder:
         except Bad:  # a template that refuses this conversation: answers end with the tokenizer's end of text
             return frozenset()
         after = learned.partition("answer")[2].lstrip()
-        numbers = (self._chat.control(name) for name in self._chat.control_tokens if after.startswith(name))
+        numbers = (self.tokenizer.control(name) for name in self.tokenizer.control_tokens if after.startswith(name))
         return frozenset(number for number in numbers if number is not None)
 
     def _refused(self, error: Bad) -> ConfigError:

@@ -209,12 +209,15 @@ def _environment() -> Any:
     return environment
 
 
-def own_template(folder: Path, ends: Sequence[str]) -> Jinja:
-    """The template in a tokenizer's Hugging Face folder.
+def own_template(path: Path, ends: Sequence[str]) -> Jinja:
+    """The template of the tokenizer at ``path``, a Hugging Face folder or the tokenizer.json in one.
 
     Raises:
         UserError: it has none.
     """
+    if path.is_file() and path.suffix != ".json":
+        raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
+    folder = path if path.is_dir() else path.parent
     config = _json(folder / "tokenizer_config.json")
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")

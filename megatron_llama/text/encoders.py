@@ -5,26 +5,25 @@ Nothing in a document ever becomes a control id: the text "</s>" is encoded as t
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import sha256_file
 from megatron_llama.text import sentencepiece_model
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     PIECES,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TextTokenizer,
     TokenizerError,
-    huggingface_end,
-    huggingface_size,
     need_package,
-    read_sentencepiece,
-    read_tokenizer_json,
+    read_model,
     tokenizer_file,
 )
 
@@ -52,28 +51,22 @@ class EncoderMismatch(MachineError):
     """A fast encoder was caught giving other ids than the reference."""
 
 
-@dataclass
 class Encoder:
-    """A tokenizer as the preprocessing needs it."""
+    """A tokenizer, and what computes its ids."""
 
-    name: str
-    """what computes ``encode``: sentencepiece, gigatoken, kitoken, tokenizers or tiktoken"""
-    encode: Encode
-    """text to a sequence of ids, without BOS and EOS"""
-    reference: Encode
-    """the same by the library that defines the ids"""
-    decode: Callable[[list[int]], str]
-    vocab_size: int
-    eod: int | None
-    """the id that ends a document"""
-    library: str
-    path: str
-    sha256: str
-    notes: list[str] = field(default_factory=list)
-    """what a user should know about the choice"""
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.reference: Encode = tokenizer.encode_text
+        """Text to ids by the library that defines them."""
+        self.encode: Encode = self.reference
+        """The same ids, by the package ``name``."""
+        self.name = tokenizer.package
+        self.notes: list[str] = []
+        """What a user should know about the choice."""
 
     @property
     def is_fast(self) -> bool:
+        """Whether ``encode`` is not the reference."""
         return self.name in FAST
 
 
@@ -83,37 +76,25 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
     Raises:
         UserError: the tokenizer is not there, is none, or the chosen encoder can't be used for it.
     """
-    if library == "sentencepiece":
-        return _choose_fast(_load_sentencepiece(path), choice, sample)
-    if choice in FAST:
+    if library not in LIBRARIES:
+        raise UserError(f"--tokenizer-library {library}: known are {', '.join(LIBRARIES)}")
+    if choice in FAST and library != "sentencepiece":
         raise UserError(f"--encoder {choice} works for sentencepiece models only")
-    if library == "huggingface":
-        return _load_huggingface(path)
     if library == "tiktoken":
-        return _load_tiktoken(path)
-    raise UserError(f"--tokenizer-library {library}: known are {', '.join(LIBRARIES)}")
+        return Encoder(TiktokenTokenizer(Path(path)))
+    file = tokenizer_file(path) if library == "huggingface" else Path(path)
+    if library == "huggingface" and not file.is_file():
+        raise UserError(f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})")
+    if library == "huggingface" and file.name != PIECES:
+        return Encoder(HuggingFaceTokenizer(Path(path)))
+    return _choose_fast(SentencePieceTokenizer(file), choice, sample)
 
 
-def _load_sentencepiece(path: str) -> Encoder:
-    processor = read_sentencepiece(Path(path))
-    eod = processor.eos_id()
-    return Encoder(
-        name="sentencepiece",
-        encode=processor.encode,
-        reference=processor.encode,
-        decode=processor.decode,
-        vocab_size=processor.vocab_size(),
-        eod=eod if eod >= 0 else None,
-        library="sentencepiece",
-        path=path,
-        sha256=sha256_file(Path(path)),
-    )
-
-
-def _choose_fast(encoder: Encoder, choice: str, sample: Sequence[str]) -> Encoder:
+def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequence[str]) -> Encoder:
+    encoder = Encoder(tokenizer)
     if choice == "sentencepiece":
         return encoder
-    model = sentencepiece_model.read_model(Path(encoder.path))
+    model = read_model(tokenizer.file)
     reasons = []
     unfit = sentencepiece_model.why_not_fast(model)
     for name in FAST if choice == "auto" else (choice,):
@@ -192,33 +173,6 @@ _FAST_LOADERS: dict[str, Callable[[Any, Encode], Encode]] = {
 }
 
 
-def _load_huggingface(path: str) -> Encoder:
-    """A folder with tokenizer.json, as `save_pretrained` writes it, or that file; else its tokenizer.model."""
-    file = tokenizer_file(path)
-    if not file.is_file():
-        raise UserError(f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})")
-    if file.name == PIECES and Path(path).is_dir():
-        return _choose_fast(_load_sentencepiece(str(file)), "auto", ())
-    tokenizer = read_tokenizer_json(file)
-    # without this the text "</s>" would become the control id
-    tokenizer.encode_special_tokens = True
-
-    def encode(text: str) -> Any:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    return Encoder(
-        name="tokenizers",
-        encode=encode,
-        reference=encode,
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        vocab_size=huggingface_size(tokenizer),
-        eod=huggingface_end(file.parent, tokenizer),
-        library="huggingface",
-        path=path,
-        sha256=sha256_file(file),
-    )
-
-
 # Llama 3's split pattern and the positions of its special tokens, from its published tokenizer.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -228,34 +182,36 @@ LLAMA3_SPECIAL_TOKENS = 256
 LLAMA3_END_OF_TEXT = 1
 
 
-def _load_tiktoken(path: str) -> Encoder:
+class TiktokenTokenizer(TextTokenizer):
     """Llama 3's tokenizer.model: a line per token, its bytes in base64 and its rank."""
-    import base64
-    import binascii
 
-    tiktoken = need_package("tiktoken", Path(path))
-    try:
-        pairs = (line.split() for line in Path(path).read_bytes().splitlines() if line)
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except OSError as error:
-        raise TokenizerError(Path(path), f"can't be read: {error.strerror}") from None
-    except (ValueError, binascii.Error):
-        raise UserError(f"{path} is not a tiktoken model (lines of base64 and rank)") from None
-    if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
-        raise UserError(f"{path} is not a complete tiktoken model: its ranks have gaps")
-    special = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + LLAMA3_END_OF_TEXT}
-    encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    return Encoder(
-        name="tiktoken",
-        encode=encoding.encode_ordinary,
-        reference=encoding.encode_ordinary,
-        decode=encoding.decode,
-        vocab_size=len(ranks) + LLAMA3_SPECIAL_TOKENS,
-        eod=len(ranks) + LLAMA3_END_OF_TEXT,
-        library="tiktoken",
-        path=path,
-        sha256=sha256_file(Path(path)),
-    )
+    library = package = "tiktoken"
+
+    def __init__(self, file: Path) -> None:
+        """Raises UserError."""
+        self.path = self.file = file
+        tiktoken = need_package("tiktoken", file)
+        try:
+            pairs = (line.split() for line in file.read_bytes().splitlines() if line)
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        except OSError as error:
+            raise TokenizerError(file, f"can't be read: {error.strerror}") from None
+        except ValueError:  # binascii.Error is one
+            raise TokenizerError(file, "is not a tiktoken model (lines of base64 and rank)") from None
+        if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+            raise TokenizerError(file, "is not a complete tiktoken model: its ranks have gaps")
+        self.end = len(ranks) + LLAMA3_END_OF_TEXT
+        self.size = len(ranks) + LLAMA3_SPECIAL_TOKENS
+        special = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": self.end}
+        self._encoding = tiktoken.Encoding(
+            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self._encoding.decode(ids)
 
 
 def check_same(encoder: Encoder, text: str, ids: np.ndarray) -> None:

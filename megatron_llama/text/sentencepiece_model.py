@@ -1,32 +1,17 @@
 """What decides how a sentencepiece model encodes, and the model as the tokenizer.json that gigatoken reads.
 
-``model`` is sentencepiece's own protocol buffer, ModelProto (sentencepiece_model.proto). Its Python module is imported
-when a model is read: protobuf takes 0.15 s.
+``model`` is sentencepiece's own protocol buffer, ModelProto (sentencepiece_model.proto).
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
-
-from megatron_llama.text.tokenizer import TokenizerError
 
 # ModelProto.SentencePiece.Type and TrainerSpec.ModelType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 BPE = 2
 SPACE = "\u2581"
-
-
-def read_model(file: Path) -> Any:
-    """A .model file as a ModelProto. Raises TokenizerError."""
-    from google.protobuf.message import DecodeError
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
-
-    try:
-        return ModelProto.FromString(file.read_bytes())
-    except (OSError, DecodeError) as error:
-        raise TokenizerError(file, f"is not a sentencepiece model: {error}") from None
 
 
 def why_not_fast(model: Any) -> str | None:

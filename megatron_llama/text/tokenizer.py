@@ -10,10 +10,14 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import sha256_file
+from megatron_llama.text.sentencepiece_model import special_pieces
 
 SETTINGS, FAST_JSON, PIECES = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 
@@ -27,74 +31,189 @@ class TokenizerError(UserError):
         """What is wrong, without the path."""
 
 
-class Tokenizer(ABC):
-    """Text to ids and back, as the makers of the tokenizer do it."""
+@dataclass(frozen=True)
+class Spans:
+    """The tokens of a text, and the characters [start, end) of each."""
 
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+class TextTokenizer(ABC):
+    """Text to ids and back: what the preparation of plain text needs."""
+
+    library: str
+    """``sentencepiece``, ``huggingface`` or ``tiktoken``."""
+    package: str
+    """The Python package that defines the ids."""
     path: Path
-    """A sentencepiece model's file, or a Hugging Face folder."""
-    adds_bos: bool
-    """Whether ``encode`` puts BOS before a text."""
+    """A model's file, or a Hugging Face folder."""
+    file: Path
+    """The file that decides the ids: ``path``, or tokenizer.json in it."""
     end: int | None
     """The id that ends a text."""
     size: int
     """All ids are below this."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text that a model is to continue, BOS included where the tokenizer adds it."""
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text without BOS. None is a control id: the text "</s>" is encoded as its characters."""
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids. sentencepiece and tiktoken have one way to write control tokens."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of ``file``."""
+        return sha256_file(self.file)
+
+
+class Tokenizer(TextTokenizer):
+    """A tokenizer that encodes prompts and conversations too."""
+
+    bos: int | None
+    adds_bos: bool
+    """Whether its makers put ``bos`` before every text, and ``encode`` does."""
+    control_tokens: list[str]
+    """Names of the control tokens that must not occur in a turn's text."""
+    added_tokens: list[str]
+    """These and all other tokens that were added to the vocabulary: an answer may end with any of them."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that a model is to continue, as the makers of the tokenizer encode it."""
+
+    @abstractmethod
+    def spans(self, text: str, parse_special: bool) -> Spans:
+        """A text's tokens, without BOS. With ``parse_special`` the names of control tokens in it become these."""
+
+    @abstractmethod
+    def control(self, name: str) -> int | None:
+        """A control token's id; None where the tokenizer has none of that name."""
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model, run by sentencepiece itself, which defines the ids."""
+    """A sentencepiece model, run by sentencepiece itself, which defines the ids. It never makes control ids of text."""
+
+    library = package = "sentencepiece"
 
     def __init__(self, file: Path, *, adds_bos: bool = False) -> None:
-        """``adds_bos`` is for a model without tokenizer_config.json beside it. Raises TokenizerError."""
-        self.path = file
+        """Raises TokenizerError."""
+        self.path = self.file = file
         self._processor = read_sentencepiece(file)
-        self._bos = self._processor.bos_id()
-        end = self._processor.eos_id()
+        bos, end = self._processor.bos_id(), self._processor.eos_id()  # -1: there is none
+        self.bos = bos if bos >= 0 else None
         self.end = end if end >= 0 else None
         self.size = self._processor.vocab_size()
-        self.adds_bos = self._bos >= 0 and sentencepiece_adds_bos(file.parent, adds_bos)
+        self.adds_bos = adds_bos and self.bos is not None
+        self.control_tokens, self.added_tokens = [], []
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._processor.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        return ([self._bos] if self.adds_bos else []) + self._processor.encode(text)
+        return ([self.bos] if self.adds_bos and self.bos is not None else []) + self.encode_text(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._processor.decode(list(ids))
+
+    def spans(self, text: str, parse_special: bool) -> Spans:
+        if hasattr(self._processor, "encode_as_offset_mapping"):  # from 0.2.2 on
+            mapping = self._processor.encode_as_offset_mapping(text)
+            offsets = mapping["offsets"]
+            return Spans(list(mapping["ids"]), [start for start, _ in offsets], [end for _, end in offsets])
+        found = self._processor.encode(text, out_type="immutable_proto").pieces
+        return Spans([p.id for p in found], [p.begin for p in found], [p.end for p in found])
+
+    def control(self, name: str) -> int | None:
+        return self._special.get(name)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        return special_pieces(read_model(self.file))
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A folder with tokenizer.json, read by the package ``tokenizers``."""
+    """A folder with tokenizer.json, or that file, read by the package ``tokenizers``."""
 
-    def __init__(self, folder: Path) -> None:
+    library, package = "huggingface", "tokenizers"
+
+    def __init__(self, path: Path) -> None:
         """Raises TokenizerError."""
-        self.path = folder
-        self._tokenizer = read_tokenizer_json(folder / FAST_JSON)
-        self.end = huggingface_end(folder, self._tokenizer)
-        self.size = huggingface_size(self._tokenizer)
-        self.adds_bos = huggingface_bos(self._tokenizer) is not None
+        self.path, self.file = path, path / FAST_JSON if path.is_dir() else path
+        self._tokenizer = read_tokenizer_json(self.file)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.control_tokens = [token.content for token in added if token.special]
+        self.added_tokens = [token.content for token in added if token.content.strip()]
+        self.end = self._find_end(self.file.parent)
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        with_special = self._tokenizer.encode("x", add_special_tokens=True).ids
+        plain = self._tokenizer.encode("x", add_special_tokens=False).ids
+        self.adds_bos = len(with_special) > len(plain) and with_special[1 : 1 + len(plain)] == plain
+        self.bos = int(with_special[0]) if self.adds_bos else None
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._encode_plainly(text, False).ids
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def spans(self, text: str, parse_special: bool) -> Spans:
+        found = self._encode_plainly(text, parse_special)
+        return Spans(list(found.ids), [start for start, _ in found.offsets], [end for _, end in found.offsets])
+
+    def control(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
+
+    def _encode_plainly(self, text: str, parse_special: bool) -> Any:
+        self._plain.encode_special_tokens = not parse_special
+        return self._plain.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """Without the post-processor. It would trim spaces off the spans, which hides that a token crosses a border."""
+        from tokenizers import processors
+
+        tokenizer = read_tokenizer_json(self.file)
+        tokenizer.post_processor = processors.Sequence([])
+        return tokenizer
+
+    def _find_end(self, folder: Path) -> int | None:
+        """eos_token in tokenizer_config.json, else eos_token_id in generation_config.json or config.json."""
+        token = (_read_settings(folder) or {}).get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str) and self._tokenizer.token_to_id(content) is not None:
+            return int(self._tokenizer.token_to_id(content))
+        for name in ("generation_config.json", "config.json"):
+            try:
+                end = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token_id"]
+                return int(end[0] if isinstance(end, list) else end)
+            except (OSError, ValueError, LookupError, TypeError):
+                continue
+        return None
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file, or in a folder (tokenizer.json, else tokenizer.model). Raises TokenizerError."""
+    """The tokenizer in a file, or in a folder (tokenizer.json, else tokenizer.model).
+
+    Whether BOS goes before every text of a sentencepiece model is what tokenizer_config.json beside it says by
+    ``add_bos_token``, which Llama's tokenizers turn on unless it is there. A folder without that file is Llama's own
+    release, which adds BOS; a model named by its file does not. Raises TokenizerError.
+    """
     file = tokenizer_file(path)
     if not file.is_file():
         missing = f"has neither {FAST_JSON} nor {PIECES}" if path.is_dir() else "is no such file or folder"
         raise TokenizerError(path, missing)
-    if file.name == FAST_JSON:
-        return HuggingFaceTokenizer(file.parent)
-    return SentencePieceTokenizer(file, adds_bos=path.is_dir())  # a folder without settings is Llama's own release
+    if file.suffix == ".json":
+        return HuggingFaceTokenizer(path)
+    settings = _read_settings(file.parent)
+    adds_bos = path.is_dir() if settings is None else bool(settings.get("add_bos_token", True))
+    return SentencePieceTokenizer(file, adds_bos=adds_bos)
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -134,6 +253,17 @@ def read_sentencepiece(file: Path) -> Any:
         raise TokenizerError(file, f"is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
 
 
+def read_model(file: Path) -> Any:
+    """A sentencepiece model as a ModelProto; protobuf takes 0.15 s to import. Raises TokenizerError."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
+
+    try:
+        return ModelProto.FromString(file.read_bytes())
+    except (OSError, DecodeError) as error:
+        raise TokenizerError(file, f"is not a sentencepiece model: {error}") from None
+
+
 def read_tokenizer_json(file: Path) -> Any:
     """A tokenizer.json as a ``tokenizers.Tokenizer`` that neither truncates nor pads. Raises TokenizerError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads don't survive the fork of workers and ranks
@@ -157,47 +287,6 @@ def need_package(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise TokenizerError(path, f"needs the Python package {name}: pip install {name}") from None
-
-
-def sentencepiece_adds_bos(folder: Path, default: bool) -> bool:
-    """Whether BOS goes before every text of the sentencepiece model in ``folder``.
-
-    tokenizer_config.json decides, by ``add_bos_token``, which Llama's tokenizers turn on unless it is there;
-    ``default`` is for a model without that file. Raises TokenizerError.
-    """
-    settings = _read_settings(folder)
-    return default if settings is None else bool(settings.get("add_bos_token", True))
-
-
-def huggingface_bos(tokenizer: Any) -> int | None:
-    """The id that a ``tokenizers.Tokenizer`` puts before every text."""
-    with_special = tokenizer.encode("x", add_special_tokens=True).ids
-    plain = tokenizer.encode("x", add_special_tokens=False).ids
-    begins = len(with_special) > len(plain) and with_special[1 : 1 + len(plain)] == plain
-    return int(with_special[0]) if begins else None
-
-
-def huggingface_size(tokenizer: Any) -> int:
-    """The highest id of a ``tokenizers.Tokenizer``, plus 1."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def huggingface_end(folder: Path, tokenizer: Any) -> int | None:
-    """The end-of-text id that a folder names: eos_token, else generation_config.json's or config.json's eos_token_id.
-
-    Raises TokenizerError where tokenizer_config.json can't be read.
-    """
-    token = (_read_settings(folder) or {}).get("eos_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    if isinstance(content, str) and tokenizer.token_to_id(content) is not None:
-        return int(tokenizer.token_to_id(content))
-    for name in ("generation_config.json", "config.json"):
-        try:
-            end = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token_id"]
-            return int(end[0] if isinstance(end, list) else end)
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-    return None
 
 
 def _read_settings(folder: Path) -> dict[str, Any] | None:

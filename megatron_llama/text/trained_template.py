@@ -14,9 +14,8 @@ from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_synced
 from megatron_llama.text.chat_template import END, NAMED, Named
-from megatron_llama.text.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from megatron_llama.text.conversation import Turn
-from megatron_llama.text.tokenizer import FAST_JSON, SETTINGS, tokenizer_file
+from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     named = NAMED[trained.template]
     try:
         content = json.loads(settings_file.read_text(encoding="utf-8"))
-        file = tokenizer_file(folder)
-        tokenizer = load_chat_tokenizer(str(folder if file.name == FAST_JSON else file), own=False)
+        tokenizer = open_tokenizer(folder)
     except (UserError, OSError, ValueError):
         return None
     add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
@@ -76,7 +74,7 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     return ends[-1] if ends else None
 
 
-def jinja_of(named: Named, tokenizer: ChatTokenizer, add_bos: bool) -> str:
+def jinja_of(named: Named, tokenizer: Tokenizer, add_bos: bool) -> str:
     """A named template in Jinja, for other programs that use this tokenizer."""
     return named.jinja(END if tokenizer.control(END) is not None else None, add_bos)
 

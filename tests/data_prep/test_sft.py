@@ -16,8 +16,9 @@ from data_prep.lib.json_lines import REASONS as LINE_REASONS
 from data_prep.lib.sft_set import ExampleOptions, chat_of
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import own_template
-from megatron_llama.text.chat_tokenizer import HuggingFace, encode_pieces
+from megatron_llama.text.chat_tokenizer import encode_pieces
 from megatron_llama.text.conversation import REASONS, Turn
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, killer, read, run_script, say
 from tests.paths import ROOT
 
@@ -44,11 +45,11 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     kept = [json.loads(line) for line in (tmp_path / "out_sft.quarantine.jsonl").read_text().splitlines()]
     assert [entry["reason"] for entry in kept] == [*BAD_LINES, "no_assistant_turn"] and kept[-1]["line"] == 53
     # Token conservation: what is in the files is each example's own tokens, and no other.
-    tokenizer = HuggingFace(str(folder), in_text=True)
+    tokenizer = HuggingFaceTokenizer(folder)
     template = own_template(folder, tokenizer.added_tokens)
     for number, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
         turns = [Turn("user", f"Question {number}?"), Turn("assistant", f"Answer {number}.")]
-        expected, marks = encode_pieces(template.pieces(turns), tokenizer)
+        expected, marks = encode_pieces(template.pieces(turns), tokenizer, parse_special=True)
         assert ids.tolist() == expected and mask.tolist() == [int(mark) for mark in marks]
     assert manifest["tokens"] == sum(map(len, tokens))
     assert manifest["tokens_with_loss"] == sum(int(mask.sum()) for mask in masks)
@@ -79,12 +80,12 @@ def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: 
 @pytest.mark.parametrize("over", [0, 1])
 def test_truncation_at_the_border(folder: Path, tmp_path: Path, over: int) -> None:
     """129 tokens fit 128 places, since the last is only a label; one more is cut, and counted."""
-    tokenizer = HuggingFace(str(folder), in_text=True)
+    tokenizer = HuggingFaceTokenizer(folder)
     template = own_template(folder, tokenizer.added_tokens)
 
     def record(words: int) -> tuple[list[Turn], int]:
         turns = [Turn("user", "q"), Turn("assistant", "x" + " é" * words)]
-        return turns, len(encode_pieces(template.pieces(turns), tokenizer)[0])
+        return turns, len(encode_pieces(template.pieces(turns), tokenizer, parse_special=True)[0])
 
     words = next(words for words in range(200) if record(words)[1] >= 129 + over)
     turns, count = record(words)

@@ -162,7 +162,7 @@ def test_others_render_an_exported_template_alike(folders: Path, template: str, 
 
     prompts = PromptBuilder(text_of(folders / name), template)
     theirs = AutoTokenizer.from_pretrained(str(folders / name))
-    source = jinja_of(NAMED[template], prompts._chat, bool(prompts._bos))
+    source = jinja_of(NAMED[template], prompts.tokenizer, bool(prompts._bos))
     for turns, ask in ((TALK[:1], True), (TALK[:2], True), (TALK[:4], True), (TALK, False)):
         text = theirs.apply_chat_template(turns, chat_template=source, tokenize=False, add_generation_prompt=ask)
         ids = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=ask, return_dict=False)

@@ -12,7 +12,6 @@ from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.inference.saved_model import SavedModel, stop_ids, tokenizer_of
 from megatron_llama.inference.stream import Decoder, Printer
-from megatron_llama.text.chat_tokenizer import load_chat_tokenizer
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, open_tokenizer
 from tests.inference.models import write_tokenizer
 
@@ -85,7 +84,7 @@ def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
     assert isinstance(tokenizer_of(source(folder)), HuggingFaceTokenizer)
     assert isinstance(tokenizer_of(source(folder), pieces), SentencePieceTokenizer)
     (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-    plain, bos = SentencePieceTokenizer(pieces).encode("cat"), SentencePieceTokenizer(pieces)._processor.bos_id()
+    plain, bos = SentencePieceTokenizer(pieces).encode("cat"), SentencePieceTokenizer(pieces).bos
     assert tokenizer_of(source(tmp_path)).encode("cat") == [bos, *plain]  # Llama 2's own
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert tokenizer_of(source(tmp_path)).encode("cat") == plain  # ours
@@ -109,7 +108,7 @@ def test_bos_has_one_rule(
     file.write_bytes(pieces.read_bytes())
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(settings)
-    assert open_tokenizer(file).adds_bos == load_chat_tokenizer(str(file), own=False).adds_bos == named_by_file
+    assert open_tokenizer(file).adds_bos == named_by_file
     assert open_tokenizer(tmp_path).adds_bos == named_by_folder
     assert (
         len(open_tokenizer(file).encode("cat")) > len(SentencePieceTokenizer(pieces).encode("cat"))

@@ -9,8 +9,9 @@ import pytest
 
 from data_prep.lib.sft_set import ExampleOptions, chat_of
 from megatron_llama.text.chat_template import NAMED, Jinja, Piece, own_template
-from megatron_llama.text.chat_tokenizer import ChatTokenizer, HuggingFace, SentencePiece, encode_pieces
+from megatron_llama.text.chat_tokenizer import encode_pieces
 from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, SPECIAL
 
 INST = (
@@ -127,8 +128,8 @@ def test_jinja_renders_as_transformers_does(folder: Path) -> None:
                 messages, chat_template=source, tokenize=False, add_generation_prompt=ask
             )
             assert ours.render(turns, ask) == expected
-    tokenizer = HuggingFace(str(folder), in_text=True)
-    found, _ = encode_pieces(own_template(folder, tokenizer.added_tokens).pieces(TALK), tokenizer)
+    tokenizer = HuggingFaceTokenizer(folder)
+    found, _ = encode_pieces(own_template(folder, tokenizer.added_tokens).pieces(TALK), tokenizer, parse_special=True)
     messages = [{"role": turn.role, "content": turn.text} for turn in TALK]
     assert found == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
 
@@ -168,7 +169,7 @@ def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> Non
         token["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
-    tokenizer = HuggingFace(str(tmp_path), in_text=True)
+    tokenizer = HuggingFaceTokenizer(tmp_path)
     assert tokenizer.control_tokens == [] and "<|im_end|>" in tokenizer.added_tokens
     assert shown(list(chat_of(ExampleOptions(str(tmp_path), 8), []).pieces(TALK))) == OWN["chatml"]
 
@@ -180,13 +181,13 @@ def test_a_template_is_rendered_in_a_sandbox() -> None:
         assert caught.value.line.reason == "template_refuses"
 
 
-def learned(pieces: list[Piece], tokenizer: ChatTokenizer) -> str:
+def learned(pieces: list[Piece], tokenizer: Tokenizer) -> str:
     """The tokens' text, with those that are to be learned in «»."""
-    ids, marks = encode_pieces(pieces, tokenizer)
+    ids, marks = encode_pieces(pieces, tokenizer, parse_special=True)
     parts, start = [], 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or marks[place] != marks[start]:
-            text = tokenizer.encoder.decode(ids[start:place])
+            text = tokenizer.decode(ids[start:place], skip_special=False)
             parts.append(f"«{text}»" if marks[start] else text)
             start = place
     return "".join(parts)
@@ -194,7 +195,7 @@ def learned(pieces: list[Piece], tokenizer: ChatTokenizer) -> str:
 
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_masks_of_own_templates(name: str, folder: Path) -> None:
-    tokenizer = HuggingFace(str(folder), in_text=True)
+    tokenizer = HuggingFaceTokenizer(folder)
     template = Jinja(TEMPLATES[name], SPECIAL, tokenizer.added_tokens, "test")
     assert learned(template.pieces(TALK), tokenizer) == OWN[name]
 
@@ -202,20 +203,20 @@ def test_masks_of_own_templates(name: str, folder: Path) -> None:
 def test_a_token_that_would_cross_a_border_is_cut(folder: Path, tokenizer: Path) -> None:
     """`answer:` ends in a space, and ` yes` is one token: the model is asked with the space, so it never says it."""
     pieces = [Piece("answer: ", False), Piece("yes", True), Piece("\n", False), Piece("\nno", True)]
-    bpe = HuggingFace(str(folder), in_text=True)
-    whole = bpe.spans("answer: yes\n\nno")
+    bpe = HuggingFaceTokenizer(folder)
+    whole = bpe.spans("answer: yes\n\nno", parse_special=True)
     assert any(start < 8 < end for start, end in zip(whole.starts, whole.ends, strict=True)), "no token crosses here"
-    for encoder in (bpe, SentencePiece(str(tokenizer))):
-        ids, marks = encode_pieces(pieces, encoder)
+    for encoder in (bpe, SentencePieceTokenizer(tokenizer)):
+        ids, marks = encode_pieces(pieces, encoder, parse_special=True)
         for wanted, text in ((False, "answer: \n"), (True, "yes\nno")):
             parts = [number for number, mark in zip(ids, marks, strict=True) if mark is wanted]
-            assert encoder.encoder.decode(parts).replace(" ", "") == text.replace(" ", "")
-        assert "answer: yes" in encoder.encoder.decode(ids), "a space was put in, or lost"
+            assert encoder.decode(parts).replace(" ", "") == text.replace(" ", "")
+        assert "answer: yes" in encoder.decode(ids), "a space was put in, or lost"
 
 
 def test_named_templates_on_sentencepiece(tokenizer: Path) -> None:
-    encoder = SentencePiece(str(tokenizer))
+    encoder = SentencePieceTokenizer(tokenizer)
     ids, marks = encode_pieces(NAMED["prompter"].pieces(TALK[:2]), encoder)
-    assert ids[-2 if encoder.encoder.decode([ids[-1]]).strip() == "" else -1] == encoder.encoder.eod
+    assert ids[-2 if encoder.decode([ids[-1]]).strip() == "" else -1] == encoder.end
     answer = [number for number, mark in zip(ids, marks, strict=True) if mark]
-    assert answer[-1] == encoder.encoder.eod and encoder.encoder.decode(answer[:-1]).strip() == "Fine."
+    assert answer[-1] == encoder.end and encoder.decode(answer[:-1]).strip() == "Fine."
