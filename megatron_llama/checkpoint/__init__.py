@@ -4,10 +4,10 @@
                               rank_00000.safetensors    what rank 0 owned; a plain safetensors file
     checkpoints/latest                                  the name of the newest
 
-checkpointer.py is what the training loop calls. Saving goes through state.py (a rank's tensors as rectangles.py
-describes them), saving.py (the thread beside training), storage.py (a rank's file), manifest.py and folder.py
-(publication). Loading reads a ``Stored`` of stored_tensors.py: a checkpoint (storage.py), a Hugging Face folder
-(hf_folder.py), or a model with its LoRA adapter (adapter.py). export.py writes a Hugging Face folder.
+checkpointer.py is what the training loop calls. Saving goes through state.py (the rectangles that a rank holds),
+saving.py (the thread beside training), storage.py (a rank's file), manifest.py and folder.py (publication). Loading
+reads a ``Stored`` of stored_tensors.py: a checkpoint (storage.py), a Hugging Face folder (hf_folder.py), or a model
+with its LoRA adapter (adapter.py). export.py writes a Hugging Face folder.
 """
 
 # Imports nothing: export needs neither the model nor megatron-core, and should start at once.

@@ -17,9 +17,8 @@ from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import BEST, find_checkpoint, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
-from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.saving import Saver
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
     CorruptFile,
+    Rectangles,
     Stored,
     StoredTensor,
     plain_name,

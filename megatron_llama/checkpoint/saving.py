@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from megatron_llama.checkpoint.folder import discard, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
-from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.storage import save_part
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.agree import raise_together
 
@@ -134,7 +133,7 @@ def _host_like(tensor: Rectangles) -> Rectangles:
         (offset, torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pinned))
         for offset, part in tensor.parts
     ]
-    return Rectangles(tuple(tensor.shape), parts)
+    return Rectangles(tensor.shape, parts)
 
 
 def _described(error: BaseException) -> str:

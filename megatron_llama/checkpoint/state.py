@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.stored_tensors import Stored
+from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import Shard

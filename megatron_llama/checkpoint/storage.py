@@ -1,7 +1,8 @@
-"""The files of a checkpoint, read and written by torch.distributed.checkpoint: safetensors, with a hash of each block.
+"""The files of a checkpoint: one plain safetensors file for each rank, with a hash of each block of rows.
 
-torch's own storage adds a pickle, and makes an archive of each tensor. Here each rank writes one plain safetensors file
-without a collective, and reads only the blocks that it needs.
+torch.distributed.checkpoint plans which rectangles of the files a rank needs. Its own storage is not used: that adds a
+pickle, makes an archive of each tensor, and needs collectives. Here each rank writes its file without one, and reads
+only the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -10,43 +11,21 @@ import hashlib
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPE_NAMES,
     CorruptFile,
+    Rectangles,
     Stored,
     StoredTensor,
     safetensors_header,
@@ -56,19 +35,6 @@ from megatron_llama.model.names import Shape
 HASH = "sha256"
 HASH_DIGITS = 32  # 128 of its bits
 BLOCK_BYTES = 4 << 20
-
-# Saving and loading use no process group on purpose (see ``save_part``); torch warns about that.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def save_part(state: dict[str, Rectangles], folder: Path, rank: int) -> None:
-    """Writes this rank's part of a checkpoint: ``rank_00003.safetensors``, and ``rank_00003.json`` that describes it.
-
-    Takes part in no collective, so that it can run in a thread beside training. The layout guarantees that no two ranks
-    write the same rectangle, and ``manifest.merge`` checks it. Raises OSError.
-    """
-    with _unwrapped_errors():
-        dcp.save(dict(state), storage_writer=_Writer(folder, rank), planner=_PartPlanner(), no_dist=True)
 
 
 @dataclass(frozen=True)
@@ -102,13 +68,35 @@ class CheckpointTensors(Stored):
     block_bytes: int
     """A block is as many whole rows of a chunk as fit in this many bytes, at least one."""
 
+    @torch.no_grad()
     def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
         """Fills the rectangles, and checks the hash of every block that it reads."""
-        reader = _Reader(self, wanted.keys())
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with torch.no_grad(), _unwrapped_errors():
-            dcp.load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
-        return reader.bytes_read
+        read, by_file = 0, dict[str, list[tuple[Chunk, torch.Tensor, ReadItem]]]()
+        for name, rectangles in wanted.items():
+            tensor = self.tensors[name]
+            if tensor.shape != rectangles.shape:
+                raise ValueError(f"{name} is saved as {list(tensor.shape)} and wanted as {list(rectangles.shape)}")
+            for item in _read_items(name, tensor, rectangles):
+                assert item.storage_index.index is not None and item.dest_index.index is not None
+                chunk, (_, target) = tensor.chunks[item.storage_index.index], rectangles.parts[item.dest_index.index]
+                by_file.setdefault(chunk.file, []).append((chunk, target.detach(), item))
+        for file, parts in sorted(by_file.items()):
+            with _Bytes(self.folder / file) as content:
+                for chunk, target, item in sorted(parts, key=lambda part: part[0].start):
+                    self._fill(content, chunk, target, item)
+                read += content.bytes_read
+        return read
+
+    def _fill(self, content: _Bytes, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> None:
+        """Copies a rectangle of a chunk to its place in ``target``, block by block."""
+        name = item.storage_index.fqn
+        dtype = self.tensors[name].dtype
+        target = target[_slices(item.dest_offsets, item.lengths)]
+        first, last = item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0]
+        columns = _slices(item.storage_offsets[1:], item.lengths[1:])
+        for start, block in _verified_blocks(content, chunk, dtype, self.block_bytes, first, last, name):
+            low, high = max(start, first), min(start + len(block), last)
+            target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
 
     def verify_file(self, file: str) -> None:
         """Checks every hash of one file, and that its header agrees with the manifest. Raises CorruptFile."""
@@ -130,156 +118,46 @@ def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
     return max(1, block_bytes // max(1, math.prod(size[1:]) * itemsize))
 
 
-@contextmanager
-def _unwrapped_errors() -> Iterator[None]:
-    """Raises the error itself instead of the CheckpointException, a BaseException, that torch makes of it."""
-    try:
-        yield
-    except CheckpointException as wrapped:
-        raise next(iter(wrapped.failures.values()))[0] from None
+def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> None:
+    """Writes this rank's part of a checkpoint: ``rank_00003.safetensors``, and ``rank_00003.json`` that describes it.
+
+    Takes part in no collective, so that it can run in a thread beside training. The layout guarantees that no two ranks
+    write the same rectangle, and ``manifest.merge`` checks it. Values are written first and the header last, so that a
+    truncated file has no header; both files are on disk when it returns. Raises OSError.
+    """
+    values = {_key(name, offset): part for name, whole in tensors.items() for offset, part in whole.parts}
+    header, starts = safetensors_header({key: (part.dtype, tuple(part.shape)) for key, part in values.items()})
+    path = folder / f"rank_{rank:05d}.safetensors"
+    described: dict[str, dict[str, Any]] = {}
+    with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
+        file.seek(len(header))
+        for name, whole in tensors.items():
+            chunks = []
+            for offset, part in whole.parts:
+                hashes = tuple(_write_blocks(file, part.detach().contiguous(), hasher))
+                chunk = Chunk(path.name, starts[_key(name, offset)], tuple(offset), tuple(part.shape), hashes)
+                chunks.append(asdict(chunk))
+            dtype = DTYPE_NAMES[whole.parts[0][1].dtype]
+            described[name] = {"dtype": dtype, "shape": list(whole.shape), "chunks": chunks}
+        size = file.tell()
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    with path.with_suffix(".json").open("x", encoding="utf-8") as description:
+        json.dump({"file": path.name, "bytes": max(size, len(header)), "tensors": described}, description)
 
 
-class _PartPlanner(DefaultSavePlanner):
-    """torch's planner, for a plan without the other ranks' parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans, without torch's check that they cover each tensor."""
-        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
-        return self.global_plan, self.metadata
+def _read_items(name: str, tensor: ChunkedTensor, wanted: Rectangles) -> list[ReadItem]:
+    """What to read of which chunk for each part that is wanted."""
+    chunks = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in tensor.chunks]
+    saved = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+    parts = [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in wanted.parts]
+    return create_read_items_for_chunk_list(name, saved, parts)
 
 
-class _Writer(StorageWriter):
-    """One safetensors file and its description, on disk when ``write_data`` returns."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.stem = folder, f"rank_{rank:05d}"
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between saves."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder exists already."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, unchanged."""
-        return plans
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """``manifest.merge`` combines all ranks' parts later."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Folders are given to the constructor, never by an id."""
-        return False
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes values first and the header last, so that a truncated file has no header."""
-        values = {_key(item.index.fqn, item.index.offset or ()): _resolved(planner, item) for item in plan.items}
-        entries = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in values.items()}
-        header, starts = safetensors_header(entries)
-        path = self.folder / f"{self.stem}.safetensors"
-        part: dict[str, dict[str, Any]] = {}
-        with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
-            file.seek(len(header))
-            for item, (key, tensor) in zip(plan.items, values.items(), strict=True):
-                assert item.tensor_data is not None and item.index.offset is not None
-                described = part.setdefault(
-                    item.index.fqn,
-                    {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(item.tensor_data.size), "chunks": []},
-                )
-                hashes = tuple(_write_blocks(file, tensor, hasher))
-                chunk = Chunk(path.name, starts[key], tuple(item.index.offset), tuple(tensor.shape), hashes)
-                described["chunks"].append(asdict(chunk))
-            size = file.tell()
-            file.seek(0)
-            file.write(header)
-            file.flush()
-            os.fsync(file.fileno())
-        with (self.folder / f"{self.stem}.json").open("x", encoding="utf-8") as described_file:
-            json.dump({"file": path.name, "bytes": max(size, len(header)), "tensors": part}, described_file)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-
-class _Reader(StorageReader):
-    """Reads the rectangles of a plan from a checkpoint's files."""
-
-    def __init__(self, stored: CheckpointTensors, names: Iterable[str]) -> None:
-        self.stored, self.names = stored, names
-        self.bytes_read = 0
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The chunks of the wanted tensors alone: torch plans over all that it is given."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.dtype),
-                    torch.Size(tensor.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in tensor.chunks],
-                )
-                for name, tensor in ((name, self.stored.tensors[name]) for name in self.names)
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Checkpoints are given as CheckpointTensors, never by an id."""
-        return False
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the plan's targets, file by file."""
-        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
-        for item in plan.items:
-            chunk = self._chunk(item)
-            by_file.setdefault(chunk.file, []).append((chunk, item))
-        for file, wanted in sorted(by_file.items()):
-            with _Bytes(self.stored.folder / file) as content:
-                for chunk, item in sorted(wanted, key=lambda pair: pair[0].start):
-                    self._fill(content, chunk, item, planner.resolve_tensor(item).detach())
-                self.bytes_read += content.bytes_read
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _chunk(self, item: ReadItem) -> Chunk:
-        chunks = self.stored.tensors[item.storage_index.fqn].chunks
-        hint = item.storage_index.index
-        if hint is not None and torch.Size(chunks[hint].offset) == item.storage_index.offset:
-            return chunks[hint]
-        return next(c for c in chunks if torch.Size(c.offset) == item.storage_index.offset)
-
-    def _fill(self, content: _Bytes, chunk: Chunk, item: ReadItem, target: torch.Tensor) -> None:
-        """Copies a rectangle of a chunk to ``target``, block by block."""
-        name = item.storage_index.fqn
-        dtype = self.stored.tensors[name].dtype
-        first, count = item.storage_offsets[0], item.lengths[0]
-        columns = [slice(o, o + n) for o, n in zip(item.storage_offsets[1:], item.lengths[1:], strict=True)]
-        blocks = _verified_blocks(content, chunk, dtype, self.stored.block_bytes, first, first + count, name)
-        for start, block in blocks:
-            low, high = max(start, first), min(start + len(block), first + count)
-            target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
+def _slices(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
 class _Bytes:
@@ -314,12 +192,6 @@ class _Bytes:
 def _key(name: str, offset: Iterable[int]) -> str:
     """A chunk's name in its file: the tensor's name, and where the chunk starts in it."""
     return f"{name}@{','.join(map(str, offset))}"
-
-
-def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor.detach().contiguous()
 
 
 def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from megatron_llama.checkpoint.rectangles import Rectangles
 from megatron_llama.model.names import Shape
 
 # safetensors' names of the dtypes that we read or write
@@ -36,6 +35,16 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 class CorruptFile(Exception):
     """A file is truncated, invalid, changed since it was written, or can't be read; the message names it."""
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """A tensor of which this rank holds some rectangles, to be saved or filled."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    parts: list[tuple[Shape, torch.Tensor]]
+    """(offset in the whole tensor, local tensor), all of one dtype and on one device."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
 from megatron_llama.checkpoint.hf_folder import open_hf_folder, tensors_of
 from megatron_llama.checkpoint.manifest import NAME, State, _checksum, read_manifest
-from megatron_llama.checkpoint.rectangles import Rectangles
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
 from tests.messages import raises_saying
