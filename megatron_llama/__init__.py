@@ -1,6 +1,8 @@
 """Megatron-style 3D-parallel training of Llama models, from one core to a thousand accelerators."""
 
+import sys
 import warnings
+from types import ModuleType
 
 # What megatron-core says at import about packages that we don't use, and torch about names that megatron-core and
 # fully_shard call: nobody who trains can act on it, and each rank would say it.
@@ -8,3 +10,10 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\
 warnings.filterwarnings(
     "ignore", category=FutureWarning, message=r".*torch\.distributed\.(reduce_scatter_tensor|all_gather_into)"
 )
+
+# megatron-core hands functions that nothing here calls to torch.compile while it is imported. That loads Inductor: one
+# second and 44 MB in each process. Its own switch comes too late, so the module with the switch is put in place first.
+_jit = ModuleType("megatron.core.jit")
+vars(_jit).update(dict.fromkeys(("jit_fuser", "noop_decorator"), lambda function: function))
+vars(_jit).update(dict.fromkeys(("enable_jit_fuser", "disable_jit_fuser"), lambda: None))
+sys.modules.setdefault(_jit.__name__, _jit)

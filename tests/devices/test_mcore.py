@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from megatron_llama.devices.mcore import ROUTED, route
 from megatron_llama.parallel import groups
 from tests.oracle import run_layout
+from tests.paths import ROOT
 from tests.ranks import RankFailed, run_ranks
 
 # Beside those that route() patches, the modules whose functions our runs enter.
@@ -212,3 +215,18 @@ def test_nothing_but_the_route_makes_it_work(layout: list[str], monkeypatch: pyt
     with pytest.raises(RankFailed, match="(?i)cuda|nvidia"):
         run_layout(2, *layout, steps=1)
     # That it works with the route is what tests/layouts shows.
+
+
+def test_importing_the_training_loads_no_compiler() -> None:
+    """megatron-core's import would load Inductor, in each process, for functions that are not used here."""
+    code = "import sys, megatron_llama.train.run_rank; print('torch._inductor.compile_fx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_what_stands_in_for_the_jit_module_has_its_names() -> None:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations
+    source = (Path(spec.submodule_search_locations[0]) / "jit.py").read_text(encoding="utf-8")
+    theirs = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)} | {"jit_fuser"}
+    assert theirs == {name for name in vars(sys.modules["megatron.core.jit"]) if not name.startswith("__")}
