@@ -4,6 +4,7 @@ init_from reads and holds in memory."""
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -90,6 +91,10 @@ def _disk(plan: Plan) -> None:
             blocked.append(saver.blocked_seconds)
             saver.wait()
 
+        def copy(target: IO[bytes]) -> None:
+            with source.open("rb") as file:
+                shutil.copyfileobj(file, target, 4 << 20)
+
         save()  # the first one allocates the memory for copies
         manifest = read_manifest(find_checkpoint(checkpointer.checkpoints))
         (source,) = [manifest.stored.folder / name for name in manifest.files]
@@ -99,8 +104,8 @@ def _disk(plan: Plan) -> None:
             {
                 "save": save,
                 "load, every hash checked": lambda: manifest.stored.load_into(tensors),
-                "file copy and fsync": lambda: _copy(source, copied),
-                "torch.save and fsync": lambda: _torch_save(plain, torchs),
+                "file copy and fsync": lambda: _synced(copied, copy),
+                "torch.save and fsync": lambda: _synced(torchs, functools.partial(torch.save, plain)),
                 "torch.load": lambda: torch.load(torchs, weights_only=True),
             }
         )
@@ -143,25 +148,16 @@ def _medians(works: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    with source.open("rb") as read, target.open("wb") as write:
-        shutil.copyfileobj(read, write, 4 << 20)
-        write.flush()
-        os.fsync(write.fileno())
-
-
-def _torch_save(tensors: dict[str, torch.Tensor], target: Path) -> None:
-    target.unlink(missing_ok=True)
-    with target.open("wb") as file:
-        torch.save(tensors, file)
+def _synced(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replaces ``path`` by what ``write`` writes, and returns once it is on disk."""
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        write(file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _memory(field: str) -> int:
     """A line of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024

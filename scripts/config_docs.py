@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_llama.config import settings  # noqa: E402 (the tree need not be installed)
-from megatron_llama.config.fields import Setting, sections, settings_by_name  # noqa: E402
+from megatron_llama.config.fields import sections, settings_by_name  # noqa: E402
 from megatron_llama.config.problems import shown  # noqa: E402
 
 DOCS = ROOT / "docs" / "config.md"
@@ -85,15 +85,12 @@ def _table(section: str, docs: dict[str, str]) -> Iterator[str]:
         owner, _, field = setting.name.rpartition(".")
         if owner == section:
             assert field in docs, f"{setting.name} has no string under it"
-            yield f"| `{setting.name}` | {_type(setting)} | `{shown(setting.default)}` | {_cell(docs[field])} |"
+            # The type as a user would name it, and what limits the value.
+            kind = setting.kind.__name__ + (f" of {setting.item_kind.__name__}" if setting.item_kind else "")
+            kind += " or null" if setting.optional else ""
+            kind += f", {setting.limit.rule.removeprefix('must be ')}" if setting.limit else ""
+            yield f"| `{setting.name}` | {kind} | `{shown(setting.default)}` | {_cell(docs[field])} |"
     yield ""
-
-
-def _type(setting: Setting) -> str:
-    """The type as a user would name it, and what limits the value."""
-    items = f" of {setting.item_kind.__name__}" if setting.item_kind else ""
-    limit = f", {setting.limit.rule.removeprefix('must be ')}" if setting.limit else ""
-    return setting.kind.__name__ + items + (" or null" if setting.optional else "") + limit
 
 
 def _cell(text: str) -> str:

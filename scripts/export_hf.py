@@ -20,12 +20,8 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="the folder to write; must not be there yet")
     parser.add_argument("--merge", action="store_true", help="of a LoRA run: write the whole model, not the adapter")
     parser.add_argument("--base", type=Path, help="the model that LoRA was trained on, where its folder has moved")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="auto: that of the folder in init_from; float32, bit for bit, for a run from random weights",
-    )
+    about = "auto: that of the folder in init_from; float32, bit for bit, for a run from random weights"
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=about)
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes (default 5)")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
@@ -36,14 +32,8 @@ def main() -> int:
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
-        made = export(
-            checkpoint,
-            arguments.out,
-            arguments.dtype,
-            int(arguments.max_shard_gb * 1e9),
-            merge=arguments.merge,
-            base=arguments.base,
-        )
+        largest = int(arguments.max_shard_gb * 1e9)
+        made = export(checkpoint, arguments.out, arguments.dtype, largest, merge=arguments.merge, base=arguments.base)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

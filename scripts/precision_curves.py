@@ -39,13 +39,6 @@ Runs = Mapping[str, Sequence[Sequence[float]]]
 """For each precision its runs, one for each seed: the loss of each step."""
 
 
-def train(folder: Path, precision: str, seed: int, steps: int, overrides: Sequence[str]) -> list[float]:
-    """The losses of one run, made or finished by train.py; raises CalledProcessError."""
-    choices = [f"trainer.precision={precision}", f"trainer.seed={seed}", f"trainer.steps={steps}", f"run.dir={folder}"]
-    run_program("train.py", *RECIPE, *overrides, *choices)
-    return [record["reduced_train_loss"] for record in read_metrics(folder / METRICS_FILE)]
-
-
 def smoothed(losses: Sequence[float]) -> Floats:
     """Means over WINDOW of the run: [steps] to [steps - window + 1]."""
     return moving_average(losses, max(1, int(len(losses) * WINDOW)))
@@ -88,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run (default: 600)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one run of each precision for each seed")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision", help="folder for runs and results")
-    parser.add_argument(
-        "--precisions", nargs="+", default=list(PRECISIONS), help="the first is what others are held to"
-    )
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="the first is what others are held to")
     parser.add_argument("overrides", nargs="*", help="changes to the recipe, as train.py takes them")
     args = parser.parse_args(argv)
     output = args.output.resolve()
@@ -100,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in args.seeds:
             for precision in args.precisions:
                 folder = output / f"{precision}-{seed}"
-                runs[precision].append(train(folder, precision, seed, args.steps, args.overrides))
+                trainer = [f"trainer.precision={precision}", f"trainer.seed={seed}", f"trainer.steps={args.steps}"]
+                run_program("train.py", *RECIPE, *args.overrides, *trainer, f"run.dir={folder}")
+                records = read_metrics(folder / METRICS_FILE)
+                runs[precision].append([record["reduced_train_loss"] for record in records])
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{folder}: train.py ended with status {error.returncode}\n")
         return 1

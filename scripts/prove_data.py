@@ -170,8 +170,8 @@ def disk(args: argparse.Namespace) -> Iterator[str]:
         folder = Path(name)
         small = folder / "small"
         small.mkdir()
-        base = ("--input", args.input, "--tokenizer-model", args.tokenizer_model, "--workers", args.workers)
-        base = (*base, "--checkpoint-seconds", 0.2)
+        base = ["--input", args.input, "--tokenizer-model", args.tokenizer_model, "--workers", args.workers]
+        base += ["--checkpoint-seconds", 0.2]
         preprocess(*base, "--output-prefix", folder / "whole")
         size = Path(f"{folder}/whole_text_document.bin").stat().st_size
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 2}", "none", str(small)], check=True)

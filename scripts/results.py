@@ -28,7 +28,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterat
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
     for row in rows:
-        yield f"| {' | '.join(row)} |"
+        yield "| " + " ".join(f"{cell} |".lstrip() for cell in row)  # an empty cell is one space wide
 
 
 @contextlib.contextmanager

@@ -57,7 +57,10 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
         looked_for = ", ".join(tags["loss"]) if "loss" in tags else known_losses()
         rule = f"has no training loss in {log.source.name} (looked for: {looked_for})"
         raise refused(path, rule, f"write --tag loss=NAME; there are: {listed}")
-    tag, curve = _curve(log, program, samples_per_step)
+    tag = first(program.loss, log.series) or ""
+    if tag + OVER_SAMPLES in log.series:
+        tag += OVER_SAMPLES
+    curve = _curve(log, program, tag, samples_per_step)
     if curve is None:
         rule = "logs steps only, and curves are aligned on consumed samples"
         instead = f"write --samples-per-step {path}=N, its global batch size; or --tag samples=NAME; there are: "
@@ -83,39 +86,32 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
     )
 
 
-def _curve(log: Log, program: Program, samples_per_step: float | None) -> tuple[str, tuple[Floats, Floats] | None]:
-    """The loss over samples, and its tag. The samples are logged, or the axis of the series itself, or the sum of the
-    batches, or --samples-per-step, in this order."""
-    tag = first(program.loss, log.series) or ""
-    if tag + OVER_SAMPLES in log.series:
-        return tag + OVER_SAMPLES, _ascending(*_columns(log.series[tag + OVER_SAMPLES]))
+def _curve(log: Log, program: Program, tag: str, samples_per_step: float | None) -> tuple[Floats, Floats] | None:
+    """The loss ``tag`` over samples: the axis of the series itself, or as they are logged, or the sum of the batches,
+    or by --samples-per-step, in this order. Points whose samples are unknown or no more than before are left out."""
     steps, losses = _columns(log.series[tag])
     counted = first(program.samples, log.series)
     batch = first(program.batch, log.series)
-    if counted is not None:
-        known_steps, known = _columns(log.series[counted])
-        samples = np.interp(steps, known_steps, known, left=np.nan, right=np.nan)
+    if tag.endswith(OVER_SAMPLES):
+        samples = steps
+    elif counted is not None:
+        samples = np.interp(steps, *_columns(log.series[counted]), left=np.nan, right=np.nan)
     elif batch is not None:
         sizes = np.interp(steps, *_columns(log.series[batch]))
         samples = np.cumsum(sizes * np.diff(steps, prepend=0.0))
     elif samples_per_step is not None:
         samples = steps * samples_per_step
     else:
-        return tag, None
-    return tag, _ascending(samples, losses)
+        return None
+    known = np.isfinite(samples)
+    samples, losses = samples[known], losses[known]
+    # A float32 in an event file counts exactly only to 2^24.
+    ascends = samples > np.maximum.accumulate(np.concatenate(([-math.inf], samples)))[:-1]
+    return samples[ascends], losses[ascends]
 
 
 def _columns(series: Series) -> tuple[Floats, Floats]:
     return np.asarray(series.steps, dtype=np.float64), np.asarray(series.values, dtype=np.float64)
-
-
-def _ascending(samples: Floats, losses: Floats) -> tuple[Floats, Floats]:
-    """Both without points whose samples are unknown or no more than before (a float32 in an event file counts
-    exactly only to 2^24)."""
-    known = np.isfinite(samples)
-    samples, losses = samples[known], losses[known]
-    reached = np.maximum.accumulate(np.concatenate(([-math.inf], samples)))[:-1]
-    return samples[samples > reached], losses[samples > reached]
 
 
 def _speed(log: Log, program: Program, tag: str, samples: Floats) -> float | None:

@@ -35,8 +35,7 @@ def seeds_band(curves: Floats, window: int) -> Floats:
 
 
 def pooled(values: Floats, span: int) -> Floats:
-    """The mean over ``span`` points around each; at the ends over those that are there. NaN is left
-    out."""
+    """The mean over ``span`` points around each; at the ends over those that are there. NaN is left out."""
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))

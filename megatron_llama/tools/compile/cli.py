@@ -74,12 +74,6 @@ def compile_one_rank(plan: Plan, representatives: Sequence[int] | None = None) -
     compile_rank(plan, representatives)
 
 
-def representatives(plan: Plan) -> list[int]:
-    """One rank for each kind of pipeline stage: the first, one in the middle, the last."""
-    pp = plan.config.trainer.pp
-    return [stage * (plan.world_size // pp) for stage in sorted({0, min(1, pp - 1), pp - 1})]
-
-
 def _need_no_device(overrides: list[str]) -> None:
     """Sets the variables with which the requested device compiles without being here, before it is looked for."""
     from megatron_llama.config import ConfigError, load_config
@@ -117,7 +111,9 @@ def _start(plan: Plan) -> int:
     from megatron_llama.launch.start import rank_outputs, run_on_this_machine
 
     plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_of_job(plan.config, None)
-    folder, ranks = Path(plan.config.run.dir), representatives(plan)
+    folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
+    # A rank of each kind of pipeline stage: the first, one in the middle, the last.
+    ranks = [stage * (plan.world_size // pp) for stage in sorted({0, min(1, pp - 1), pp - 1})]
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
         work = partial(compile_one_rank, plan, ranks)

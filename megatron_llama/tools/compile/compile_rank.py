@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -93,25 +92,19 @@ def _gather_through_store(ranks: Sequence[int], graphs: Sequence[Graph]) -> Comp
 
 def _report(compilations: Compilations, plan: Plan, start: float) -> None:
     """Prints what was compiled, on the first rank; raises NotCompiled on all."""
+    total = len(compilations.distinct)
     if int(os.environ["RANK"]) == 0:
         path = write_report(compilations, plan)
-        sys.stdout.write("\n".join(_lines(compilations, plan, time.perf_counter() - start, path)) + "\n")
+        for graph in compilations.distinct.values():
+            state = f"FAILED: {graph.failure}" if graph.failure else "in the cache" if graph.cached else "compiled"
+            sys.stdout.write(f"  {graph.what}, {graph.mode}, {graph.shapes}: {state}, {graph.seconds:.1f} s\n")
+        # The three totals are those that the Trainium recipe's compile job prints.
+        sys.stdout.write(
+            f"Total graphs: {total}\n"
+            f"Total successful compilations: {total - compilations.failed}\n"
+            f"Total failed compilations: {compilations.failed}\n"
+            f"{time.perf_counter() - start:.0f} s; cache {plan.config.trainer.compile_cache}; report {path}\n"
+        )
         sys.stdout.flush()
     if compilations.failed:
-        raise NotCompiled(f"{compilations.failed} of {len(compilations.distinct)} graphs could not be compiled")
-
-
-def _lines(compilations: Compilations, plan: Plan, seconds: float, path: Path) -> list[str]:
-    """The end of a compilation, as the Trainium recipe's compile job prints it, with each graph above."""
-    lines = []
-    for graph in compilations.distinct.values():
-        state = f"FAILED: {graph.failure}" if graph.failure else "in the cache" if graph.cached else "compiled"
-        lines.append(f"  {graph.what}, {graph.mode}, {graph.shapes}: {state}, {graph.seconds:.1f} s")
-    total = len(compilations.distinct)
-    return [
-        *lines,
-        f"Total graphs: {total}",
-        f"Total successful compilations: {total - compilations.failed}",
-        f"Total failed compilations: {compilations.failed}",
-        f"{seconds:.0f} s; cache {plan.config.trainer.compile_cache}; report {path}",
-    ]
+        raise NotCompiled(f"{compilations.failed} of {total} graphs could not be compiled")

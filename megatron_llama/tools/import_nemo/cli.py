@@ -21,7 +21,15 @@ STATUS = (
 
 def main(argv: Sequence[str]) -> int:
     """Runs ``scripts/import_config.py`` with ``argv``; returns the exit status."""
-    arguments = _parser().parse_intermixed_args(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("theirs", type=Path, help="the YAML to convert")
+    about = "what their command line changes in it: model.num_layers=32 (also model.vocab_size=N)"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
+    about = "the file to write (default: conf/experiment/<name of theirs>.yaml)"
+    parser.add_argument("-o", "--output", type=Path, help=about)
+    arguments = parser.parse_intermixed_args(argv)
     # Imported here: --help needs none of it.
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.cli import CONF_DIR
@@ -39,19 +47,6 @@ def main(argv: Sequence[str]) -> int:
     name = out.stem if out.resolve().parent == CONF_DIR / "experiment" else out
     sys.stdout.write(f"\nwritten: {out}\n  python train.py experiment={name}\n")
     sys.stdout.write(f"the same without the file:\n  {command_line(converted, CONF_DIR)}\n")
-    problems = check(out, CONF_DIR, converted.world_size)
-    if problems:
+    if problems := check(out, CONF_DIR, converted.world_size):
         sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
     return EXIT_FAILED if problems or converted.unsupported else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("theirs", type=Path, help="the YAML to convert")
-    about = "what their command line changes in it: model.num_layers=32 (also model.vocab_size=N)"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
-    about = "the file to write (default: conf/experiment/<name of theirs>.yaml)"
-    parser.add_argument("-o", "--output", type=Path, help=about)
-    return parser

@@ -117,19 +117,16 @@ def compared_lines(found: Sequence[Sequence[Traffic]]) -> Iterator[str]:
         if of_rank not in found[:number]:
             yield ""
             yield f"rank {compact([rank for rank, other in enumerate(found) if other == of_rank])}"
-            yield from _compared(of_rank)
-
-
-def _compared(everything: Sequence[Traffic]) -> list[str]:
-    lines = list(dict.fromkeys(line for traffic in everything for line in traffic))
-    amounts = []
-    for line in lines:
-        predicted, *counted = (traffic.get(line, (0, 0)) for traffic in everything)
-        differs = any(amount != predicted for amount in counted)
-        mark = f"DIFFERS, calls {[calls for calls, _ in counted]}" if differs else ""
-        amounts.append((f"{predicted[0]:,}", f"{predicted[1]:,}", *(f"{payload:,}" for _, payload in counted), mark))
-    steps = (f"counted, step {number}" for number in range(1, len(everything)))
-    return _table(["calls", "predicted", *steps, ""], lines, amounts)
+            lines = list(dict.fromkeys(line for traffic in of_rank for line in traffic))
+            amounts = []
+            for line in lines:
+                predicted, *counted = (traffic.get(line, (0, 0)) for traffic in of_rank)
+                payloads = (f"{payload:,}" for _, payload in (predicted, *counted))
+                differs = any(amount != predicted for amount in counted)
+                mark = f"DIFFERS, calls {[calls for calls, _ in counted]}" if differs else ""
+                amounts.append((f"{predicted[0]:,}", *payloads, mark))
+            steps = (f"counted, step {step}" for step in range(1, len(of_rank)))
+            yield from _table(["calls", "predicted", *steps, ""], lines, amounts)
 
 
 def _measure(plan: Plan) -> int:
