@@ -85,26 +85,15 @@ def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | Non
 def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This config") -> str:
     """The message for the user: each problem's field and value, the rule, and what to write instead."""
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
-    head = (
-        f"{what} can't work, for one reason:" if len(listed) == 1 else f"{what} can't work, for {len(listed)} reasons:"
-    )
-    blocks = [head]
+    blocks = [f"{what} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
     for problem in listed:
         title = problem.field if problem.value is None else f"{problem.field} = {shown(problem.value)}"
-        blocks.append(
-            "\n".join([f"  {title}", _wrapped("rule   ", problem.rule), _wrapped("instead", problem.instead)])
-        )
+        rule = fill("    rule     ", problem.rule, MESSAGE_WIDTH)
+        blocks.append(f"  {title}\n{rule}\n{fill('    instead  ', problem.instead, MESSAGE_WIDTH)}")
     return "\n\n".join(blocks)
 
 
-def _wrapped(label: str, text: str) -> str:
-    """``text`` under ``label``, wrapped with a hanging indent; long paths and commands are not broken."""
-    start = f"    {label}  "
-    return textwrap.fill(
-        text,
-        MESSAGE_WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def fill(start: str, text: str, width: int) -> str:
+    """``text`` behind ``start``, wrapped with a hanging indent; long paths and commands are not broken."""
+    wrapper = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)

@@ -122,7 +122,6 @@ def parse_overrides(
 def _run(config: Config, context: ProcessContext | None, overrides: list[str], work: Callable[[Plan], None]) -> int:
     """Becomes one of the run's processes, or starts them; returns the exit status."""
     from megatron_llama.config import ConfigError
-    from megatron_llama.config.data_prefixes import record_files
     from megatron_llama.data.checks import check_data
     from megatron_llama.launch.join import join
     from megatron_llama.launch.local import run_here
@@ -133,7 +132,7 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], w
 
     world = find_world(config, context)
     plan = world.plan()  # first: mistakes are reported before anything is prepared, or the processes meet
-    if record_files(plan.config.data) and not world.hosts:  # the hosts have disks of their own
+    if plan.record_files and not world.hosts:  # the hosts have disks of their own
         plan = world.plan(with_prepared(world.config, quiet=context is not None and context.rank > 0))
     if context is not None:
         return join(plan, world, context, work)

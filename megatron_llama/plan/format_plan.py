@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
-from megatron_llama.config.problems import format_problems
+from megatron_llama.config.problems import fill
 from megatron_llama.plan.memory import RankMemory, stage_memory
-from megatron_llama.plan.parameters import (
-    layers_per_stage,
-    lora_parameters,
-    parameters,
-    parameters_per_stage,
-    trained_parameters,
-)
+from megatron_llama.plan.parameters import lora_parameters, parameters, trained_parameters
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.units import gib, plural, short_count
-
-__all__ = ["format_plan", "format_problems"]
 
 WIDTH = 96
 LABEL = 14
@@ -29,14 +20,23 @@ SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradient
 
 def format_plan(plan: Plan) -> str:
     """Everything that ``resolve`` decided, as text."""
-    sections = (_head(plan), _grid(plan), _table(plan), _work(plan), _notes(plan))
+    memory = stage_memory(plan)
+    heaviest = max(memory, key=lambda rank: rank.total)
+    sections = (
+        _head(plan, parameters(plan.model)),
+        _grid(plan),
+        _table(plan, memory),
+        _work(plan, heaviest),
+        _notes(plan),
+    )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: Plan, count: int) -> Iterator[str]:
+    """The model, and its ``count`` parameters."""
     model = plan.model
     ranks = f"{plan.world_size} {plural(plan.world_size, 'rank')}"
-    yield f" {model.name} · {short_count(parameters(model))} parameters · {ranks} ".center(WIDTH, "─")
+    yield f" {model.name} · {short_count(count)} parameters · {ranks} ".center(WIDTH, "─")
     yield ""
     kv, queries = model.num_key_value_heads, model.num_attention_heads
     heads = f"{queries} heads" + (f" ({kv} kv)" if kv != queries else "")
@@ -45,22 +45,23 @@ def _head(plan: Plan) -> Iterator[str]:
     padding = plan.padded_vocab_size - model.vocab_size
     padded = f" + {padding} of padding" if padding else ""
     tied = "tied" if model.tie_word_embeddings else "untied"
-    yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {_positions(plan)}")
-    per_stage = [stage.held for stage in parameters_per_stage(plan)]
-    least, most = min(per_stage), max(per_stage)
+    scaled = f", scaled by {model.rope_scaling.factor:g}" if model.rope_scaling else ""
+    positions = f"sequence {plan.config.data.seq_length:,} · rope {model.rope_theta:g}{scaled}"
+    yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {positions}")
+    held = [stage.held for stage in plan.stages]
+    least, most = min(held), max(held)
     on_a_rank = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     share = f" in all · {on_a_rank} on a rank" if plan.world_size > 1 else ""
-    yield _line("parameters", f"{parameters(model):,}{share}")
-    yield from _trained(plan)
+    yield _line("parameters", f"{count:,}{share}")
+    if plan.config.finetune.method == "lora":
+        yield from _lora(plan, count)
 
 
-def _trained(plan: Plan) -> Iterator[str]:
+def _lora(plan: Plan, count: int) -> Iterator[str]:
     """What LoRA trains, with its share of all parameters, LoRA's included, as PEFT prints it."""
     finetune, model = plan.config.finetune, plan.model
-    if finetune.method != "lora":
-        return
-    trained, added = trained_parameters(model, finetune), lora_parameters(model, finetune)
-    percent = 100 * trained / (parameters(model) + added)
+    trained = trained_parameters(model, finetune)
+    percent = 100 * trained / (count + lora_parameters(model, finetune))
     kept = plan.precision.compute_format if plan.quantized else finetune.frozen_dtype
     yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
     if plan.quantized:
@@ -75,59 +76,44 @@ def _trained(plan: Plan) -> Iterator[str]:
         yield _line("", f"going on from {finetune.adapter}")
 
 
-def _positions(plan: Plan) -> str:
-    scaling = plan.model.rope_scaling
-    scaled = f", scaled by {scaling.factor:g}" if scaling else ""
-    return f"sequence {plan.config.data.seq_length:,} · rope {plan.model.rope_theta:g}{scaled}"
-
-
 def _grid(plan: Plan) -> Iterator[str]:
     trainer = plan.config.trainer
-    yield _line("rank grid", f"pp {trainer.pp} × dp {plan.dp} × tp {trainer.tp} = {plan.world_size}" + _virtual(plan))
+    virtual = f", {trainer.vpp} virtual stages on each rank" if trainer.vpp > 1 else ""
+    yield _line("rank grid", f"pp {trainer.pp} × dp {plan.dp} × tp {trainer.tp} = {plan.world_size}{virtual}")
     if plan.world_size > max(trainer.tp, trainer.pp, plan.dp):
         yield _line("", f"rank = (pp · {plan.dp} + dp) · {trainer.tp} + tp")
 
 
-def _virtual(plan: Plan) -> str:
-    vpp = plan.config.trainer.vpp
-    return f", {vpp} virtual stages on each rank" if vpp > 1 else ""
-
-
-def _table(plan: Plan) -> Iterator[str]:
+def _table(plan: Plan, memory: list[RankMemory]) -> list[str]:
     """One row per pipeline stage: its layers, what a rank of it holds, and which ranks those are."""
     for columns in range(MOST_COLUMNS, 0, -1):
-        lines = _aligned(_cells(plan, columns))
-        if max(map(len, lines)) <= WIDTH:
+        rows = _cells(plan, memory, columns)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        if sum(widths) + 3 * len(widths) - 1 <= WIDTH:
             break
-    yield from lines
+    # Names to the left, numbers to the right, and a rule under the header.
+    aligns = ["<", "<"] + [">"] * (len(widths) - 2)
+    rows.insert(1, ["─" * width for width in widths])
+    cells = [[f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)] for row in rows]
+    return [("  " + "   ".join(row)).rstrip() for row in cells]
 
 
-def _cells(plan: Plan, columns: int) -> list[list[str]]:
+def _cells(plan: Plan, memory: list[RankMemory], columns: int) -> list[list[str]]:
     """The table's text, with at most ``columns`` data-parallel replicas."""
-    pp = plan.config.trainer.pp
+    pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
     replicas = _some(plan.dp, columns)
     header = ["stage", "layers", "parameters", "memory", *(f"dp {d}" if d is not None else "…" for d in replicas)]
     rows = [header]
-    counts, memory, layers = parameters_per_stage(plan), stage_memory(plan), layers_per_stage(plan.stage_layers, pp)
     for stage in _some(pp, MOST_ROWS):
         if stage is None:
             rows.append(["…"] + [""] * (len(header) - 1))
             continue
-        chunks = f"{layers[stage]:>3}  " + " + ".join(_span(chunk) for chunk in plan.stage_layers[stage::pp])
-        ranks = [_ranks(plan, stage, replica) if replica is not None else "…" for replica in replicas]
-        rows.append([f"pp {stage}", chunks, short_count(counts[stage].held), gib(memory[stage].total), *ranks])
+        chunks = plan.stage_layers[stage::pp]
+        layers = f"{sum(map(len, chunks)):>3}  " + " + ".join(map(_span, chunks))
+        firsts = [(stage * plan.dp + replica) * tp if replica is not None else None for replica in replicas]
+        ranks = ["…" if first is None else _span(range(first, first + tp)) for first in firsts]
+        rows.append([f"pp {stage}", layers, short_count(plan.stages[stage].held), gib(memory[stage].total), *ranks])
     return rows
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Names to the left, numbers to the right, and a rule under the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        padded[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-        lines.append(("  " + "   ".join(padded)).rstrip())
-    return [lines[0], "  " + "   ".join("─" * width for width in widths), *lines[1:]]
 
 
 def _some(count: int, most: int) -> list[int | None]:
@@ -137,40 +123,38 @@ def _some(count: int, most: int) -> list[int | None]:
     return [*range(max(most - 2, 1)), None, *([count - 1] if most > 2 else [])]
 
 
-def _ranks(plan: Plan, stage: int, replica: int) -> str:
-    tp = plan.config.trainer.tp
-    first = (stage * plan.dp + replica) * tp
-    return _span(tuple(range(first, first + tp)))
-
-
-def _span(numbers: tuple[int, ...]) -> str:
+def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
-def _work(plan: Plan) -> Iterator[str]:
-    trainer, data = plan.config.trainer, plan.config.data
+def _work(plan: Plan, heaviest: RankMemory) -> Iterator[str]:
+    trainer, data, optim = plan.config.trainer, plan.config.data, plan.config.optim
     micro, whole = trainer.micro_batch_size, trainer.global_batch_size
     batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {plural(whole, 'sequence')}"
     yield _line("batch", batch)
     yield _line("tokens", f"{whole} × {data.seq_length:,} = {plan.tokens_per_step:,} per step")
     steps = f"{trainer.steps:,} {plural(trainer.steps, 'step')}"
     yield _line("", f"{steps} · {short_count(plan.tokens_per_step * trainer.steps)} tokens in all · data {data.name}")
-    yield _line("precision", _precision(plan))
+    precision = trainer.precision
+    yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))
     switches = [name for name in ("compile", "deterministic") if getattr(trainer, name)]
     sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
     yield _line("activations", " · ".join([f"recompute {trainer.recompute}", sequence, *switches]))
-    yield from _optimizer(plan)
-    heaviest = max(stage_memory(plan), key=lambda memory: memory.total)
-    yield _line("memory", _memory(heaviest))
+    betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.name != "sgd" else ""
+    clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
+    rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
+    yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
+    schedule = str(optim.schedule.get("_target_", "")).rpartition(".")[2]
+    warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
+    end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
+    yield _line("schedule", f"{schedule} · {warmup}{end}")
+    parts = {"weights": heaviest.weights, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
+    terms = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    yield _line("memory", f"{terms} = {gib(heaviest.total)}")
     yield _line("", "on the heaviest rank, before activations")
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
-
-
-def _precision(plan: Plan) -> str:
-    name = plan.config.trainer.precision
-    return name if name == "fp32" else f"{name}: {plan.precision}"
 
 
 def _sharding(plan: Plan) -> str:
@@ -181,34 +165,9 @@ def _sharding(plan: Plan) -> str:
     return f"zero {zero}: {SHARDED[zero]} over {plan.shard_size} ranks{groups}"
 
 
-def _optimizer(plan: Plan) -> Iterator[str]:
-    optim = plan.config.optim
-    betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.name != "sgd" else ""
-    clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
-    rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
-    yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
-    name = str(optim.schedule.get("_target_", "")).rpartition(".")[2]
-    warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
-    end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
-    yield _line("schedule", f"{name} · {warmup}{end}")
-
-
-def _memory(memory: RankMemory) -> str:
-    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    return " + ".join(f"{name} {gib(size)}" for name, size in parts.items()) + f" = {gib(memory.total)}"
-
-
 def _notes(plan: Plan) -> Iterator[str]:
     for number, note in enumerate(plan.notes):
-        start = ("note" if number == 0 else "").ljust(LABEL)
-        yield textwrap.fill(
-            note,
-            WIDTH,
-            initial_indent="  " + start,
-            subsequent_indent=" " * (LABEL + 2),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield fill(_line("" if number else "note", ""), note, WIDTH)
 
 
 def _line(label: str, text: str) -> str:

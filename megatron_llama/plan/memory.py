@@ -12,7 +12,7 @@ from typing import Any
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.parameters import StageParameters, parameters_per_stage, stage_parameters
+from megatron_llama.plan.parameters import StageParameters, stage_parameters
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import can_cut
 from megatron_llama.system.units import GIB, gib
@@ -50,7 +50,7 @@ class RankMemory:
 
 def stage_memory(plan: Plan) -> list[RankMemory]:
     """Bytes on one rank of each pipeline stage."""
-    return [rank_memory(plan, stage) for stage in parameters_per_stage(plan)]
+    return [rank_memory(plan, stage) for stage in plan.stages]
 
 
 def rank_memory(plan: Plan, stage: StageParameters) -> RankMemory:

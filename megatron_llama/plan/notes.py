@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.config.data_prefixes import record_files, weights_and_paths
+from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import epochs_of, samples_per_epoch
 from megatron_llama.plan.plan import Plan
@@ -18,7 +18,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
             f"finetune.method={method} starts from random weights here, which is of use for measuring only: init_from "
             "is not set"
         )
-    for _, path in record_files(data):
+    for _, path in plan.record_files:
         yield f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
-from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import matrices, padded_vocab_size
 
 
@@ -78,17 +76,3 @@ def stage_parameters(
     norms = layers * (saved("input_layernorm") + saved("post_attention_layernorm")) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
     return StageParameters(held + added, added + norms * model.hidden_size + tables * table, quantizable)
-
-
-def layers_per_stage(stage_layers: Sequence[Sequence[int]], pp: int) -> list[int]:
-    """Blocks on each pipeline stage, all of its chunks together."""
-    return [sum(len(chunk) for chunk in stage_layers[stage::pp]) for stage in range(pp)]
-
-
-def parameters_per_stage(plan: Plan) -> list[StageParameters]:
-    """What one rank of each pipeline stage holds."""
-    pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
-    return [
-        stage_parameters(plan.model, plan.config.finetune, layers, tp, first=stage == 0, last=stage == pp - 1)
-        for stage, layers in enumerate(layers_per_stage(plan.stage_layers, pp))
-    ]

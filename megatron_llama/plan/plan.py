@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
+from megatron_llama.plan.parameters import StageParameters
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Plan:
     """Global layer numbers of each virtual stage, pp * vpp entries; virtual stage v * pp + p is chunk v of stage p."""
     padded_vocab_size: int
     """Rows of the embedding table with padding, a multiple of tp."""
+    stages: tuple[StageParameters, ...]
+    """What one rank of each pipeline stage holds."""
+    record_files: tuple[tuple[str, str], ...]
+    """(setting, path) of the files of records that are still to be prepared."""
     notes: tuple[str, ...] = ()
     """What a user should know about the plan."""
 

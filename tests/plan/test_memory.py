@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_llama.config import load_config
-from megatron_llama.plan import Machine, Plan, parameters_per_stage, resolve, stage_memory
+from megatron_llama.plan import Machine, Plan, resolve, stage_memory
 from megatron_llama.plan.memory import RankMemory, rank_memory
 from megatron_llama.plan.parameters import StageParameters
 from megatron_llama.system.units import GIB
@@ -71,7 +71,7 @@ def test_sgd_has_no_moments_and_one_micro_batch_is_reduced_at_once() -> None:
 
 def test_each_stage_needs_what_its_parameters_need() -> None:
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
-    assert [memory.total for memory in stage_memory(plan)] == [20 * stage.held for stage in parameters_per_stage(plan)]
+    assert [memory.total for memory in stage_memory(plan)] == [20 * stage.held for stage in plan.stages]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

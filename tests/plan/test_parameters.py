@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_llama.config import load_config
-from megatron_llama.plan import parameters, parameters_per_stage, resolve
+from megatron_llama.plan import parameters, resolve
 from megatron_llama.plan.parameters import matrices_per_layer, parameters_per_layer
 from megatron_llama.plan.shapes import matrices
 from tests.paths import CONF
@@ -35,7 +35,7 @@ def test_pipeline_stages_add_up_to_the_model(name: str, tp: int, pp: int) -> Non
     model = plan.model
     # Cut over stages, a tied table is held twice: as the embedding on the first stage and as the head on the last.
     copies = model.vocab_size * model.hidden_size if model.tie_word_embeddings and pp > 1 else 0
-    assert sum(stage.held for stage in parameters_per_stage(plan)) == parameters(model) + copies
+    assert sum(stage.held for stage in plan.stages) == parameters(model) + copies
 
 
 def test_tensor_parallel_ranks_hold_equal_shares_and_whole_norms() -> None:
@@ -53,6 +53,6 @@ def test_padding_is_on_the_ranks_but_not_in_the_model() -> None:
     overrides = ["model.vocab_size=4099", "trainer.tp=4", "data=mock"]
     plan = resolve(load_config(overrides, CONF), 4)
     rows = 4100 // 4
-    (stage,) = parameters_per_stage(plan)
+    (stage,) = plan.stages
     assert stage.held == 2 * rows * 192 + 4 * parameters_per_layer(plan.model, 4) + 192
     assert parameters(plan.model) == 2 * 4099 * 192 + 4 * parameters_per_layer(plan.model) + 192

@@ -13,7 +13,6 @@ import pytest
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import resolve
 from megatron_llama.plan.derive import COSINE, split_layers
-from megatron_llama.plan.parameters import layers_per_stage
 from tests.config.helpers import make
 from tests.data.files import numbered, write_indexed
 from tests.paths import CONF
@@ -135,14 +134,15 @@ def test_stages_partition_the_layers(pp: int, vpp: int) -> None:
         sizes = [len(chunk) for chunk in chunks]
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
         assert sizes == sorted(sizes, reverse=True), "the first stages take what is left over"
-        assert split_layers(layers, pp, vpp, layers_per_stage(chunks, pp)) == chunks
+        per_stage = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
+        assert split_layers(layers, pp, vpp, per_stage) == chunks
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (3, 2), (4, 3)])
 def test_an_explicit_split_is_kept(pp: int, vpp: int) -> None:
     for given in itertools.product(range(vpp, vpp + 3), repeat=pp):
         chunks = split_layers(sum(given), pp, vpp, given)
-        assert layers_per_stage(chunks, pp) == list(given)
+        assert tuple(sum(map(len, chunks[stage::pp])) for stage in range(pp)) == given
         assert list(itertools.chain.from_iterable(chunks)) == list(range(sum(given)))
         assert all(chunks), "every virtual stage has a layer"
 
