@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_llama.config import settings  # noqa: E402 (the tree need not be installed)
 from megatron_llama.config.fields import sections, settings_by_name  # noqa: E402
 from megatron_llama.config.problems import shown  # noqa: E402
+from scripts.results import markdown_table  # noqa: E402
 
 DOCS = ROOT / "docs" / "config.md"
 CONF = ROOT / "conf"
@@ -52,35 +53,29 @@ def field_docs(module_source: str) -> dict[str, dict[str, str]]:
 def page() -> str:
     """The whole of docs/config.md."""
     docs = field_docs(inspect.getsource(settings))
-    blocks = [INTRODUCTION, "\n".join(_groups())]
+    head = ("setting", "type", "default", "meaning")
+    lines = [INTRODUCTION, "## Groups\n", *markdown_table(("write", "to get"), _groups()), ""]
     for name, section in sections().items():
-        heading = f"## {name}\n\n{docs[section.kind.__name__]['']}"
-        blocks.append(heading + (" May be null.\n" if section.optional else "\n"))
-        blocks.append("\n".join(_table(name, docs[section.kind.__name__])))
-    blocks.append("## Without a section\n")
-    blocks.append("\n".join(_table("", docs["Config"])))
-    return "\n".join(blocks)
+        of_class = docs[section.kind.__name__]
+        lines.append(f"## {name}\n\n{of_class['']}{' May be null.' if section.optional else ''}\n")
+        lines += [*markdown_table(head, _settings(name, of_class)), ""]
+    lines += ["## Without a section\n", *markdown_table(head, _settings("", docs["Config"])), ""]
+    return "\n".join(lines)
 
 
-def _groups() -> Iterator[str]:
+def _groups() -> Iterator[tuple[str, ...]]:
     """The files of each group, with the comment that each begins with."""
-    yield "## Groups\n"
-    yield "| write | to get |"
-    yield "|---|---|"
     order = {name: number for number, name in enumerate(sections())}
     files = sorted(CONF.glob("*/*.yaml"), key=lambda path: (order.get(path.parent.name, len(order)), path))
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
         first = lines[lines[0] == PACKAGE]
         assert first.startswith("# "), f"{path} begins with a comment that says what it is"
-        yield f"| `{path.parent.name}={path.stem}` | {_cell(first[2:])} |"
-    yield ""
+        yield f"`{path.parent.name}={path.stem}`", _cell(first[2:])
 
 
-def _table(section: str, docs: dict[str, str]) -> Iterator[str]:
+def _settings(section: str, docs: dict[str, str]) -> Iterator[tuple[str, ...]]:
     """The settings directly inside ``section``."""
-    yield "| setting | type | default | meaning |"
-    yield "|---|---|---|---|"
     for setting in settings_by_name().values():
         owner, _, field = setting.name.rpartition(".")
         if owner == section:
@@ -89,8 +84,7 @@ def _table(section: str, docs: dict[str, str]) -> Iterator[str]:
             kind = setting.kind.__name__ + (f" of {setting.item_kind.__name__}" if setting.item_kind else "")
             kind += " or null" if setting.optional else ""
             kind += f", {setting.limit.rule.removeprefix('must be ')}" if setting.limit else ""
-            yield f"| `{setting.name}` | {kind} | `{shown(setting.default)}` | {_cell(docs[field])} |"
-    yield ""
+            yield f"`{setting.name}`", kind, f"`{shown(setting.default)}`", _cell(docs[field])
 
 
 def _cell(text: str) -> str:

@@ -111,19 +111,14 @@ def _read(source: Path) -> Log:
     elif source.name.startswith(EVENTS):
         _read_events(source, log)
     elif source.suffix == ".json":
-        _add_records(log, _history(source))
+        content = json.loads(source.read_text(encoding="utf-8"))
+        history = content.get("log_history") if isinstance(content, dict) else None
+        if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
+            raise ValueError(f"{source.name} has no log_history")
+        _add_records(log, history)
     else:
         _add_records(log, read_metrics(source, STEPS))
     return log
-
-
-def _history(path: Path) -> list[dict[str, Any]]:
-    """The records in a trainer_state.json."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    history = content.get("log_history") if isinstance(content, dict) else None
-    if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
-        raise ValueError(f"{path.name} has no log_history")
-    return history
 
 
 def _add_records(log: Log, records: Iterable[Mapping[str, Any]]) -> None:
