@@ -55,9 +55,6 @@ class Topology:
         """Whether this rank writes the metrics. It is rank 0, as all ranks have the reduced values."""
         return self.rank == 0
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pp {self.pp_rank}, dp {self.dp_rank}, tp {self.tp_rank})"
-
 
 def build_topology(plan: Plan, rank: int) -> Topology:
     """This rank's position in the plan's grid. Raises ValueError for a rank outside the world."""

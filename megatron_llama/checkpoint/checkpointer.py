@@ -39,7 +39,7 @@ class Checkpointer:
         """Bytes that this rank read from files when it was last loaded."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
-        self._validated: tuple[int, float] = (-1, math.nan)
+        self._val_loss: float | None = None
         self._origin: tuple[str | None, str] = (None, plan.precision.param_dtype)
         self._lora = plan.config.finetune.method == "lora"
         self._base: str | None = None
@@ -83,11 +83,14 @@ class Checkpointer:
             self._start_from("init_from", self.plan.config.init_from, self._load_weights)
         return 0
 
-    def after_step(self, step: int, stop: bool = False) -> bool:
+    def after_step(self, step: int, stop: bool = False, val_loss: float | None = None) -> bool:
         """Saves if the step is due. True when ``stop`` is true on any rank: then all ranks have saved the step.
 
+        ``val_loss`` is the validation loss after the step, where it was validated.
         Raises SaveFailed on all ranks when a checkpoint could not be written.
         """
+        # NaN would compare as neither better nor worse than any other loss.
+        self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         stop = self.saver.advance(stop)
         every = self.plan.config.checkpoint.every_steps
         if stop or (every and step % every == 0):
@@ -95,10 +98,6 @@ class Checkpointer:
         if stop:
             self.saver.wait()
         return stop
-
-    def note_validation(self, step: int, val_loss: float) -> None:
-        """Keeps the validation loss after ``step`` for the checkpoint of that step, if there will be one."""
-        self._validated = step, val_loss
 
     def finish(self, step: int) -> None:
         """Saves the last step and waits until everything is on disk."""
@@ -189,24 +188,21 @@ class Checkpointer:
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)
         tensors |= contents.random_state(self.topology.rank, self.model.device)
-        self.saver.start(tensors, self._state(step, self.optimizer.updates))
-        self._saved = step
-
-    def _state(self, step: int, updates: int) -> State:
         config = self.plan.config
-        return State(
+        state = State(
             step=step,
             consumed_samples=step * config.trainer.global_batch_size,
             optimizer=config.optim.name,
-            updates=updates,
+            updates=self.optimizer.updates,
             world_size=self.plan.world_size,
             settings=asdict(config),
             hf_folder=self._origin[0],
             dtype=self._origin[1],
-            # NaN compares as neither better nor worse than any other loss.
-            val_loss=self._validated[1] if self._validated[0] == step and math.isfinite(self._validated[1]) else None,
+            val_loss=self._val_loss,
             base=self._base,
         )
+        self.saver.start(tensors, state)
+        self._saved = step
 
     def _report(self, text: str) -> None:
         """Writes a line to stderr on rank 0; stdout has the progress line."""

@@ -13,11 +13,6 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import Shard
 
 
-def random_name(rank: int) -> str:
-    """Name of a rank's random state, which only the same rank of as many ranks loads."""
-    return f"random.rank_{rank:05d}"
-
-
 def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangles]:
     """This rank's weights, as views; with ``owned`` without those that another rank writes too."""
     return _by_name((("", shard, shard.local) for shard in shards), owned)
@@ -42,12 +37,15 @@ def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rec
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
-    """The states of this rank's random generators, uint8: the CPU's, then the device's where that is another one."""
+    """The states of this rank's random generators, uint8: the CPU's, then the device's where that is another one.
+
+    Only the same rank of as many ranks loads them, by their name.
+    """
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
     both = torch.cat(states)
-    return {random_name(rank): Rectangles(tuple(both.shape), [((0,), both)])}
+    return {f"random.rank_{rank:05d}": Rectangles(tuple(both.shape), [((0,), both)])}
 
 
 def set_random_state(both: torch.Tensor, device: torch.device) -> None:

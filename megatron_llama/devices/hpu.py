@@ -65,10 +65,8 @@ class Hpu(Device):
     variable_prefixes = ("HABANA_", "PT_HPU_", "HLS_")
 
     def probe(self) -> str | None:
-        missing = package_missing(PACKAGE, SOURCE)
-        if not _cards():
-            return "this machine has no Intel Gaudi driver or card" + (f", and {missing}" if missing else "")
-        return missing
+        no_card = None if _cards() else "this machine has no Intel Gaudi driver or card"
+        return ", and ".join(filter(None, (no_card, package_missing(PACKAGE, SOURCE)))) or None
 
     def count(self) -> int:
         return len(_visible_modules())

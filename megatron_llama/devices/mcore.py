@@ -36,23 +36,19 @@ ROUTED = (
 
 
 def route(device: torch.device) -> None:
-    """Makes megatron-core run on ``device``. On CUDA, only silences two warnings that would break graphs."""
-    _silence_warnings()
-    if device.type == "cuda":
-        return
-    routed = _routed_torch(device)
-    for name in ROUTED:
-        importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
-
-
-def _silence_warnings() -> None:
-    """Silences two warnings inside the forward of a parallel linear, each of which would be a graph break."""
+    """Makes megatron-core run on ``device``. On CUDA, only silences two warnings in the forward of a parallel linear,
+    each of which would be a graph break."""
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     # About CUDA_DEVICE_MAX_CONNECTIONS, which devices/cuda.py sets.
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     # About a missing tp_group, which RowParallelLinear does not pass on. Only rank 0 warns, so it alone would compile
     # other graphs than the rest.
     layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        return
+    routed = _routed_torch(device)
+    for name in ROUTED:
+        importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
 
 
 def _tensor_parallel_group(

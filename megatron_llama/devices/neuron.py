@@ -102,10 +102,8 @@ class Neuron(Device):
     variable_prefixes = ("NEURON_", "XLA_")
 
     def probe(self) -> str | None:
-        missing = package_missing(PACKAGE, SOURCE)
-        if not _chips() and not _compiles_only():
-            return "this machine has no Neuron device (/dev/neuron0)" + (f", and {missing}" if missing else "")
-        return missing
+        no_chip = None if _chips() or _compiles_only() else "this machine has no Neuron device (/dev/neuron0)"
+        return ", and ".join(filter(None, (no_chip, package_missing(PACKAGE, SOURCE)))) or None
 
     def count(self) -> int:
         """Logical cores; where graphs are only compiled, on a machine without any, one."""
@@ -117,10 +115,9 @@ class Neuron(Device):
     def environment(self, plan: Plan) -> dict[str, str]:
         # A graph that does not compile must be an error: run by operations, it would only look like a slow run.
         variables = {"TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1"}
-        trainer = plan.config.trainer
         if plan.precision.stochastic:
             variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = "1"
-            variables["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = str(trainer.seed)
+            variables["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = str(plan.config.trainer.seed)
         return variables
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:

@@ -46,14 +46,10 @@ def _random_values(piece: Piece, seed: int, draw: Callable[..., torch.Tensor]) -
     values = torch.empty(piece.size)
     for start in range(first // _BLOCK_ROWS * _BLOCK_ROWS, last, _BLOCK_ROWS):
         stop = min(start + _BLOCK_ROWS, rows)
-        generator = torch.Generator().manual_seed(_block_seed(seed, piece.name, start))
-        block = draw(stop - start, columns, generator=generator)
+        digest = hashlib.blake2b(f"{seed}/{piece.name}/{start}".encode(), digest_size=8).digest()
+        block_seed = int.from_bytes(digest, "big") >> 1  # 63 bits: torch's seeds are signed
+        block = draw(stop - start, columns, generator=torch.Generator().manual_seed(block_seed))
         low, high = max(start, first), min(stop, last)
         kept_columns = slice(piece.offset[1], piece.offset[1] + piece.size[1])
         values[low - first : high - first] = block[low - start : high - start, kept_columns]
     return values
-
-
-def _block_seed(seed: int, name: str, row: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # 63 bits: torch's seeds are signed

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
@@ -27,11 +27,11 @@ from megatron_llama.model.loss import hide_padding, token_losses
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary angles, each [s, 1 or b, 1, d], fp32."""
 
 
-def _no_init(_: torch.Tensor) -> None:
+def _no_init(_: Tensor) -> None:
     """megatron-core requires an init method; here model/init.py fills the weights, after they have been sharded."""
 
 
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h], in x's dtype."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
@@ -80,9 +80,7 @@ class Attention(nn.Module):
         self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
         self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
 
-    def forward(
-        self, x: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]. ``mask`` [b, 1, s, s] is for packed examples, see ``Documents.mask``."""
         qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
         if self.recompute and torch.is_grad_enabled():
@@ -92,8 +90,8 @@ class Attention(nn.Module):
         return self.o_proj(out)[0]
 
     def _core_attention(
-        self, qkv: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+        self, qkv: Tensor, rotary: Rotary, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
         s, b = qkv.shape[:2]
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -103,9 +101,8 @@ class Attention(nn.Module):
         if cache is not None:
             out = cache.attend(q, k, v)
         elif mask is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
-            )
+            grouped = self.num_heads != self.num_kv_heads
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
             # Fused kernels that take a mask have no grouped heads; the fallback keeps all scores [b, heads, s, s].
             k, v = (y.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for y in (k, v))
@@ -122,7 +119,7 @@ class FeedForward(nn.Module):
         self.gate_up_proj = _column_parallel(model.hidden_size, 2 * model.intermediate_size, mcore)
         self.down_proj = _row_parallel(model.intermediate_size, model.hidden_size, mcore)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         gate_up, _ = self.gate_up_proj(x)
         if self.recompute and torch.is_grad_enabled():
@@ -132,7 +129,7 @@ class FeedForward(nn.Module):
         return self.down_proj(hidden)[0]
 
     @staticmethod
-    def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    def _silu_and_multiply(gate_up: Tensor) -> Tensor:
         """[s, b, 2 * ffn/t] to [s, b, ffn/t]; each rank has gate rows, then the up rows that belong to them."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -155,13 +152,8 @@ class Block(nn.Module):
         self.draws_random_numbers = False  # LoRA's dropout is the only source; model/lora.py sets it
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]; ``mask`` is for packed examples, ``cache`` for generation."""
         if self.recompute and torch.is_grad_enabled():
             preserve = self.draws_random_numbers  # else there is no state to restore, and no device to wait for
@@ -169,13 +161,8 @@ class Block(nn.Module):
         return self._forward(x, cos, sin, mask, cache)
 
     def _forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         h = x + self.self_attn(self.input_layernorm(x), (cos, sin), mask, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -226,19 +213,19 @@ class Llama(nn.Module):
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = model.tie_word_embeddings
-        self.input_tensor: torch.Tensor | None = None
+        self.input_tensor: Tensor | None = None
 
-    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Receives the activations [s(/t), b, h] of the previous stage; megatron-core calls it before ``forward``."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        tokens: Tensor,
+        labels: Tensor | None = None,
         documents: Documents | None = None,
         cache: KVCache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The forward pass of this chunk for token ids [b, s], int64.
 
         Returns the activations [s(/t), b, h], or on the last chunk the loss of each token [s, b], fp32, given
@@ -271,7 +258,7 @@ class Llama(nn.Module):
         logits = hide_padding(logits.float(), self.model.vocab_size)
         return logits if labels is None else token_losses(logits, labels)
 
-    def _rotary_for(self, tokens: torch.Tensor) -> Rotary:
+    def _rotary_for(self, tokens: Tensor) -> Rotary:
         """Cosines and sines for tokens [b, s], kept until length or device change."""
         length = tokens.shape[1]
         if self._rotary is None or self._rotary[0].shape[0] != length or self._rotary[0].device != tokens.device:

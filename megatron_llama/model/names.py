@@ -117,7 +117,10 @@ def pieces(
     if stem.endswith("norm"):
         return [Piece(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
     if stem.endswith("qkv_proj"):
-        return _qkv_pieces(name, shapes, model, tp)
+        copies = kv_copies(model, tp.size)
+        q, k, v = (name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
+        kv = [_row_part(n, shapes[n], tp.rank // copies, tp.size // copies, tp.rank % copies) for n in (k, v)]
+        return _stack([_row_part(q, shapes[q], tp.rank, tp.size), *kv])
     if stem.endswith("gate_up_proj"):
         names = [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
         return _stack([_row_part(n, shapes[n], tp.rank, tp.size) for n in names])
@@ -159,14 +162,6 @@ def _stack(parts: list[Piece]) -> list[Piece]:
         stacked.append(replace(part, local_offset=(row, 0)))
         row += part.size[0]
     return stacked
-
-
-def _qkv_pieces(name: str, shapes: dict[str, Shape], model: ModelConfig, tp: TensorParallel) -> list[Piece]:
-    copies = kv_copies(model, tp.size)
-    q, k, v = (name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
-    head, copy = tp.rank // copies, tp.rank % copies
-    kv = [_row_part(n, shapes[n], head, tp.size // copies, copy) for n in (k, v)]
-    return _stack([_row_part(q, shapes[q], tp.rank, tp.size), *kv])
 
 
 def _lora_pieces(

@@ -61,10 +61,12 @@ def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Ten
     if kind == "int8":
         values = codes.contiguous().view(torch.int8).float()
     else:
-        values = F.embedding(codes.int(), _pairs(packed.device)).flatten(1)  # two values per byte
-    scale = scales.clone(memory_format=torch.contiguous_format).view(
-        torch.float32
-    )  # a copy, since a view as fp32 must be aligned
+        levels = torch.tensor(_NF4, device=packed.device)
+        # The two values of each byte, [256, 2]: the first is in the upper four bits.
+        pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+        values = F.embedding(codes.int(), pairs).flatten(1)
+    # A copy, since a view as fp32 must be aligned.
+    scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
@@ -81,12 +83,6 @@ def quantize_layers(block: nn.Module, kind: str) -> None:
 def is_quantized(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
     """Whether a layer's weight is quantized."""
     return layer.weight is not None and layer.weight.dtype == torch.uint8
-
-
-def _pairs(device: torch.device) -> torch.Tensor:
-    """The two levels of each byte, [256, 2]: the first value is in the upper four bits."""
-    levels = torch.tensor(_NF4, device=device)
-    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
 
 
 def _pack_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ from torch import nn
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.mcore_config import torch_dtype
-from megatron_llama.model.names import Piece
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.parallel import ParallelModel, Shard
@@ -120,11 +119,23 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
     ]
-    if plan.precision.param_dtype == "float32":
-        inner = _torch_optimizer(groups, plan)
+    beta1, beta2 = optim.betas
+    inner: torch.optim.Optimizer
+    if plan.precision.param_dtype != "float32":
+        numbers = {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps, "momentum": beta1}
+        inner = LowPrecisionOptimizer(
+            [{**numbers, **group} for group in groups],
+            optim.name,
+            {views[id(s)]: s.pieces for s in trained},
+            state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
+            stochastic=plan.precision.stochastic,
+            seed=plan.config.trainer.seed,
+        )
+    elif optim.name == "sgd":
+        inner = torch.optim.SGD(groups, lr=optim.lr, momentum=beta1)
     else:
-        pieces: dict[torch.Tensor, list[Piece]] = {views[id(s)]: s.pieces for s in trained}
-        inner = _low_precision(groups, plan, pieces)
+        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
+        inner = kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip)
 
 
@@ -144,27 +155,3 @@ def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
             "one out: ~optim.schedule.max_steps"
         )
         raise ConfigError([Problem("optim.schedule", target, f"could not be made: {cause}", instead)]) from error
-
-
-def _torch_optimizer(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
-    optim = plan.config.optim
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
-    beta1, beta2 = optim.betas
-    return kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-
-
-def _low_precision(
-    groups: list[dict[str, Any]], plan: Plan, pieces: dict[torch.Tensor, list[Piece]]
-) -> torch.optim.Optimizer:
-    optim = plan.config.optim
-    numbers = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "momentum": optim.betas[0]}
-    return LowPrecisionOptimizer(
-        [{**numbers, **group} for group in groups],
-        optim.name,
-        pieces,
-        state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
-        stochastic=plan.precision.stochastic,
-        seed=plan.config.trainer.seed,
-    )

@@ -120,36 +120,31 @@ class Compiler:
                 if not self.keep_going:
                     raise
                 failure = f"{type(error).__name__}: {error}"
-            cached = failure is None and self._from_cache(before, key)
+            now = self._cache_state()
+            # An unchanged number of files proves no hit, as a compiler may cache nothing: the note must exist too.
+            cached = failure is None and now == before and (now[1] == 0 or self._note_of(key).exists())
             seconds = time.perf_counter() - start
             why = None if cached or failure else self._why_new(key, what, mode)
             self.graphs.append(Graph(what, mode, key, shapes, cached, seconds, late, why, failure))
-            if failure is None:
-                self._note(self.graphs[-1])
+            if failure is None and not self._note_of(key).exists():
+                note = {"what": what, "mode": mode, "settings": settings_of_graphs(self.plan)}
+                write_atomically(self._note_of(key), json.dumps(note, indent=1))
         if late:
             sys.stderr.write(f"compiled after warm-up: {what}, {mode}, for {shapes}\n")
         return compiled
 
     def _cache_state(self) -> tuple[int, int]:
-        """A number that grows with each new graph, and how it was counted: 0 cache misses, 1 files in the cache."""
+        """A number that grows with each new graph, and how it was counted: 0 Inductor's cache misses in this process,
+        1 files in the cache."""
         on_disk = self.device.compiled_artefacts(self._notes.parent)
-        return (inductor_misses(), 0) if on_disk is None else (on_disk, 1)
-
-    def _from_cache(self, before: tuple[int, int], key: str) -> bool:
-        """Whether what was compiled since ``before`` came out of the cache."""
-        now = self._cache_state()
-        # An unchanged number of files proves no hit, as a compiler may cache nothing: the graph's note must exist too.
-        return now == before and (now[1] == 0 or self._note_of(key).exists())
+        if on_disk is not None:
+            return on_disk, 1
+        counters = torch._dynamo.utils.counters["inductor"]
+        return int(counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]), 0
 
     def _note_of(self, key: str) -> Path:
+        """The file that says what a graph was compiled for."""
         return self._notes / f"{key}.json"
-
-    def _note(self, graph: Graph) -> None:
-        """Writes down what a graph was compiled for, unless that was done before."""
-        path = self._note_of(graph.key)
-        if not path.exists():
-            note = {"what": graph.what, "mode": graph.mode, "settings": settings_of_graphs(self.plan)}
-            write_atomically(path, json.dumps(note, indent=1))
 
     def _why_new(self, key: str, what: str, mode: str) -> str:
         """The settings that differ from those of the most similar graph in the cache, as text."""
@@ -197,12 +192,6 @@ def may_compile(plan: Plan, step: int, first: int) -> bool:
     if not every or step % every:
         return False
     return step // every - (first - 1) // every <= WARM_UP_BATCHES
-
-
-def inductor_misses() -> int:
-    """Graphs that Inductor has not found in its cache so far, in this process."""
-    counters = torch._dynamo.utils.counters["inductor"]
-    return int(counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"])
 
 
 def _mode(train: bool) -> str:

@@ -8,7 +8,7 @@ batch is split. A mean over micro batches of their means would weight tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,17 +64,8 @@ def run_schedule(
     contexts = [before_last_microbatch(chunk, trainer.zero) for chunk in chunks]  # type: ignore[arg-type]
     config = chunks[0].config
     config.no_sync_func = None if not train or contexts[0] is None else contexts if trainer.vpp > 1 else contexts[0]
-    iterators = [iter(microbatches) for _ in chunks]
     with torch.set_grad_enabled(train):
-        losses = _schedule(plan)(
-            forward_step_func=forward_step,
-            data_iterator=iterators if trainer.vpp > 1 else iterators[0],
-            model=chunks if trainer.vpp > 1 else chunks[0],
-            num_microbatches=len(microbatches),
-            seq_length=plan.config.data.seq_length,
-            micro_batch_size=microbatches[0].tokens.shape[0],
-            forward_only=not train,
-        )
+        losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
     device = microbatches[0].tokens.device
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
@@ -89,29 +80,39 @@ def run_logits(
     """
     for chunk in chunks:
         chunk.eval()
-    vpp = plan.config.trainer.vpp
     # The interleaved schedule needs a multiple of pp micro batches: repeat the one.
-    repeats = plan.config.trainer.pp if vpp > 1 else 1
-    iterators = [iter([tokens] * repeats) for _ in chunks]
+    repeats = plan.config.trainer.pp if plan.config.trainer.vpp > 1 else 1
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
         return chunk(next(batches), documents=documents), None
 
-    outputs = _schedule(plan)(
-        forward_step_func=forward_step,
-        data_iterator=iterators if vpp > 1 else iterators[0],
-        model=chunks if vpp > 1 else chunks[0],
-        num_microbatches=repeats,
-        seq_length=tokens.shape[1],
-        micro_batch_size=tokens.shape[0],
-        forward_only=True,
-    )
+    outputs = _run(chunks, plan, forward_step, [tokens] * repeats, tokens.shape, train=False)
     return outputs[0] if outputs else None
 
 
-def _schedule(plan: Plan) -> Any:
+def _run(
+    chunks: list[Llama],
+    plan: Plan,
+    forward_step: Callable[..., tuple[torch.Tensor, Any]],
+    microbatches: Sequence[Any],
+    shape: torch.Size,
+    train: bool,
+) -> list[torch.Tensor]:
+    """Runs the plan's schedule over micro batches of token ids of ``shape`` [b, s]; returns what it collects."""
     if plan.config.trainer.pp == 1:
-        return forward_backward_no_pipelining
-    if plan.config.trainer.vpp == 1:
-        return forward_backward_pipelining_without_interleaving
-    return forward_backward_pipelining_with_interleaving
+        schedule = forward_backward_no_pipelining
+    elif plan.config.trainer.vpp == 1:
+        schedule = forward_backward_pipelining_without_interleaving
+    else:
+        schedule = forward_backward_pipelining_with_interleaving
+    iterators, interleaved = [iter(microbatches) for _ in chunks], plan.config.trainer.vpp > 1
+    collected: list[torch.Tensor] = schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if interleaved else iterators[0],
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=shape[1],
+        micro_batch_size=shape[0],
+        forward_only=not train,
+    )
+    return collected

@@ -36,7 +36,10 @@ class ReplicatedGradients:
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.sequence_parallel = plan.sp
         self.tied = plan.model.tie_word_embeddings and topology.pp > 1
-        self.kv_group = _kv_group(topology, kv_copies(plan.model, topology.tp))
+        # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides it. A
+        # collective, as torch makes groups on all ranks.
+        copies = kv_copies(plan.model, topology.tp)
+        self.kv_group = dist.new_subgroups(copies)[0] if copies > 1 else None
 
     def reduce(self, shards: Iterable[Shard]) -> None:
         """Sums in place, with one all-reduce per group. A collective: all ranks of a group pass the same parameters."""
@@ -65,16 +68,3 @@ def _sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
-
-
-def _kv_group(topology: Topology, copies: int) -> dist.ProcessGroup | None:
-    """The tensor-parallel neighbours that share this rank's kv head. A collective: torch makes groups on all ranks."""
-    if copies == 1:
-        return None
-    mine = None
-    for first in range(0, topology.world_size, copies):  # tp varies fastest and copies divides tp
-        ranks = list(range(first, first + copies))
-        group = dist.new_group(ranks)
-        if topology.rank in ranks:
-            mine = group
-    return mine

@@ -64,7 +64,10 @@ class Progress:
             self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
         self._bar.update(self._task, completed=step)
         if shown:
-            self._bar.update(self._task, text=_live_text(metrics, left))
+            # Short enough for a terminal of 100 columns.
+            loss, speed = _number(metrics["reduced_train_loss"], ".4f"), _number(metrics["tokens_per_second"], ",.0f")
+            shares = f"MFU {_number(metrics['mfu'], '.1%')}  [dim]{duration(left)} left"
+            self._bar.update(self._task, text=f"loss [bold cyan]{loss}[/]  {speed} tokens/s  {shares}")
 
     def summary(
         self,
@@ -75,8 +78,11 @@ class Progress:
         picture: Path | None,
     ) -> None:
         """Prints loss and speed of the run, text that the model generated, and the paths of what was written."""
-        lines = [*_result(plan, peak, records), *_samples(samples), *_outputs(plan.run_dir, picture)]
-        self._console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True)
+        lines = ["", *_result(plan, peak, records)]
+        for sample in samples:
+            lines += ["", "[dim]the model writes:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
+        lines += _outputs(plan.run_dir, picture)
+        self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
@@ -92,15 +98,6 @@ def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
         f"{duration(left)} left",
     ]
     return "  ".join(parts)
-
-
-def _live_text(metrics: Mapping[str, Value], left: float) -> str:
-    """A step beside the bar; short enough for a terminal of 100 columns."""
-    return (
-        f"loss [bold cyan]{_number(metrics['reduced_train_loss'], '.4f')}[/]  "
-        f"{_number(metrics['tokens_per_second'], ',.0f')} tokens/s  "
-        f"MFU {_number(metrics['mfu'], '.1%')}  [dim]{duration(left)} left"
-    )
 
 
 def _number(value: Value, form: str) -> str:
@@ -139,14 +136,6 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
         )
     elif not peak.flops:
         lines.append(f"MFU ? [dim](peak {escape(peak.source)})[/]")
-    return lines
-
-
-def _samples(samples: Sequence[str]) -> list[str]:
-    """The generated text, indented."""
-    lines: list[str] = []
-    for sample in samples:
-        lines += ["", "[dim]the model writes:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
     return lines
 
 

@@ -54,12 +54,11 @@ def train(
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
             if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
                 metrics["val_loss"] = validate(plan, model, data.validation)
-                checkpointer.note_validation(step, metrics["val_loss"])
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
                 report_graphs(plan, model.compiler, logger)
-            if checkpointer.after_step(step, signals.received):
+            if checkpointer.after_step(step, signals.received, metrics.get("val_loss")):
                 raise SystemExit(EXIT_RESTART)
         watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))

@@ -30,7 +30,8 @@ def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
     length = plan.config.data.seq_length
     prompts = [pieces.encode(prompt)[: length // 2] for prompt in plan.config.logging.sample_prompts]
     ids = _extend(prompts, plan, model, min(plan.config.logging.sample_tokens, length // 2))
-    return [pieces.decode(_until(row, pieces.eos_id())) for row in ids]
+    end = pieces.eos_id()
+    return [pieces.decode(row[: row.index(end)] if end in row else row) for row in ids]
 
 
 def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: int) -> list[list[int]]:
@@ -54,7 +55,3 @@ def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: i
         tokens[rows, lengths] = chosen.cpu()
         lengths += 1
     return [row[:n].tolist() for row, n in zip(tokens, lengths.tolist(), strict=True)]
-
-
-def _until(ids: list[int], end: int) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids

@@ -24,15 +24,13 @@ LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 6: math.nan, 8: 2.0}
 
 
 def validating(losses: dict[int, float]) -> Callable[[Checkpointer], None]:
-    """Has the run find these validation losses."""
+    """Makes the run report these validation losses."""
 
     def tamper(checkpointer: Checkpointer) -> None:
         after_step = checkpointer.after_step
 
-        def noted(step: int, stop: bool = False) -> bool:
-            if step in losses:
-                checkpointer.note_validation(step, losses[step])
-            return after_step(step, stop)
+        def noted(step: int, stop: bool = False, val_loss: float | None = None) -> bool:
+            return after_step(step, stop, losses.get(step))
 
         checkpointer.after_step = noted  # type: ignore[method-assign]
 
@@ -40,7 +38,7 @@ def validating(losses: dict[int, float]) -> Callable[[Checkpointer], None]:
 
 
 def best(run_dir: Path) -> str:
-    """What the marker says."""
+    """The content of the pointer file ``best``."""
     return (run_dir / "checkpoints" / "best").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Machines with devices that are not here: folders with the files of their drivers."""
+"""Made-up machines with devices: folders with the files of their drivers."""
 
 from __future__ import annotations
 

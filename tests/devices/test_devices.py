@@ -1,4 +1,4 @@
-"""What the CPU and CUDA devices say of themselves, and the choice among all; the others have files of their own."""
+"""The CPU and CUDA devices, and the choice among all; the others have test files of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Gaudi device says of machines that are not here. Not run on hardware."""
+"""The Gaudi device on made-up machines. Not run on hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainium device says of machines that are not here. Not run on hardware."""
+"""The Trainium device on made-up machines. Not run on hardware."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def losses(folder: Path, device: str, *overrides: str) -> list[float]:
 
 @cache
 def on_cpu(folder: Path, *overrides: str) -> list[float]:
-    """What every device is compared with."""
+    """The losses on the CPU, the reference of every other device."""
     return losses(folder, "cpu", *overrides)
 
 

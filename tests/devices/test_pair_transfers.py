@@ -36,14 +36,14 @@ train_rank = tests.oracle.train_rank
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the stand-ins record what is asked of them, which are made importable."""
+    """The file in which the stand-ins record their calls; they are made importable."""
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log.jsonl"))
     monkeypatch.syspath_prepend(FAKES)
     return tmp_path / "log.jsonl"
 
 
 def join_without_point_to_point(rank: int, folder: str) -> None:
-    """Leave gloo for a process group without send and recv."""
+    """Replaces gloo by a process group without send and recv."""
     from stand_in.collectives import register
 
     world = dist.get_world_size()

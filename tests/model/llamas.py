@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Answer:
-    """What a Llama makes of one global batch."""
+    """The results of a Llama for one global batch."""
 
     logits: torch.Tensor
     """[b, s, vocabulary] of the first ``micro_batch_size`` samples."""
@@ -53,7 +53,7 @@ def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
 
 
 def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> Answer:
-    """The answer of transformers' Llama with our weights. To be called in a forked rank: it runs a backward pass."""
+    """The results of transformers' Llama with our weights. Call it in a forked rank: it runs a backward pass."""
     from transformers import LlamaForCausalLM
 
     llama = LlamaForCausalLM(hf_config(plan.model))
@@ -70,14 +70,14 @@ def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> 
 
 
 def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
-    """Fill a Llama of theirs with Hugging Face tensors; every one of its own must be among them."""
+    """Fills a Llama of transformers with Hugging Face tensors, which must include all of its own."""
     missing, unexpected = llama.load_state_dict(weights, strict=False)
     tied = ["lm_head.weight"] if llama.config.tie_word_embeddings else []
     assert (missing, unexpected) == (tied, []), (missing, unexpected)
 
 
 def hf_config(model: ModelConfig) -> LlamaConfig:
-    """The same shape as a config of theirs."""
+    """The same shape as a config of transformers."""
     from transformers import LlamaConfig
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
@@ -100,7 +100,7 @@ def whole_batch(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 @torch.no_grad()
 def roughen_norms(shards: Iterable[Shard]) -> None:
-    """Give the norms' weights values of their own: among ones, a norm that forgets its weight would not show."""
+    """Gives the norms' weights other values than one: else a norm that ignores its weight would pass."""
     for shard in shards:
         for piece in shard.pieces:
             if len(piece.global_shape) == 1:

@@ -1,4 +1,4 @@
-"""Packed examples don't see each other, on every path that attention takes."""
+"""Packed examples don't attend to each other, on every path through attention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def packed() -> tuple[torch.Tensor, Documents]:
 
 
 def examples() -> list[tuple[int, slice]]:
-    """(sequence, its places) of each example."""
+    """(sequence, its positions) of each example."""
     found = []
     for row, lengths in enumerate(PACKED):
         start = 0
@@ -184,7 +184,7 @@ def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, mon
 
 
 def test_plain_causal_attention_is_as_it_was() -> None:
-    """Without documents, attention is asked for as before packing was there: causal, no mask, no gathered tables."""
+    """Without documents, attention is plain causal: no mask, no gathered tables."""
     (asked,) = run_ranks(_asked, 1, make_plan(1))
     assert asked == [{"is_causal": True, "enable_gqa": True}] * len(asked) and asked
 

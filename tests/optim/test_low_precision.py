@@ -33,7 +33,7 @@ PIECES = [Piece("a", (30, 33), (0, 0), (0, 0), (30, 33)), Piece("b", (50, 66), (
 
 
 def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:
-    """What the values of a tensor made of PIECES must become."""
+    """The expected rounding of a tensor that consists of PIECES."""
     number = torch.tensor(step, dtype=torch.int32)
     noises = [noise(stream(SEED, kind, p.name), number, p.offset, p.size, CPU) for p in PIECES]
     return round_stochastically(values, torch.cat(noises))
@@ -135,7 +135,7 @@ def _norm(rank: int, plan: Plan) -> tuple[float, float]:
 
 
 def updated(ranks: int, layout: list[str], by_rank: bool = False) -> list[tuple[Tensors, Tensors]]:
-    """Weights and moments after some updates by gradients that depend on name and position alone, by precision."""
+    """Weights and optimizer states after some updates, by precision; gradients depend only on name and position."""
     plans = [make_plan(ranks, *layout, f"trainer.precision={name}", ODD) for name in PRECISIONS]
     answers = run_ranks(_update, ranks, plans, by_rank)
     return [

@@ -37,7 +37,7 @@ SHARDED = {"tp2·dp2, zero 1": (4, ("trainer.tp=2", "trainer.zero=1")), "dp2, ze
 
 @dataclass
 class Training:
-    """A few steps, one after another."""
+    """The numbers of a few steps, in order."""
 
     norms: list[float] = field(default_factory=list)
     """Gradient norms before clipping."""
@@ -64,7 +64,7 @@ def plain(plans: list[Plan], initial: list[Tensors]) -> list[Training]:
 
 @pytest.fixture(scope="module")
 def single() -> tuple[list[Training], list[Training]]:
-    """One process: each case by us and by torch."""
+    """Each case in one process, by our optimizer and by torch's."""
     plans = [make_plan(1, *overrides) for overrides in CASES.values()]
     found = ours(1, plans)
     return found, plain(plans, [training.weights[0] for training in found])
@@ -138,7 +138,7 @@ def _train_plain(rank: int, plans: list[Plan], initial: list[Tensors]) -> list[T
 
 
 def _plain_steps(plan: Plan, initial: Tensors) -> Training:
-    """What anyone would write: one model, torch's optimizer, torch's clipping."""
+    """The plain version: one model, torch's optimizer, torch's clipping."""
     llama = transformers.LlamaForCausalLM(hf_config(plan.model))
     load(llama, initial)
     named = dict(llama.named_parameters())

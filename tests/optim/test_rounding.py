@@ -1,4 +1,4 @@
-"""Stochastic rounding: right on average, exactly; and noise that is uniform, independent, the same on every rank."""
+"""Stochastic rounding is unbiased, exactly; its noise is uniform, independent and the same on every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(step: int, keys: tuple[int, int] = KEYS, offset: tuple[int, ...] = (0, 
 
 
 def chi_square(cells: torch.Tensor) -> float:
-    """How far 256 kinds of values are from being equally frequent."""
+    """The chi-square statistic of 256 kinds of values against equal frequencies."""
     counts = torch.bincount(cells.flatten(), minlength=256).double()
     expected = cells.numel() / 256
     assert len(counts) == 256

@@ -30,13 +30,13 @@ GOLDEN = {
 
 
 def optimizer(lr: float = 1.0) -> torch.optim.Optimizer:
-    """Two groups, as ours: with weight decay and without."""
+    """An optimizer with two groups as in training: with weight decay and without."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
 def rates_of(*overrides: str, steps: int = STEPS + 31) -> list[float]:
-    """The rate of each optimizer step, from what a user writes to what the optimizer holds."""
+    """The learning rate of each optimizer step, from a user's overrides to the optimizer's groups."""
     plan = make_plan(1, *overrides)
     inner = optimizer(plan.config.optim.lr)
     return follow(build_schedule(plan, inner), inner, steps)

@@ -1,5 +1,5 @@
-"""torch.compile of blocks: one graph for all of them, compiled once however many ranks need it, looked up ever after;
-what comes late or breaks is told."""
+"""torch.compile of blocks: one graph for all of them, compiled once however many ranks need it, then cached;
+late compilations and graph breaks are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and the console say the same, and a file that a kill left is cut back cleanly."""
+"""metrics.jsonl, TensorBoard and the console report the same values; a file that a kill left is cut back cleanly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would show."""
+    """The scalars that TensorBoard would show."""
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
@@ -117,7 +117,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 
 def shown(terminal: bool, every: int) -> str:
-    """What the console shows of a whole run."""
+    """The console's output of a whole run."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=100)
     progress = Progress(STEPS, 0, every, console)

@@ -121,7 +121,7 @@ def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float,
 
 
 class ShorterAnswers(RaggedSamples):
-    """Few tokens with loss in the second batch, and other tokens there."""
+    """A data set whose second batch has few tokens with loss, and other tokens."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = super().__getitem__(index)
@@ -131,7 +131,7 @@ class ShorterAnswers(RaggedSamples):
 
 
 def _val_loss(plan: Plan, model: ParallelModel) -> tuple[float, list[tuple[float, int]]]:
-    """What validation says, and (loss, tokens) of each sample on its own, by another way."""
+    """The loss of ``validate``, and (loss, tokens) of each sample, computed one by one."""
     samples = ShorterAnswers(plan.config.data.seq_length, plan.model.vocab_size)
     batches = Batches(samples, plan, build_topology(plan, torch.distributed.get_rank()), model.device)
     alone = []

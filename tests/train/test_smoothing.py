@@ -1,4 +1,4 @@
-"""Smoothing neither lags nor shifts, and knows how many values it has."""
+"""Smoothing neither lags nor shifts a curve, and counts only the finite values of a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A signal asks for the end once; what a second one means depends on who sends it."""
+"""The first signal requests a stop; the second one ends the process at once, except under Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_llama.train import stop
 
 @pytest.mark.parametrize(("job", "end"), [(None, -signal.SIGTERM), ("7", 0)], ids=["by hand", "under Slurm"])
 def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, end: int) -> None:
-    """By hand it means at once. Slurm only repeats the first."""
+    """Slurm only repeats the first."""
     monkeypatch.setattr(stop, "_ECHO_SECONDS", -1.0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:

@@ -1,4 +1,4 @@
-"""When a rank counts as hanging, and when it may take its time."""
+"""When a rank counts as hanging, and which phases have no time limit."""
 
 from __future__ import annotations
 
