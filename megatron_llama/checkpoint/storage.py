@@ -13,9 +13,10 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -81,15 +82,14 @@ class CheckpointTensors(Stored):
                 chunk, (_, target) = tensor.chunks[item.storage_index.index], rectangles.parts[item.dest_index.index]
                 by_file.setdefault(chunk.file, []).append((chunk, target.detach(), item))
         for file, parts in sorted(by_file.items()):
-            with _Bytes(self.folder / file) as content:
+            with _open(self.folder / file) as content:
                 for chunk, target, item in sorted(parts, key=lambda part: part[0].start):
-                    self._fill(content, chunk, target, item)
-                read += content.bytes_read
+                    read += self._fill(content, chunk, target, item)
         return read
 
-    def _fill(self, content: _Bytes, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> None:
-        """Copies a rectangle of a chunk to its place in ``target``, block by block."""
-        name = item.storage_index.fqn
+    def _fill(self, content: BinaryIO, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> int:
+        """Copies a rectangle of a chunk to its place in ``target``, block by block; returns the bytes read."""
+        read, name = 0, item.storage_index.fqn
         dtype = self.tensors[name].dtype
         target = target[_slices(item.dest_offsets, item.lengths)]
         first, last = item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0]
@@ -97,17 +97,19 @@ class CheckpointTensors(Stored):
         for start, block in _verified_blocks(content, chunk, dtype, self.block_bytes, first, last, name):
             low, high = max(start, first), min(start + len(block), last)
             target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
+            read += block.nbytes
+        return read
 
     def verify_file(self, file: str) -> None:
         """Checks every hash of one file, and that its header agrees with the manifest. Raises CorruptFile."""
         tensors = {_key(n, c.offset): (t.dtype, c) for n, t in self.tensors.items() for c in t.chunks if c.file == file}
         in_order = dict(sorted(tensors.items(), key=lambda item: item[1][1].start))
         header, starts = safetensors_header({key: (dtype, c.size) for key, (dtype, c) in in_order.items()})
-        with _Bytes(self.folder / file) as content:
+        with _open(self.folder / file) as content:
             found = bytearray(len(header))
-            content.read(0, memoryview(found))
+            _read(content, 0, memoryview(found))
             if found != header or any(starts[key] != chunk.start for key, (_, chunk) in tensors.items()):
-                raise CorruptFile(f"{content.path}: its header is not that of the tensors in the manifest")
+                raise CorruptFile(f"{content.name}: its header is not that of the tensors in the manifest")
             for key, (dtype, chunk) in in_order.items():
                 for _ in _verified_blocks(content, chunk, dtype, self.block_bytes, 0, chunk.size[0], key):
                     pass
@@ -160,33 +162,22 @@ def _slices(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
-class _Bytes:
-    """A file that is read by position, and counts the bytes that were read."""
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The file, to be read; the operating system's errors become a CorruptFile that names it."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise CorruptFile(f"{path}: {error.strerror}") from error
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.bytes_read = path, 0
 
-    def __enter__(self) -> _Bytes:
-        try:
-            self._file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CorruptFile(f"{self.path}: {error.strerror}") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-
-    def read(self, start: int, into: memoryview) -> None:
-        """Fills ``into`` from byte ``start`` on. Raises CorruptFile where the file is too short."""
-        self.bytes_read += len(into)
-        while len(into):
-            try:
-                count = os.preadv(self._file, [into], start)
-            except OSError as error:
-                raise CorruptFile(f"{self.path}: {error.strerror}") from error
-            if count == 0:
-                raise CorruptFile(f"{self.path}: ends at byte {start}, before its values do")
-            start, into = start + count, into[count:]
+def _read(file: BinaryIO, start: int, into: memoryview) -> None:
+    """Fills ``into`` from byte ``start`` on. Raises CorruptFile where the file is too short."""
+    file.seek(start)
+    count = file.readinto(into)  # type: ignore[attr-defined]
+    if count < len(into):
+        raise CorruptFile(f"{file.name}: ends at byte {start + count}, before its values do")
 
 
 def _key(name: str, offset: Iterable[int]) -> str:
@@ -214,7 +205,7 @@ def _digest(block: memoryview) -> str:
 
 
 def _verified_blocks(
-    content: _Bytes, chunk: Chunk, dtype: torch.dtype, block_bytes: int, first: int, last: int, name: str
+    content: BinaryIO, chunk: Chunk, dtype: torch.dtype, block_bytes: int, first: int, last: int, name: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, values) of each block that has some of the chunk's rows [first, last). Raises CorruptFile where the
     hash differs."""
@@ -225,9 +216,9 @@ def _verified_blocks(
         count = min(rows, chunk.size[0] - start)
         raw = buffer[: count * row_bytes]
         view = _memory(raw)
-        content.read(chunk.start + start * row_bytes, view)
+        _read(content, chunk.start + start * row_bytes, view)
         if _digest(view) != chunk.hashes[start // rows]:
             raise CorruptFile(
-                f"{content.path}: the values of {name} from row {chunk.offset[0] + start} on are not what was written"
+                f"{content.name}: the values of {name} from row {chunk.offset[0] + start} on are not what was written"
             )
         yield start, raw.view(dtype).view(count, *chunk.size[1:])
