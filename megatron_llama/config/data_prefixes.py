@@ -31,11 +31,8 @@ def record_files(data: DataConfig) -> list[tuple[str, str]]:
     an indexed dataset, each once."""
     if data.kind != "sft" or data.mock:
         return []
-    return list(
-        dict.fromkeys(
-            item for item in named_paths(data) if bare_name(item[1]).endswith(RECORD_SUFFIXES + TABLE_SUFFIXES)
-        )
-    )
+    suffixes = RECORD_SUFFIXES + TABLE_SUFFIXES
+    return list(dict.fromkeys((name, path) for name, path in named_paths(data) if bare_name(path).endswith(suffixes)))
 
 
 def is_table(path: str) -> bool:

@@ -122,23 +122,17 @@ def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
     hints = typing.get_type_hints(owner, include_extras=True)
     for field in fields(owner):
         name = prefix + field.name
-        kind, item_kind, optional, limit = _parts(hints[field.name])
+        hint, limit, optional = hints[field.name], None, False
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, limit = typing.get_args(hint)
+        if isinstance(hint, types.UnionType):
+            (hint,) = [member for member in typing.get_args(hint) if member is not type(None)]
+            optional = True
+        kind: type = typing.get_origin(hint) or hint
         if is_dataclass(kind):
             yield Section(name, kind, optional)
             yield from _walk(kind, f"{name}.")
         else:
+            (item_kind, *_) = typing.get_args(hint) if kind is list else (None,)
             default = field.default if field.default_factory is MISSING else field.default_factory()
             yield Setting(name, kind, item_kind, optional, default, limit)
-
-
-def _parts(hint: Any) -> tuple[type, type | None, bool, Limit | None]:
-    """A field's type hint as (type, type of a list's items, may it be None, limit)."""
-    limit, optional = None, False
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, limit = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        (hint,) = [member for member in typing.get_args(hint) if member is not type(None)]
-        optional = True
-    arguments = typing.get_args(hint)
-    kind = typing.get_origin(hint) or hint
-    return kind, arguments[0] if kind is list and isinstance(arguments[0], type) else None, optional, limit

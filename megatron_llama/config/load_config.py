@@ -122,13 +122,11 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
         try:
             override = parser.parse_override(text)
         except HydraException:
-            problems.append(_syntax_problem(text))
-            continue
-        name = override.key_or_group
-        if not name:
+            override = None
+        if override is None or not override.key_or_group:
             problems.append(_syntax_problem(text))
         elif override.is_sweep_override():
-            problems.append(_sweep_problem(name, text.partition("=")[2]))
+            problems.append(_sweep_problem(override.key_or_group, text.partition("=")[2]))
         else:
             yield override
 
@@ -185,13 +183,17 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     """Hydra's composition of the chosen groups over the typed defaults."""
     ConfigStore.instance().store(SCHEMA, Config)
     defaults = yaml.safe_load((conf_dir / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    chosen_by_default = {
-        name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry
-    }
+    by_default = {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
     if _is_file(EXPERIMENT, choices.get(EXPERIMENT, "")):
-        choices = {**choices, EXPERIMENT: _stored(Path(choices[EXPERIMENT]))}
+        # Hydra gets a user's file as if it were in conf/experiment/.
+        path = Path(choices[EXPERIMENT])
+        node = OmegaConf.load(path)
+        if not isinstance(node, DictConfig):
+            raise OmegaConfBaseException(f"In '{path}': holds no settings")
+        ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")
+        choices = {**choices, EXPERIMENT: path.name.removesuffix(".yaml")}
     # Hydra wants a plus before a group without a default; a user should not have to know which those are.
-    overrides = [f"{'' if group in chosen_by_default else '+'}{group}={choice}" for group, choice in choices.items()]
+    overrides = [f"{'' if group in by_default else '+'}{group}={choice}" for group, choice in choices.items()]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
         return hydra_compose("config", overrides=overrides)
 
@@ -199,15 +201,6 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
 def _is_file(group: str, choice: str) -> bool:
     """Whether the choice is the path of a user's own file."""
     return group == EXPERIMENT and choice.endswith((".yaml", ".yml")) and Path(choice).is_file()
-
-
-def _stored(path: Path) -> str:
-    """Registers a user's file with Hydra as if it were in conf/experiment/; returns its name there."""
-    node = OmegaConf.load(path)
-    if not isinstance(node, DictConfig):
-        raise OmegaConfBaseException(f"In '{path}': holds no settings")
-    ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")
-    return path.name.removesuffix(".yaml")
 
 
 def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Problem:

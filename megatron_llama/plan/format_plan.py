@@ -27,7 +27,7 @@ def format_plan(plan: Plan) -> str:
         _grid(plan),
         _table(plan, memory),
         _work(plan, heaviest),
-        _notes(plan),
+        [fill(_line("" if number else "note", ""), note, WIDTH) for number, note in enumerate(plan.notes)],
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
@@ -163,11 +163,6 @@ def _sharding(plan: Plan) -> str:
         return f"zero {zero}: nothing" + (" to share at dp 1" if zero else "")
     groups = f", {plan.dp // plan.shard_size} copies" if plan.shard_size < plan.dp else ""
     return f"zero {zero}: {SHARDED[zero]} over {plan.shard_size} ranks{groups}"
-
-
-def _notes(plan: Plan) -> Iterator[str]:
-    for number, note in enumerate(plan.notes):
-        yield fill(_line("" if number else "note", ""), note, WIDTH)
 
 
 def _line(label: str, text: str) -> str:

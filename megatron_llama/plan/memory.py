@@ -89,8 +89,7 @@ def check_memory(plan: Plan, machine: Machine | None) -> list[Problem]:
     if machine is None:
         return []
     stages = stage_memory(plan)
-    heaviest = max(range(len(stages)), key=lambda stage: stages[stage].total)
-    needed = stages[heaviest]
+    heaviest, needed = max(enumerate(stages), key=lambda stage: stage[1].total)
     if needed.total * machine.ranks <= machine.memory_bytes:
         return []
     where = f" (pipeline stage {heaviest})" if len(stages) > 1 else ""
@@ -111,8 +110,7 @@ def _what_fits(plan: Plan, machine: Machine) -> str:
         heaviest = max(memory.total for memory in stage_memory(replace(plan, config=_with(plan, zero=zero))))
         if plan.dp > 1 and heaviest <= budget:
             return f"write trainer.zero={zero}, which needs {gib(heaviest)} on a rank"
-    larger = _larger_grid(plan, budget) if machine.ranks == 1 else None
-    if larger:
+    if machine.ranks == 1 and (larger := _larger_grid(plan, budget)):
         tp, pp = larger
         return f"write trainer.tp={tp} trainer.pp={pp}, on a multiple of {tp * pp} devices"
     return "write a smaller model (conf/model/ has them, from model=llama_2m on), or use a machine with more memory"
@@ -128,8 +126,7 @@ def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
         stage = stage_parameters(plan.model, plan.config.finetune, count, tp, first=first, last=last)
         return rank_memory(alone, stage).total
 
-    devices = 1
-    while devices <= MOST_DEVICES:
+    for devices in (2**power for power in range(MOST_DEVICES.bit_length())):
         for tp in (8, 4, 2, 1):
             pp = devices // tp
             if can_cut(plan.model, tp) and 1 <= pp <= layers and tp * pp == devices:
@@ -137,7 +134,6 @@ def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
                 last = needs(layers // pp, tp, first=pp == 1, last=True)
                 if max(first, last) <= budget:
                     return tp, pp
-        devices *= 2
     return None
 
 

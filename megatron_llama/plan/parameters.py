@@ -22,9 +22,7 @@ class StageParameters:
 
 def parameters(model: ModelConfig) -> int:
     """Parameters of the whole model, as published: no padding, no copies, a tied head counted once."""
-    table = model.vocab_size * model.hidden_size
-    tables = 1 if model.tie_word_embeddings else 2
-    return tables * table + model.num_hidden_layers * parameters_per_layer(model) + model.hidden_size
+    return _on_one_rank(model, FinetuneConfig()).held
 
 
 def parameters_per_layer(model: ModelConfig, tp: int = 1) -> int:
@@ -51,10 +49,12 @@ def lora_parameters(model: ModelConfig, finetune: FinetuneConfig) -> int:
 
 def trained_parameters(model: ModelConfig, finetune: FinetuneConfig) -> int:
     """Parameters of the whole model that get gradients, copies not counted."""
-    if finetune.method != "lora":
-        return parameters(model)
-    # A model on one rank has no padding and no copies.
-    return stage_parameters(model, finetune, model.num_hidden_layers, 1, first=True, last=True).trained
+    return _on_one_rank(model, finetune).trained
+
+
+def _on_one_rank(model: ModelConfig, finetune: FinetuneConfig) -> StageParameters:
+    """The whole model, without padding and copies."""
+    return stage_parameters(model, finetune, model.num_hidden_layers, 1, first=True, last=True)
 
 
 def stage_parameters(

@@ -56,24 +56,6 @@ class Operation:
     """Bytes of one call."""
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Bytes of an element, by what it is."""
-
-    activations: int
-    """Activations, their gradients, and the weights in matrix products, which ZeRO gathers."""
-    reduced: int
-    """Weight gradients while data-parallel ranks sum them."""
-    kept: int
-    """Weight gradients afterwards, as the optimizer takes them."""
-
-
-def widths(plan: Plan) -> Widths:
-    """The widths that the plan's precision means."""
-    precision = plan.precision
-    return Widths(BYTES[precision.compute_dtype], BYTES[precision.grad_accum_dtype], BYTES[precision.param_dtype])
-
-
 def wire(line: Line, payload: float) -> float:
     """Bytes that a rank sends to move ``payload``."""
     if line.kind in ("send", "recv"):
@@ -97,23 +79,29 @@ def in_order(traffic: Traffic) -> Traffic:
 
 def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
     """All that a rank takes part in during a training step: forward, backward, gradient norm, update, and what the
-    loop agrees on after it. Validation and checkpoints come on top.
+    loop agrees on after it, in scalars over all ranks. Validation and checkpoints come on top.
 
     Only the rank's pipeline stage and its position among the ranks that share one copy of what is sharded matter.
     """
-    chunks = _chunks(plan, pp_rank)
+    last = len(plan.stage_layers) - 1
+    stages = range(pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
+    chunks = [_Chunk(len(plan.stage_layers[stage]), stage == 0, stage == last) for stage in stages]
+    world = Line("world", "all_reduce", plan.world_size)
     found = (
         *_tensor_parallel(plan, chunks),
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks),
         *_replicated_gradients(plan, chunks, shard_rank),
-        *_world(plan),
+        Operation("tokens of the batch", world, 1, INT64),
+        Operation("loss", world, 1, FP32),
+        Operation("gradient norm", world, 1, FP32),
+        Operation("weight norm", world, int(plan.config.logging.parameter_norm), FP32),
+        Operation("whether to stop, to wait for a save, to report its failure", world, 1, 3 * INT32),
     )
     return [operation for operation in found if operation.line.ranks > 1 and operation.calls]
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """A virtual pipeline stage on a rank."""
 
     layers: int
@@ -121,17 +109,11 @@ class _Chunk:
     is_last: bool
 
 
-def _chunks(plan: Plan, pp_rank: int) -> list[_Chunk]:
-    stages = range(pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
-    last = len(plan.stage_layers) - 1
-    return [_Chunk(len(plan.stage_layers[stage]), stage == 0, stage == last) for stage in stages]
-
-
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Sums of activations [s, b, h], or with sequence parallelism gathers and scatters of them; the cross entropy."""
     trainer, t, m = plan.config.trainer, plan.config.trainer.tp, plan.num_microbatches
     tokens = plan.config.data.seq_length * trainer.micro_batch_size
-    activations = tokens * plan.model.hidden_size * widths(plan).activations
+    activations = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     blocks = m * sum(chunk.layers for chunk in chunks)
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
@@ -169,8 +151,8 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     trainer, m = plan.config.trainer, plan.num_microbatches
     if trainer.pp == 1:
         return
-    tokens = plan.config.data.seq_length * trainer.micro_batch_size
-    message = tokens // (trainer.tp if plan.sp else 1) * plan.model.hidden_size * widths(plan).activations
+    tokens = plan.config.data.seq_length * trainer.micro_batch_size // (trainer.tp if plan.sp else 1)
+    message = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     onwards = m * sum(not chunk.is_last for chunk in chunks)
     back = m * sum(not chunk.is_first for chunk in chunks)
     for kind, forward, backward in (("send", onwards, back), ("recv", back, onwards)):
@@ -181,32 +163,28 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
 def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """What ``fully_shard`` gathers and scatters, unit by unit: each parameter's rows are filled up to a multiple of the
     shard size."""
-    zero, m, n = plan.config.trainer.zero, plan.num_microbatches, plan.shard_size
-    width, replicas = widths(plan), plan.dp // plan.shard_size
+    zero, m, n, h = plan.config.trainer.zero, plan.num_microbatches, plan.shard_size, plan.model.hidden_size
+    weight_bytes, gradient_bytes = BYTES[plan.precision.compute_dtype], BYTES[plan.precision.grad_accum_dtype]
+    # (rows, columns) of the parameters on one tensor-parallel rank; a vector has one column.
+    cut = _local_shapes(plan)
+    qkv = sum(cut[name][0] for name in ("q_proj", "k_proj", "v_proj"))
+    gate_up = cut["gate_proj"][0] + cut["up_proj"][0]
+    block = [(h, 1), (qkv, h), cut["o_proj"], (h, 1), (gate_up, h), cut["down_proj"]]
+    table = (plan.padded_vocab_size // plan.config.trainer.tp, h)
     gathers = 2 * m if zero == 3 else 1
     sums = m if zero >= 2 else 1
+    over_copies = Line("dp", "all_reduce", plan.dp // n)
     for chunk in chunks:
-        for what, units, parameters in (
-            ("blocks", chunk.layers, block_parameters(plan)),
-            ("embedding, norm, head", 1, _other_parameters(plan, chunk)),
-        ):
+        tables = chunk.is_first + (chunk.is_last and not (plan.model.tie_word_embeddings and chunk.is_first))
+        others = [table] * tables + [(h, 1)] * chunk.is_last
+        for what, units, parameters in (("blocks", chunk.layers, block), ("embedding, norm, head", 1, others)):
             if not parameters:
                 continue
             filled = sum(-(-rows // n) * n * columns for rows, columns in parameters)
-            weights, gradients = filled * width.activations, filled * width.reduced
+            weights, gradients = filled * weight_bytes, filled * gradient_bytes
             yield Operation(f"{what}: weights", Line("dp", "all_gather", n), units * gathers, weights)
             yield Operation(f"{what}: gradients", Line("dp", "reduce_scatter", n), units * sums, gradients)
-            yield Operation(
-                f"{what}: gradients, over copies", Line("dp", "all_reduce", replicas), units * sums, gradients // n
-            )
-
-
-def block_parameters(plan: Plan) -> list[tuple[int, int]]:
-    """(rows, columns) of a block's parameters on one tensor-parallel rank; a vector has one column."""
-    h, cut = plan.model.hidden_size, _local_shapes(plan)
-    qkv = sum(cut[name][0] for name in ("q_proj", "k_proj", "v_proj"))
-    gate_up = cut["gate_proj"][0] + cut["up_proj"][0]
-    return [(h, 1), (qkv, h), cut["o_proj"], (h, 1), (gate_up, h), cut["down_proj"]]
+            yield Operation(f"{what}: gradients, over copies", over_copies, units * sums, gradients // n)
 
 
 def _local_shapes(plan: Plan) -> dict[str, tuple[int, int]]:
@@ -214,20 +192,9 @@ def _local_shapes(plan: Plan) -> dict[str, tuple[int, int]]:
     return {name: matrix.local_shape(tp) for name, matrix in matrices(plan.model).items()}
 
 
-def _other_parameters(plan: Plan, chunk: _Chunk) -> list[tuple[int, int]]:
-    h = plan.model.hidden_size
-    table = (plan.padded_vocab_size // plan.config.trainer.tp, h)
-    found = [table] if chunk.is_first else []
-    if chunk.is_last:
-        found.append((h, 1))
-        if not (plan.model.tie_word_embeddings and chunk.is_first):
-            found.append(table)
-    return found
-
-
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
     """The sums of parallel/tensor.py, of the rows that this rank's shard holds."""
-    model, t, h, width = plan.model, plan.config.trainer.tp, plan.model.hidden_size, widths(plan).kept
+    model, t, h, width = plan.model, plan.config.trainer.tp, plan.model.hidden_size, BYTES[plan.precision.param_dtype]
 
     def held(rows: int, wanted: tuple[int, int]) -> int:
         """How many of the rows ``wanted`` this rank's shard of ``rows`` holds."""
@@ -252,13 +219,3 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         table = plan.padded_vocab_size // t
         payload = held(table, (0, table)) * h * width
         yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload)
-
-
-def _world(plan: Plan) -> Iterator[Operation]:
-    """Scalars that are reduced over all ranks."""
-    line = Line("world", "all_reduce", plan.world_size)
-    yield Operation("tokens of the batch", line, 1, INT64)
-    yield Operation("loss", line, 1, FP32)
-    yield Operation("gradient norm", line, 1, FP32)
-    yield Operation("weight norm", line, int(plan.config.logging.parameter_norm), FP32)
-    yield Operation("whether to stop, to wait for a save, to report its failure", line, 1, 3 * INT32)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_llama.config.hostfile import FORMS, bad_hosts
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
+from megatron_llama.plan.derive import spread
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.plan.shapes import can_cut, head_dim, kv_heads
 
@@ -32,12 +33,6 @@ def data_parallel(config: Config, world_size: int) -> int | None:
     return world_size // block if world_size % block == 0 else None
 
 
-def sequences_at_once(config: Config, dp: int) -> int:
-    """What the global batch must be a multiple of. The interleaved schedule needs a multiple of pp micro batches."""
-    trainer = config.trainer
-    return trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
-
-
 @reads("trainer.tp", "trainer.pp")
 def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
     """tp * pp ranks hold one copy of the model, and the world is whole copies."""
@@ -47,10 +42,9 @@ def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
     name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
     rule = f"tp * pp = {tp} * {pp} = {tp * pp} must divide the number of devices, which is {world_size}"
     smaller = [pp for pp in range(1, config.model.num_hidden_layers + 1) if world_size % (tp * pp) == 0]
-    advice = nearest_legal("trainer.pp", pp, smaller) if tp == 1 else ""
-    if tp > 1 and world_size % pp == 0:
+    if world_size % pp == 0:
         advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size))
-    elif tp > 1:
+    else:
         advice = nearest_legal("trainer.pp", pp, smaller)
     whole = world_size // (tp * pp) * tp * pp
     devices = f"start it on {f'{whole} or ' if whole else ''}{whole + tp * pp} devices"
@@ -125,13 +119,11 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
     if (model.head_dim is None and model.hidden_size % model.num_attention_heads) or (dim and dim % 2 == 0):
         return
     rule = f"a head's width, {dim}, must be even and above 0, because rotary embeddings rotate pairs of values"
-    if model.head_dim is not None:
-        yield Problem("model.head_dim", dim, rule, nearest_legal("model.head_dim", dim, (dim - 1 or 2, dim + 1)))
-    else:
+    name, value, legal = "model.head_dim", dim, [dim - 1 or 2, dim + 1]
+    if model.head_dim is None:
+        name, value = "model.hidden_size", model.hidden_size
         legal = [model.num_attention_heads * (dim + step) for step in (-1, 1) if dim + step > 0]
-        yield Problem(
-            "model.hidden_size", model.hidden_size, rule, nearest_legal("model.hidden_size", model.hidden_size, legal)
-        )
+    yield Problem(name, value, rule, nearest_legal(name, value, legal))
 
 
 @reads("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
@@ -150,11 +142,7 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
     pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
     if pp > 1 and layers < pp * vpp:
         rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} stages need a layer each; model.num_hidden_layers={layers}"
-        legal = [
-            size
-            for size in range(1, layers + 1)
-            if size * vpp <= layers and world_size % (config.trainer.tp * size) == 0
-        ]
+        legal = [size for size in range(1, layers // vpp + 1) if world_size % (config.trainer.tp * size) == 0]
         advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
         advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
         advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []
@@ -184,9 +172,7 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
     elif sum(split) != layers:
         rule = f"adds up to {sum(split)}, and must add up to model.num_hidden_layers={layers}"
     if rule:
-        share, left_over = divmod(layers, pp)
-        even = [share + (stage < left_over) for stage in range(pp)]
-        advice = f"write trainer.pipeline_layers={shown(even)}, or leave it out"
+        advice = f"write trainer.pipeline_layers={shown(spread(layers, pp))}, or leave it out"
         yield Problem("trainer.pipeline_layers", split, rule, advice)
 
 
@@ -194,9 +180,12 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
 def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Problem]:
     """Every data-parallel rank does the same number of micro batches; interleaving needs a multiple of pp of them."""
     trainer, dp = config.trainer, data_parallel(config, world_size)
-    if dp is None or config.trainer.global_batch_size % sequences_at_once(config, dp) == 0:
+    if dp is None:
         return
-    unit = sequences_at_once(config, dp)
+    # The interleaved schedule needs a multiple of pp micro batches.
+    unit = trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
+    if trainer.global_batch_size % unit == 0:
+        return
     rule = f"must divide by micro_batch_size * dp = {trainer.micro_batch_size} * {dp} = {trainer.micro_batch_size * dp}"
     if trainer.vpp > 1:
         rule += f", and with vpp > 1 by that times pp = {trainer.pp}, which makes {unit}"

@@ -19,16 +19,6 @@ class Rule:
     settings: frozenset[str]
     """The settings, or whole sections of them, that the check reads."""
 
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return self.check.__name__
-
-    def reads_any(self, names: Iterable[str]) -> bool:
-        """Whether the rule reads one of the settings ``names``, or one of these is a whole section that it reads."""
-        known = set(names)
-        return any(name in known or name.partition(".")[0] in known for name in self.settings)
-
 
 def reads(*settings: str) -> Callable[[Check], Rule]:
     """Makes a rule of a function that reads these settings."""
@@ -38,10 +28,15 @@ def reads(*settings: str) -> Callable[[Check], Rule]:
 def check_rules(
     rules: Iterable[Rule], config: Config, world_size: int, skip_fields: Iterable[str] = ()
 ) -> list[Problem]:
-    """All problems that ``rules`` find. Rules that read one of ``skip_fields`` are left out: what is wrong with these
-    settings is reported already, and what follows from it would be noise."""
+    """All problems that ``rules`` find. Rules that read one of ``skip_fields``, settings or whole sections, are left
+    out: what is wrong with these is reported already, and what follows from it would be noise."""
     skipped = set(skip_fields)
-    return [problem for rule in rules if not rule.reads_any(skipped) for problem in rule.check(config, world_size)]
+    return [
+        problem
+        for rule in rules
+        if not any(name in skipped or name.partition(".")[0] in skipped for name in rule.settings)
+        for problem in rule.check(config, world_size)
+    ]
 
 
 def nearest_legal(name: str, wanted: int, legal: Iterable[int]) -> str:
