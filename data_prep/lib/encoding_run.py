@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
+import copy
+import itertools
 import json
 import signal
 import time
 from types import FrameType
 from typing import Any
 
-from data_prep.lib.blocks import Block, Position, Slots, cut_blocks
-from data_prep.lib.encode_examples import ExampleEncoder
-from data_prep.lib.encode_text import TextEncoder
+from data_prep.lib.blocks import Block, Slots, cut_blocks
+from data_prep.lib.encode_blocks import BlockEncoder, ExampleEncoder, TextEncoder
 from data_prep.lib.job import Job, Result, RunOptions
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.pool import Pool, slots_for
@@ -32,18 +33,22 @@ class EncodingRun:
         self.encoder = encoder
         self.workspace = workspace
         self.ledger = ledger
-        self.started_with = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+        self.started_with = copy.deepcopy(ledger)
         self.start = self.saved = time.monotonic()
         self.signal: int | None = None
-        self.disk_before = [0]
-        for source in job.sources:
-            self.disk_before.append(self.disk_before[-1] + source.size)
+        self.disk_before = [0, *itertools.accumulate(source.size for source in job.sources)]
+        """Bytes of the sources before each, and of all."""
+
+    @property
+    def _fresh(self) -> tuple[int, int]:
+        """Bytes of text and tokens since this process started."""
+        return self.ledger.text_bytes - self.started_with.text_bytes, self.ledger.tokens - self.started_with.tokens
 
     @property
     def seconds_worth(self) -> float:
-        """Seconds that this process has worked, and those that stood behind it in proportion to its bytes."""
+        """Seconds of work in the ledger: this process's, and in proportion to their bytes those of earlier ones."""
         seconds = time.monotonic() - self.start
-        fresh = self.ledger.text_bytes - self.started_with.text_bytes
+        fresh, _ = self._fresh
         return seconds * (self.ledger.text_bytes / fresh if fresh else 1.0)
 
     def encode(self) -> None:
@@ -52,34 +57,24 @@ class EncodingRun:
         block_bytes = int(options.block_mib * 2**20)
         streams = any(source.is_stream for source in job.sources)
         slots = Slots(slots_for(options.workers) if streams else 1, block_bytes)
-        chat = job.chat
-        worker = TextEncoder(job, self.encoder, slots) if chat is None else ExampleEncoder(job, chat, slots)
+        worker: BlockEncoder[Any] = TextEncoder(job, self.encoder, slots)
+        if job.chat is not None:
+            worker = ExampleEncoder(job, self.encoder, slots, job.chat)
+        position = self.ledger.position
+        done = self.disk_before[position.source]
+        if position.source < len(job.sources) and not job.sources[position.source].is_stream:
+            done += position.offset  # a stream's offset is unpacked bytes, and it is unpacked from its start again
         with handling((signal.SIGINT, signal.SIGTERM), self._note_signal), Pool(options.workers, worker) as pool:
-            blocks = cut_blocks(job.sources, self.ledger.position, slots, job.max_line, block_bytes)
-            progress = Progress(self.disk_before[-1], self._disk_done(self.ledger.position))
+            blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes)
+            progress = Progress(self.disk_before[-1], done)
             try:
                 for block, result in pool.run(blocks, self._check_stop):
                     self._take(block, result)
-                    self._show(progress, block)
+                    last = block.segments[-1]
+                    progress.update(self.disk_before[last.source] + last.disk_end, *self._fresh)
             finally:
                 progress.finish()
         self._check_stop()
-
-    def _disk_done(self, position: Position) -> int:
-        sources = self.job.sources
-        if position.source >= len(sources):
-            return self.disk_before[-1]
-        # of a stream, the unpacked offset is no measure; it counts from its beginning
-        inside = 0 if sources[position.source].is_stream else position.offset
-        return self.disk_before[position.source] + inside
-
-    def _show(self, progress: Progress, block: Block) -> None:
-        last = block.segments[-1]
-        fresh_bytes = self.ledger.text_bytes - self.started_with.text_bytes
-        fresh_tokens = sum(counts.tokens for counts in self.ledger.keys) - sum(
-            counts.tokens for counts in self.started_with.keys
-        )
-        progress.update(self.disk_before[last.source] + last.disk_end, fresh_bytes, fresh_tokens)
 
     def _take(self, block: Block, result: Result) -> None:
         """Writes a block's documents and quarantines its bad lines."""
@@ -135,8 +130,7 @@ class EncodingRun:
             lines.append(f"{ledger.learned:,} tokens with loss")
         if ledger.notes:
             lines.append("changed: " + ", ".join(f"{count:,} {note}" for note, count in sorted(ledger.notes.items())))
-        fresh = ledger.text_bytes - self.started_with.text_bytes
-        tokens = sum(counts.tokens for counts in ledger.keys) - sum(key.tokens for key in self.started_with.keys)
+        fresh, tokens = self._fresh
         lines.append(
             f"{fresh / 1e6:.1f} MB in {short_time(seconds) if seconds >= 60 else f'{seconds:.1f}s'}: "
             f"{fresh / seconds / 1e6:.1f} MB/s, {tokens / seconds / 1e6:.2f} M tokens/s, "

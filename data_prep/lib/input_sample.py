@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from data_prep.lib.json_lines import BOM, BadLine, loads, parse_line
+from data_prep.lib.json_lines import BOM, loads, parse_line
 from data_prep.lib.sources import Source, read_pieces
 from megatron_llama.system.errors import UserError
+from megatron_llama.text.conversation import Bad
 
 LOOK_BYTES = 1 << 17
 SAMPLE_FILES = 4
@@ -57,8 +59,9 @@ def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
         except UserError:
             continue  # it will be reported in the input's order
         for line in [head] if sources[index].is_text else head.split(b"\n"):
-            parsed = BadLine("", "") if sources[index].is_text else parse_line(line, keys)
-            found = [line.decode("utf-8", "ignore")] if isinstance(parsed, BadLine) else parsed
+            found = [line.decode("utf-8", "ignore")]
+            with contextlib.suppress(Bad):  # a bad line is a sample of bytes, at least
+                found = found if sources[index].is_text else parse_line(line, keys)
             for text in found:
                 texts.append(text[: SAMPLE_CHARACTERS // SAMPLE_FILES - size])
                 size += len(texts[-1])

@@ -123,6 +123,10 @@ class Job:
         ending = "" if self.chat is not None else "_document"
         return [f"{Path(prefix).name}_{key}{ending}" for key in self.keys]
 
+    def is_table(self, source: int) -> bool:
+        """Whether a source begins with a header."""
+        return self.chat is not None and source in self.chat.columns
+
 
 @dataclass(frozen=True)
 class BadRecord:
@@ -143,20 +147,11 @@ class BadRecord:
 
     KEEP_BAD_BYTES = 1 << 20
 
-    @staticmethod
-    def of(line: bytes, max_line: int, segment: int, number: int, reason: str, detail: str) -> BadRecord:
-        """Of a line that may be longer than ``max_line`` bytes, and then was cut there."""
-        raw = line[: BadRecord.KEEP_BAD_BYTES]
-        complete = len(raw) == len(line) <= max_line
-        return BadRecord(segment, number, reason, detail, len(line), complete, raw)
-
 
 @dataclass
 class Result:
     """A block's documents as they go into the files, one entry per output, and the account of its lines."""
 
-    number: int
-    """The block's."""
     tokens: list[bytes] = field(default_factory=list)
     lengths: list[bytes] = field(default_factory=list)
     """int32 per document, 0 for one without tokens."""

@@ -1,4 +1,4 @@
-"""One line of JSON to its text, or to the reason why it is no good.
+"""One line of JSON to its text; Bad, with the reason, where it has none.
 
 Fast where the line is good (orjson where it is installed), careful where it is not: a line that the fast parser refuses
 is looked at again by Python's own, which accepts what Megatron's preprocessing accepts (NaN in the metadata, say).
@@ -6,11 +6,12 @@ is looked at again by Python's own, which accepts what Megatron's preprocessing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_llama.system.errors import BadLine
+from megatron_llama.text.conversation import Bad
 
 BOM = b"\xef\xbb\xbf"
 # What a bad line is counted under. "line_too_long" is found before parsing, where lines are cut.
@@ -34,71 +35,66 @@ except ImportError:
     loads = json.loads
 
 
-def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | BadLine:
-    """The texts under `keys`, in their order; every one must be there, or the whole line is bad."""
+def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts under `keys`, in their order. Raises Bad where one is missing or is no text."""
     try:
         record = loads(line)
         texts = [record[key] for key in keys]
         for text in texts:
             if type(text) is not str:
-                return _explain(line, keys)
+                return _parse_line_slowly(line, keys)
             if not text.isascii():
                 text.encode()
         return texts
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        return _explain(line, keys)
+        return _parse_line_slowly(line, keys)
 
 
-def parse_text(data: bytes) -> list[str] | BadLine:
-    """A whole file as one text."""
+def parse_text(data: bytes) -> str:
+    """A file, or a line, as one text. Raises Bad where it is not UTF-8."""
     try:
-        return [data.decode("utf-8")]
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return BadLine("bad_utf8", _utf8_detail(error))
+        detail = f"byte {data[error.start]:#04x} at {error.start}: {error.reason}"
+        raise Bad("bad_utf8", detail) from None
 
 
-def _utf8_detail(error: UnicodeDecodeError) -> str:
-    return f"byte {error.object[error.start]:#04x} at {error.start}: {error.reason}"
-
-
-def parse_object(line: bytes) -> dict[str, Any] | BadLine:
-    """The line's JSON object."""
-    try:
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The line's JSON object. Raises Bad."""
+    with contextlib.suppress(ValueError, RecursionError):
         record = loads(line)
-    except (ValueError, RecursionError):
-        return _parse_slowly(line)
-    return record if isinstance(record, dict) else BadLine("not_an_object", f"it is a {type(record).__name__}")
+        if isinstance(record, dict):
+            return record
+    return _parse_slowly(line)
 
 
-def _parse_slowly(line: bytes) -> dict[str, Any] | BadLine:
-    """The exact reason why a line is no object, or the object where only the fast parser had refused the line."""
+def _parse_slowly(line: bytes) -> dict[str, Any]:
+    """The object where only the fast parser has refused the line; else raises Bad with the exact reason."""
+    text = parse_text(line)
     try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return BadLine("bad_utf8", _utf8_detail(error))
+        record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return BadLine("bad_json", str(error) or type(error).__name__)
-    return record if isinstance(record, dict) else BadLine("not_an_object", f"it is a {type(record).__name__}")
+        raise Bad("bad_json", str(error) or type(error).__name__) from None
+    if not isinstance(record, dict):
+        raise Bad("not_an_object", f"it is a {type(record).__name__}")
+    return record
 
 
-def _explain(line: bytes, keys: Sequence[str]) -> list[str] | BadLine:
-    """The slow path: the exact reason, or the texts where only the fast parser had refused the line."""
+def _parse_line_slowly(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts where only the fast parser has refused the line; else raises Bad with the exact reason."""
     record = _parse_slowly(line)
-    if isinstance(record, BadLine):
-        return record
-    texts = []
     for key in keys:
         if key not in record:
             there = ", ".join(sorted(record)[:8]) or "nothing"
-            return BadLine("missing_text", f"no key {key!r}; there is {there[:200]}")
+            raise Bad("missing_text", f"no key {key!r}; there is {there[:200]}")
         text = record[key]
         if text is None:
-            return BadLine("null_text", f"{key!r} is null")
+            raise Bad("null_text", f"{key!r} is null")
         if not isinstance(text, str):
-            return BadLine("text_not_a_string", f"{key!r} is a {type(text).__name__}")
+            raise Bad("text_not_a_string", f"{key!r} is a {type(text).__name__}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            return BadLine("lone_surrogate", f"U+{ord(text[error.start]):04X} at character {error.start} of {key!r}")
-        texts.append(text)
-    return texts
+            detail = f"U+{ord(text[error.start]):04X} at character {error.start} of {key!r}"
+            raise Bad("lone_surrogate", detail) from None
+    return [record[key] for key in keys]

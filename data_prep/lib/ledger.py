@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,18 +71,19 @@ class Ledger:
     def documents_skipped(self) -> int:
         return sum(self.skipped.values())
 
+    @property
+    def tokens(self) -> int:
+        """Of all keys."""
+        return sum(counts.tokens for counts in self.keys)
+
     def check(self) -> None:
         """No document may be lost."""
         for counts in self.keys:
             accounted = counts.written + counts.empty + self.documents_skipped
             assert self.documents_read == accounted, f"{self.documents_read} documents read, {accounted} accounted for"
 
-    def to_json(self) -> dict[str, Any]:
-        """For the journal."""
-        return asdict(self)
-
     @staticmethod
     def from_json(data: dict[str, Any]) -> Ledger:
-        """From the journal."""
+        """From the journal, which holds it as ``dataclasses.asdict`` does."""
         keys = [KeyCounts(**counts) for counts in data["keys"]]
         return Ledger(**{**data, "keys": keys, "position": Position(**data["position"])})

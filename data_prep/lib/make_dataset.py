@@ -9,23 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.encode_examples import MASK_DTYPE
+import numpy as np
+
 from data_prep.lib.encoding_run import EncodingRun
 from data_prep.lib.job import Job, RunOptions
 from data_prep.lib.ledger import KeyCounts, Ledger
-from data_prep.lib.publish import (
-    MANIFEST_FORMAT,
-    differences,
-    publish,
-    quarantine_file,
-    read_finished,
-    write_outputs,
-)
+from data_prep.lib.publish import differences, publish, quarantine_file, read_finished, write_outputs
 from data_prep.lib.workspace import Workspace
-from megatron_llama.data.indexed_format import token_dtype
+from megatron_llama.data.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.encoders import Encoder, EncoderMismatch
 
+MANIFEST_FORMAT = 1
 # A run that a bad line ends leaves its work for the next one only where doing it again would take longer than this.
 WORTH_KEEPING_SECONDS = 60.0
 
@@ -77,26 +72,18 @@ def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[
         raise
     if job.chat is not None and not run.ledger.keys[0].written:
         workspace.remove()
-        raise UserError(f"{options.output_prefix}: no example was made of the input: {_reasons(run.ledger)}")
-    dtypes = (
-        [token_dtype(encoder.tokenizer.size)] * len(names)
-        if job.chat is None
-        else [token_dtype(encoder.tokenizer.size), MASK_DTYPE]
-    )
-    manifests = [
-        _manifest(job, encoder, wanted, run.ledger, key, str(dtype), names) for key, dtype in enumerate(dtypes)
-    ]
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(run.ledger.skipped.items()))
+        advice = "without --on-bad-line skip the first is named with its reason"
+        why = f"all its records are bad ({counts}); {advice}" if counts else "it holds no record"
+        raise UserError(f"{options.output_prefix}: no example was made of the input: {why}")
+    dtypes = [token_dtype(encoder.tokenizer.size)] * len(names)
+    if job.chat is not None:
+        dtypes[1] = np.dtype(MASK_DTYPE)
+    manifests = [_manifest(run, wanted, key, str(dtype)) for key, dtype in enumerate(dtypes)]
     write_outputs(workspace, dtypes, manifests, run.ledger)
     say(run.summary())
     workspace.remove()
     return manifests[0]
-
-
-def _reasons(ledger: Ledger) -> str:
-    """Why records were left out, and how many."""
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
-    advice = "without --on-bad-line skip the first is named with its reason"
-    return f"all its records are bad ({counts}); {advice}" if counts else "it holds no record"
 
 
 def _finished(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> dict[str, Any] | None:
@@ -161,10 +148,9 @@ def _open(workspace: Workspace, wanted: dict[str, Any], options: RunOptions, say
     return Ledger([KeyCounts() for _ in workspace.names])
 
 
-def _manifest(
-    job: Job, encoder: Encoder, wanted: dict[str, Any], ledger: Ledger, key: int, dtype: str, names: list[str]
-) -> dict[str, Any]:
+def _manifest(run: EncodingRun, wanted: dict[str, Any], key: int, dtype: str) -> dict[str, Any]:
     """What the output is and where it comes from. Nothing in it depends on time, machine or number of workers."""
+    job, encoder, ledger = run.job, run.encoder, run.ledger
     counts = ledger.keys[key]
     manifest = {
         "documents_read": ledger.documents_read,
@@ -183,7 +169,7 @@ def _manifest(
         "encoder": encoder.name,
         "options": wanted,
         "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
-        "quarantine": quarantine_file(Path(), names).name if ledger.skipped else None,
+        "quarantine": quarantine_file(Path(), run.workspace.names).name if ledger.skipped else None,
     }
     if job.chat is not None:
         manifest |= {

@@ -16,9 +16,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
-from data_prep.lib.blocks import Block, Slots
+from data_prep.lib.blocks import Block
+from data_prep.lib.encode_blocks import BlockEncoder
 from data_prep.lib.job import Result
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import die_with
@@ -35,18 +36,10 @@ def slots_for(workers: int) -> int:
     return 2 * workers + 2
 
 
-class BlockEncoder(Protocol):
-    """What a worker does."""
-
-    slots: Slots
-
-    def run(self, block: Block) -> Result: ...
-
-
 class Pool:
     """Forked workers. Use as a context manager, before any thread is started."""
 
-    def __init__(self, workers: int, encoder: BlockEncoder) -> None:
+    def __init__(self, workers: int, encoder: BlockEncoder[Any]) -> None:
         self.slots = encoder.slots
         self.window = WINDOW_PER_WORKER * workers
         self.executor = ProcessPoolExecutor(
@@ -81,7 +74,8 @@ class Pool:
                     if stopped.is_set():
                         return
                     future = self.executor.submit(_encode, block)
-                    future.add_done_callback(lambda _, block=block: self._free(block))  # type: ignore[misc]
+                    slots = [segment.slot for segment in block.segments if segment.slot is not None]
+                    future.add_done_callback(lambda _, slots=slots: [*map(self.slots.free.put, slots)])  # type: ignore[misc]
                     given.put((block, future))
             except BaseException as error:  # noqa: BLE001  raised in the main thread
                 end = error
@@ -102,27 +96,20 @@ class Pool:
                 yield block, result
                 room.release()
         except BrokenProcessPool:
-            raise self._killed() from None
+            # The executor ends the others by SIGTERM: what ended the first worker is any other status.
+            for process in self.processes:
+                process.join(timeout=5.0)
+            statuses = [process.exitcode for process in self.processes if process.exitcode]
+            status = next((status for status in statuses if status != -signal.SIGTERM), -signal.SIGTERM)
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            hint = " (the kernel's way when memory runs out)" if status == -signal.SIGKILL else ""
+            message = f"a worker ended by {how}{hint}. What was done is kept: the same command goes on"
+            raise MachineError(message) from None
         finally:
             stopped.set()
             room.release()
             self.slots.free.put(None)
             feeder.join()
-
-    def _free(self, block: Block) -> None:
-        for segment in block.segments:
-            if segment.slot is not None:
-                self.slots.free.put(segment.slot)
-
-    def _killed(self) -> MachineError:
-        """How the first worker ended; the executor ends the others by SIGTERM."""
-        for process in self.processes:
-            process.join(timeout=5.0)
-        statuses = [process.exitcode for process in self.processes if process.exitcode]
-        status = next((status for status in statuses if status != -signal.SIGTERM), -signal.SIGTERM)
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        hint = " (the kernel's way when memory runs out)" if status == -signal.SIGKILL else ""
-        return MachineError(f"a worker ended by {how}{hint}. What was done is kept: the same command goes on")
 
 
 def _wait_for(get: Callable[[], T], check_stop: Callable[[], None]) -> T:
@@ -132,11 +119,11 @@ def _wait_for(get: Callable[[], T], check_stop: Callable[[], None]) -> T:
             return get()
 
 
-_encoder: BlockEncoder
+_encoder: BlockEncoder[Any]
 """The worker's own, inherited by the fork."""
 
 
-def _start_worker(encoder: BlockEncoder, parent: int) -> None:
+def _start_worker(encoder: BlockEncoder[Any], parent: int) -> None:
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides

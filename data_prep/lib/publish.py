@@ -18,12 +18,6 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
 
 SUFFIXES = (".bin", ".idx", ".json")
-MANIFEST_FORMAT = 1
-
-
-def output_file(folder: Path, name: str, suffix: str) -> Path:
-    """<folder>/<name><suffix>; names may hold dots."""
-    return folder / f"{name}{suffix}"
 
 
 def write_outputs(
@@ -34,19 +28,19 @@ def write_outputs(
     Sizes and hashes are added to ``manifests``.
     """
     for name, dtype, manifest in zip(workspace.names, dtypes, manifests, strict=True):
-        index = output_file(workspace.folder, name, ".idx")
+        index = workspace.folder / f"{name}.idx"
         with open(index, "wb") as file:
-            sequences, tokens = write_index(file, output_file(workspace.folder, name, ".lengths"), dtype)
+            sequences, tokens = write_index(file, workspace.folder / f"{name}.lengths", dtype)
             file.flush()
             os.fsync(file.fileno())
-        size = output_file(workspace.folder, name, ".bin").stat().st_size
+        size = (workspace.folder / f"{name}.bin").stat().st_size
         assert (sequences, tokens) == (manifest["documents_written"], manifest["tokens"])
         assert size == tokens * dtype.itemsize, f"{size} bytes of tokens, {tokens * dtype.itemsize} expected"
         manifest |= {
             "bytes": {".bin": size, ".idx": index.stat().st_size},
             "sha256": {".bin": workspace.sha256(f"{name}.bin"), ".idx": sha256_file(index)},
         }
-        write_atomically(output_file(workspace.folder, name, ".json"), json.dumps(manifest, indent=1) + "\n")
+        write_atomically(workspace.folder / f"{name}.json", json.dumps(manifest, indent=1) + "\n")
     workspace.checkpoint(ledger, publish=True)
     workspace.close()
     publish(workspace.folder, workspace.folder.parent, workspace.names)
@@ -58,13 +52,14 @@ def publish(work: Path, folder: Path, names: list[str]) -> None:
     A manifest comes last and an old one goes first: with a manifest, all files that it lists are in place.
     """
     for name in names:
-        if output_file(work, name, ".json").exists():
-            if output_file(work, name, ".bin").exists():
-                for suffix in reversed(SUFFIXES):
-                    output_file(folder, name, suffix).unlink(missing_ok=True)
-            for suffix in SUFFIXES:
-                if output_file(work, name, suffix).exists():
-                    os.replace(output_file(work, name, suffix), output_file(folder, name, suffix))
+        files = [f"{name}{suffix}" for suffix in SUFFIXES]
+        if (work / files[-1]).exists():
+            if (work / files[0]).exists():
+                for file in reversed(files):
+                    (folder / file).unlink(missing_ok=True)
+            for file in files:
+                if (work / file).exists():
+                    os.replace(work / file, folder / file)
             sync_folder(folder)
     quarantine = work / QUARANTINE
     if quarantine.exists():
@@ -89,7 +84,7 @@ def read_finished(folder: Path, names: list[str]) -> dict[str, Any] | None:
     manifests = []
     strange = []
     for name in names:
-        files = [output_file(folder, name, suffix) for suffix in SUFFIXES]
+        files = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
         there = [path for path in files if path.exists()]
         if not there:
             continue

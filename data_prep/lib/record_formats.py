@@ -8,7 +8,7 @@ silence.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,12 @@ def turns_of(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
     turns = _READERS[kind](record)
     if turns and turns[0].role == "system" and not turns[0].text.strip():
         turns, notes = turns[1:], [*notes, "empty system turn left out"]
-    turns = _with_system(record, turns)
+    for key in ("system", "system_prompt"):  # beside the turns, as in LLaMA-Factory's exports
+        text = _text(record.get(key) or "", key)
+        if text.strip() and (not turns or turns[0].role != "system"):
+            turns = [Turn("system", text), *turns]
+        elif text.strip() and turns[0].text != text:
+            raise Bad("bad_messages", f"{key!r} and the first turn are two system texts")
     for number, turn in enumerate(turns):
         if not turn.text.strip():
             raise Bad("empty_content", f"turn {number + 1}, of the {turn.role}, is empty")
@@ -90,7 +95,9 @@ def _detected(record: Mapping[str, Any]) -> str:
 def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     """Notes on the keys besides a record's texts; raises Bad where its answers mean nothing without it."""
     notes = []
-    for where in (record, *_objects(record)):
+    lists = [record.get(key) for key in (*_LISTS, "prompt", "completion", "response", "chosen")]
+    turns = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
+    for where in (record, *(turn for turn in turns if isinstance(turn, dict))):
         for key in ("tools", "functions", "tool_calls", "function_call"):
             if where.get(key) not in _NOTHING:
                 raise Bad("tools_not_supported", f"there is something under {key!r}")
@@ -100,26 +107,6 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     if record.get(key, True) in (False, "false", "False"):
         raise Bad("rejected_answer", f"{key!r} is false")
     return notes
-
-
-def _objects(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All turns of all lists in the record."""
-    for key in (*_LISTS, "prompt", "completion", "response", "chosen"):
-        value = record.get(key)
-        yield from (turn for turn in (value if isinstance(value, list) else [value]) if isinstance(turn, dict))
-
-
-def _with_system(record: Mapping[str, Any], turns: Turns) -> Turns:
-    """The turns, with the system text of a key of its own (LLaMA-Factory's exports) as the first."""
-    for key in ("system", "system_prompt"):
-        text = _text(record.get(key) or "", key)
-        if not text.strip():
-            continue
-        if not turns or turns[0].role != "system":
-            turns = [Turn("system", text), *turns]
-        elif turns[0].text != text:
-            raise Bad("bad_messages", f"{key!r} and the first turn are two system texts")
-    return turns
 
 
 def _key(record: Mapping[str, Any], *keys: str) -> Any:
@@ -154,18 +141,12 @@ def _listed(turns: Any) -> Turns:
     return found
 
 
-def _messages(record: Mapping[str, Any]) -> Turns:
-    return _listed(_key(record, *_LISTS))
-
-
 def _dialogue(text: str) -> Turns | None:
     """The turns of Anthropic's and rm-static's `\\n\\nHuman: ...\\n\\nAssistant: ...`; None for any other text."""
     if not re.match(r"\s*Human:", text) or "\n\nAssistant:" not in text:
         return None
-    turns = []
-    for match in re.finditer(r"(Human|Assistant):(.*?)(?=\n\nHuman:|\n\nAssistant:|\Z)", text, re.DOTALL):
-        turns.append(Turn("user" if match[1] == "Human" else "assistant", match[2].strip()))
-    return turns
+    matches = re.finditer(r"(Human|Assistant):(.*?)(?=\n\nHuman:|\n\nAssistant:|\Z)", text, re.DOTALL)
+    return [Turn(ROLES[match[1].lower()], match[2].strip()) for match in matches]
 
 
 def _side(value: Any, where: str, role: str) -> Turns:
@@ -194,14 +175,6 @@ def _pair(record: Mapping[str, Any], *answer_keys: str) -> Turns:
     ]
 
 
-def _prompt_completion(record: Mapping[str, Any]) -> Turns:
-    return _pair(record, "completion", "response")
-
-
-def _preference(record: Mapping[str, Any]) -> Turns:
-    return _pair(record, "chosen")
-
-
 def _history(record: Mapping[str, Any]) -> list[list[str]]:
     """What was asked and answered before."""
     history = record.get("history") or []
@@ -224,18 +197,13 @@ def _alpaca(record: Mapping[str, Any]) -> Turns:
     return [*turns, Turn("user", prompt), Turn("assistant", output)]
 
 
-def _gsm8k(record: Mapping[str, Any]) -> Turns:
-    return [
-        Turn("user", _text(_key(record, "question"), "question")),
-        Turn("assistant", _text(_key(record, "answer"), "answer")),
-    ]
-
-
 _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
-    "messages": _messages,
-    "sharegpt": _messages,
-    "prompt_completion": _prompt_completion,
-    "preference": _preference,
+    "messages": lambda record: _listed(_key(record, *_LISTS)),
+    "sharegpt": lambda record: _listed(_key(record, *_LISTS)),
+    "prompt_completion": lambda record: _pair(record, "completion", "response"),
+    "preference": lambda record: _pair(record, "chosen"),
     "alpaca": _alpaca,
-    "gsm8k": _gsm8k,
+    "gsm8k": lambda record: [
+        Turn(role, _text(_key(record, key), key)) for role, key in (("user", "question"), ("assistant", "answer"))
+    ],
 }

@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -152,8 +152,13 @@ def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str
     signals_file = signals_path(source.path)
     import zstandard
 
+    files = (source, *find_sources([signals_file]))
+    pairs = zip_longest(*((line for line in read_lines(one) if line.strip()) for one in files))
     with atomic_open(target) as packed, zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as file:
-        for number, (line, signals) in enumerate(_joined(source, signals_file)):
+        for number, (line, signals) in enumerate(pairs):
+            if line is None or signals is None:
+                shorter = source.path if line is None else signals_file
+                raise UserError(f"{source.path} and its quality signals differ in lines: {shorter} ends after {number}")
             values = _signals(signals, signals_file, number)
             try:
                 failed = next((rule for rule in rules if not rule.holds(values)), None)
@@ -166,21 +171,6 @@ def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str
             if failed is None:
                 file.write(line + b"\n")
     return counts
-
-
-def _joined(source: Source, signals_file: str) -> Iterator[tuple[bytes, bytes]]:
-    (signals,) = find_sources([signals_file])
-    missing = object()
-    pairs = zip_longest(_content(source), _content(signals), fillvalue=missing)
-    for number, (line, values) in enumerate(pairs):
-        if not isinstance(line, bytes) or not isinstance(values, bytes):
-            shorter = source.path if line is missing else signals_file
-            raise UserError(f"{source.path} and its quality signals differ in lines: {shorter} ends after {number}")
-        yield line, values
-
-
-def _content(source: Source) -> Iterator[bytes]:
-    return (line for line in read_lines(source) if line.strip())
 
 
 def _signals(line: bytes, path: str, number: int) -> dict[str, Any]:

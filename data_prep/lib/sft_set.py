@@ -13,14 +13,14 @@ from data_prep.lib.job import Chat, Job, RunOptions
 from data_prep.lib.make_dataset import make_dataset
 from data_prep.lib.sources import Source, find_sources, with_array
 from data_prep.lib.split_lines import header_of
-from megatron_llama.config.data_prefixes import is_table
+from megatron_llama.config.data_prefixes import MASK_SUFFIX, is_table
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, own_template
 from megatron_llama.text.conversation import LABELLED
 from megatron_llama.text.encoders import Encoder
 from megatron_llama.text.tokenizer import FAST_JSON, Tokenizer, open_tokenizer
 
-KEYS = ("sft", "sft_mask")
+KEYS = ("sft", "sft" + MASK_SUFFIX)
 CHATML_END = "<|im_end|>"
 
 

@@ -129,13 +129,10 @@ def _inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     compression = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head == b"\x28\xb5\x2f\xfd" else ""
-    if not compression and status.st_size and path.lower().endswith(COMPRESSION_SUFFIXES) and not _is_json(head):
+    is_json = head.lstrip(BOM + b" \t\r\n")[:1] in (b"{", b"[", b"")
+    if not (compression or is_json) and path.lower().endswith(COMPRESSION_SUFFIXES):
         raise UserError(f"{path} is neither gzip nor zstd, whatever its name says: it starts with {head!r}")
     return Source(path, status.st_size, status.st_mtime_ns, compression, bare_name(path).endswith(text_suffixes))
-
-
-def _is_json(head: bytes) -> bool:
-    return head.lstrip(BOM + b" \t\r\n")[:1] in (b"{", b"[", b"")
 
 
 def with_array(source: Source) -> Source:
@@ -162,11 +159,8 @@ def _unpacked_pieces(source: Source) -> Generator[tuple[bytes, int], None, None]
     with open(source.path, "rb") as file:
         if source.compression:
             yield from _unpack(source, file)
-        else:
-            position = 0
-            while piece := file.read(1 << 20):
-                position += len(piece)
-                yield piece, position
+        while piece := file.read(1 << 20):  # nothing is left of a compressed file
+            yield piece, file.tell()
 
 
 def _unpack(source: Source, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
@@ -175,7 +169,7 @@ def _unpack(source: Source, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     By hand, because zstandard's stream reader takes a file that is cut off for a shorter one.
     """
     path, kind = source.path, source.compression
-    new, errors = _zstd(path) if kind == "zstd" else _gzip()
+    new, errors = _decompressor(path, kind)
     position = unpacked = 0
     frame: Any = None
     packed = b""
@@ -207,8 +201,13 @@ def _unpack(source: Source, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         )
 
 
-def _zstd(path: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
     """(what makes a decompressor of one frame, the errors that it raises)"""
+    if kind == "gzip":
+        library: Any = zlib
+        with contextlib.suppress(ImportError):
+            library = importlib.import_module("isal.isal_zlib")  # twice as fast
+        return partial(library.decompressobj, 31), (library.error, zlib.error)
     try:
         import zstandard
     except ImportError:
@@ -216,28 +215,19 @@ def _zstd(path: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
     return zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW).decompressobj, (zstandard.ZstdError,)
 
 
-def _gzip() -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
-    """As ``_zstd``; by isal, twice as fast as zlib, where it is installed."""
-    library: Any = zlib
-    with contextlib.suppress(ImportError):
-        library = importlib.import_module("isal.isal_zlib")
-    return partial(library.decompressobj, 31), (library.error, zlib.error)
-
-
 def read_lines(source: Source) -> Iterator[bytes]:
     """The source's lines (a text source is one line), without the line feed; a leading byte-order mark is gone."""
     rest: list[bytes] = []
-    first = True
-    for piece, _ in read_pieces(source):
-        if first:
-            piece, first = piece.removeprefix(BOM), False
+    for number, (piece, _) in enumerate(read_pieces(source)):
+        if number == 0:
+            piece = piece.removeprefix(BOM)
         if source.is_text or b"\n" not in piece:
             rest.append(piece)
             continue
-        head, *lines = piece.split(b"\n")
+        head, *lines, tail = piece.split(b"\n")
         yield b"".join([*rest, head])
-        yield from lines[:-1]
-        rest = [lines[-1]]
+        yield from lines
+        rest = [tail]
     if any(rest):
         yield b"".join(rest)
 

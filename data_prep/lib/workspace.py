@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,7 +126,7 @@ class Workspace:
     def checkpoint(self, ledger: Ledger, **more: Any) -> None:
         """Makes everything up to here survive, a power cut included."""
         entry = {
-            "ledger": ledger.to_json(),
+            "ledger": asdict(ledger),
             "sizes": {name: os.fstat(self._files[name].fileno()).st_size for name in self._data_files},
             "sha256": {name: self._hashes[name].hexdigest() for name in self._data_files},
             **more,

@@ -10,6 +10,8 @@ from megatron_llama.config.limits import is_number
 from megatron_llama.config.settings import Config, DataConfig
 
 RECORD_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".tsv",)
+MASK_SUFFIX = "_mask"
+"""Added to a fine-tuning set's prefix, it is the prefix of its loss masks."""
 COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz")
 
 

@@ -9,32 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.config.data_prefixes import weights_and_paths
-from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset, read_index
+from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths
+from megatron_llama.data.indexed_format import MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.plan.epochs import SPLITS, parts_of
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
-
-
-def check_dataset(config: Config) -> list[Problem]:
-    """Everything that keeps the config's datasets from being trained on."""
-    problems = []
-    for name, prefix in [
-        *(("data.prefixes", prefix) for prefix in weights_and_paths(config.data.prefixes)[1]),
-        *(("data.validation_prefixes", prefix) for prefix in config.data.validation_prefixes),
-    ]:
-        try:
-            largest = _check_files(prefix)
-        except (OSError, ValueError) as error:
-            problems.append(Problem(name, prefix, f"can't be read: {error}", "make the dataset again"))
-            continue
-        if largest >= config.model.vocab_size:
-            rule = f"holds token id {largest}, and the model's vocabulary ends at {config.model.vocab_size - 1}"
-            problems.append(Problem(name, prefix, rule, _vocabulary_advice(config, largest)))
-        problems += _check_tokenizer(prefix, config)
-    return problems
 
 
 def check_data(config: Config) -> list[Problem]:
@@ -46,80 +27,62 @@ def check_data(config: Config) -> list[Problem]:
     return check_dataset(config)
 
 
-def check_sft(config: Config, validate: bool) -> list[Problem]:
-    """Everything that keeps the config's fine-tuning sets from being trained on."""
-    problems = check_dataset(config)
-    if problems:
-        return problems
-    data = config.data
-    for number in range(1 + validate):
-        for prefix, (first, last) in parts_of(data, number):
-            name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
-            problems += [Problem(name, prefix, *what) for what in _unfit(prefix, data.seq_length)]
-            if first == last:
-                count = len(read_index(prefix))
-                rule = f"split {data.split} leaves none of its {count} examples for {SPLITS[number]}"
-                advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
-                problems.append(Problem(name, prefix, rule, advice))
-    return list(dict.fromkeys(problems))
+def check_dataset(config: Config) -> list[Problem]:
+    """Everything that keeps the config's datasets from being trained on."""
+    tokenizer, rows = config.data.tokenizer, config.model.vocab_size
+    pieces = None if tokenizer is None else vocabulary_size(tokenizer)
+    unfit = None if tokenizer is None else _unfit_tokenizer(config, tokenizer, pieces)
+    problems = []
+    for name, prefix in named_paths(config.data):
+        try:
+            largest = _largest_id(IndexedDataset(prefix))
+        except (OSError, ValueError) as error:
+            problems.append(Problem(name, prefix, f"can't be read: {error}", "make the dataset again"))
+            continue
+        if largest >= rows:
+            rule = f"holds token id {largest}, and the model's vocabulary ends at {rows - 1}"
+            advice = (
+                f"write model.vocab_size={max(largest + 1, pieces or 0)}, or prepare the data with another tokenizer"
+            )
+            problems.append(Problem(name, prefix, rule, advice))
+        if unfit is not None:
+            problems.append(unfit)
+        elif tokenizer is not None:
+            problems += _other_tokenizer(prefix, tokenizer)
+    return problems
 
 
-def broken_masks(prefix: str) -> str | None:
-    """Why a fine-tuning set can't be used with its loss masks, whatever the model; None where it can."""
-    lengths = read_index(prefix).lengths
-    try:
-        masks = read_index(prefix + MASK_SUFFIX)
-        size = Path(prefix + MASK_SUFFIX + ".bin").stat().st_size
-    except (OSError, ValueError) as error:
-        return f"has no loss masks that can be read: {error}"
-    if masks.dtype != np.uint8 or not np.array_equal(masks.lengths, lengths):
-        return f"{prefix + MASK_SUFFIX} is not its loss masks: types, counts or lengths differ"
-    if size != int(lengths.sum(dtype=np.int64)):
-        return f"{prefix + MASK_SUFFIX}.bin has {size} bytes where its index promises {lengths.sum()}"
-    if lengths.min() < 2:
-        return "holds an example of one token, which has no label"
-    return None
+def _largest_id(dataset: IndexedDataset) -> int:
+    """The largest id in the first _SAMPLED_BYTES of a dataset; raises UserError if it is damaged."""
+    lengths, itemsize = dataset.index.lengths, dataset.index.dtype.itemsize
+    size, needed = dataset.bin_path.stat().st_size, int(lengths.sum(dtype=np.int64)) * itemsize
+    if size != needed:
+        raise UserError(f"{dataset.bin_path} has {size:,} bytes, but {dataset.idx_path} gives {needed:,}")
+    if not needed:
+        raise UserError(f"{dataset.bin_path} holds no tokens")
+    return int(dataset.tokens[: _SAMPLED_BYTES // itemsize].max())
 
 
-def _unfit(prefix: str, seq_length: int) -> list[tuple[str, str]]:
-    """(rule, advice) for what is wrong with a fine-tuning set on its own."""
-    if rule := broken_masks(prefix):
-        return [(rule, "make the dataset again")]
-    longest = int(read_index(prefix).lengths.max())
-    if longest > seq_length + 1:
-        rule = f"holds an example of {longest} tokens, which needs data.seq_length={longest - 1}; it is {seq_length}"
-        advice = f"write data.seq_length={longest - 1}, or make the dataset again with --seq-length {seq_length}"
-        return [(rule, advice)]
-    return []
-
-
-def _vocabulary_advice(config: Config, largest: int) -> str:
-    tokenizer = config.data.tokenizer
-    size = max(largest + 1, 0 if tokenizer is None else vocabulary_size(tokenizer) or 0)
-    return f"write model.vocab_size={size}, or prepare the data with another tokenizer"
-
-
-def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
-    """The tokenizer that is named must be the one that made the dataset, and its ids must be rows of the embedding."""
-    tokenizer = config.data.tokenizer
-    if tokenizer is None:
-        return []
-    pieces = vocabulary_size(tokenizer)
+def _unfit_tokenizer(config: Config, tokenizer: str, pieces: int | None) -> Problem | None:
+    """Why the tokenizer can't be used, whatever the dataset: its ids must be rows of the embedding, for example."""
     if pieces is None:
-        advice = "name the .model file of the dataset, or the Hugging Face folder"
-        return [
-            Problem("data.tokenizer", tokenizer, "is no sentencepiece model, nor a folder with a tokenizer", advice)
-        ]
+        rule, advice = "is no sentencepiece model, nor a folder with a tokenizer", "name the .model file of the dataset"
+        return Problem("data.tokenizer", tokenizer, rule, f"{advice}, or the Hugging Face folder")
     if config.logging.sample_prompts and tokenizer_file(tokenizer).suffix == ".json":
         rule = f"samples need a sentencepiece model, and {tokenizer} holds another kind of tokenizer"
         advice = "write logging.sample_prompts=[], and let scripts/generate.py continue them"
-        return [Problem("logging.sample_prompts", config.logging.sample_prompts, rule, advice)]
+        return Problem("logging.sample_prompts", config.logging.sample_prompts, rule, advice)
     if pieces > config.model.vocab_size:
         rule = f"has {pieces} pieces, and the model's vocabulary only {config.model.vocab_size}"
-        return [Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")]
+        return Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")
+    return None
+
+
+def _other_tokenizer(prefix: str, tokenizer: str) -> list[Problem]:
+    """A problem where the dataset's manifest names another tokenizer; a dataset of another program has no manifest."""
     manifest = Path(prefix + ".json")
     if not manifest.exists():
-        return []  # made by another program: no record of its tokenizer
+        return []
     try:
         made_with = json.loads(manifest.read_text()).get("tokenizer_sha256")
     except (OSError, ValueError, AttributeError) as error:
@@ -132,13 +95,43 @@ def _check_tokenizer(prefix: str, config: Config) -> list[Problem]:
     return []
 
 
-def _check_files(prefix: str) -> int:
-    """The largest id in the first _SAMPLED_BYTES of the dataset; raises OSError or ValueError if it is damaged."""
-    dataset = IndexedDataset(prefix)
-    lengths, itemsize = dataset.index.lengths, dataset.index.dtype.itemsize
-    size, needed = dataset.bin_path.stat().st_size, int(lengths.sum(dtype=np.int64)) * itemsize
-    if size != needed:
-        raise UserError(f"{dataset.bin_path} has {size:,} bytes, but {dataset.idx_path} gives {needed:,}")
-    if not needed:
-        raise UserError(f"{dataset.bin_path} holds no tokens")
-    return int(dataset.tokens[: _SAMPLED_BYTES // itemsize].max())
+def check_sft(config: Config, validate: bool) -> list[Problem]:
+    """Everything that keeps the config's fine-tuning sets from being trained on."""
+    problems = check_dataset(config)
+    if problems:
+        return problems
+    data = config.data
+    for number in range(1 + validate):
+        name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
+        for prefix, (first, last) in parts_of(data, number):
+            index = read_index(prefix)
+            longest = int(index.lengths.max())
+            if rule := broken_masks(prefix, index):
+                problems.append(Problem(name, prefix, rule, "make the dataset again"))
+            elif longest > data.seq_length + 1:
+                need = f"data.seq_length={longest - 1}"
+                rule = f"holds an example of {longest} tokens, which needs {need}; it is {data.seq_length}"
+                advice = f"write {need}, or make the dataset again with --seq-length {data.seq_length}"
+                problems.append(Problem(name, prefix, rule, advice))
+            if first == last:
+                rule = f"split {data.split} leaves none of its {len(index)} examples for {SPLITS[number]}"
+                advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
+                problems.append(Problem(name, prefix, rule, advice))
+    return list(dict.fromkeys(problems))
+
+
+def broken_masks(prefix: str, index: Index) -> str | None:
+    """Why a fine-tuning set can't be used with its loss masks, whatever the model; None where it can."""
+    lengths, mask_prefix = index.lengths, prefix + MASK_SUFFIX
+    try:
+        masks = read_index(mask_prefix)
+        size = Path(mask_prefix + ".bin").stat().st_size
+    except (OSError, ValueError) as error:
+        return f"has no loss masks that can be read: {error}"
+    if masks.dtype != MASK_DTYPE or not np.array_equal(masks.lengths, lengths):
+        return f"{mask_prefix} is not its loss masks: types, counts or lengths differ"
+    if size != int(lengths.sum(dtype=np.int64)):
+        return f"{mask_prefix}.bin has {size} bytes where its index promises {lengths.sum()}"
+    if lengths.min() < 2:
+        return "holds an example of one token, which has no label"
+    return None

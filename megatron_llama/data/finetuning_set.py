@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_llama.config.data_prefixes import MASK_SUFFIX
 from megatron_llama.data.checks import check_sft
-from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset
+from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.packing import OneEach, Order, Packed
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan

@@ -25,8 +25,8 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.
 """By their codes in an .idx, megatron-core's ``DType``."""
 UINT16_MAX_VOCABULARY = 65500
 """megatron-core's bound (``DType.optimal_dtype``), not 65,536."""
-MASK_SUFFIX = "_mask"
-"""Added to a fine-tuning set's prefix, it is the prefix of its loss masks: uint8, 1 where a token has loss."""
+MASK_DTYPE = "uint8"
+"""Of a fine-tuning set's loss masks: 1 where a token has loss."""
 CHUNK = 1 << 20
 """Sequences that the writer and the checks hold in memory at a time."""
 

@@ -12,8 +12,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
+from megatron_llama.config.data_prefixes import MASK_SUFFIX
 from megatron_llama.data.checks import broken_masks, check_dataset
-from megatron_llama.data.indexed_format import MASK_SUFFIX, IndexedDataset
+from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference.generator import Generator
 
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
@@ -55,9 +56,10 @@ def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.
     if not is_fine_tuning_set(prefix):
         return None
     open_ids(prefix, model)
-    if rule := broken_masks(prefix):
+    tokens = IndexedDataset(prefix)
+    if rule := broken_masks(prefix, tokens.index):
         raise ConfigError([Problem("--dataset", prefix, rule, "make the dataset again")])
-    tokens, masks = IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)
+    masks = IndexedDataset(prefix + MASK_SUFFIX)
     longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings
     if longest - 1 > context:
         rule = f"holds an example of {longest} tokens, and the model has {context} positions"

@@ -1,11 +1,11 @@
-"""How many training sequences a dataset makes: the length of an epoch. Reads .idx files only."""
+"""How many training sequences a dataset makes: the length of an epoch. Reads .idx files only.
+
+Numpy, which takes longer to import than a plan takes to make, is imported where a dataset is opened."""
 
 from __future__ import annotations
 
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import DataConfig
-from megatron_llama.data.indexed_format import read_index
-from megatron_llama.data.packing import histogram, recipes
 
 SPLITS = ("training", "validation", "test")
 """In the order of ``data.split``."""
@@ -20,6 +20,8 @@ def split_range(split: str, number: int, count: int) -> tuple[int, int]:
 
 def parts_of(data: DataConfig, number: int) -> list[tuple[str, tuple[int, int]]]:
     """(prefix, range of its sequences) of each dataset in split ``number`` of SPLITS. Raises OSError or ValueError."""
+    from megatron_llama.data.indexed_format import read_index
+
     prefixes = weights_and_paths(data.prefixes)[1]
     if data.validation_prefixes and number < 2:
         prefixes = [str(prefix) for prefix in data.validation_prefixes] if number else prefixes
@@ -32,10 +34,13 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
 
     Pretraining drops the last, incomplete one.
     """
-    import numpy as np
-
     if data.kind == "pretrain":
         return sum(_pretraining_samples(data, number))
+    import numpy as np
+
+    from megatron_llama.data.indexed_format import read_index
+    from megatron_llama.data.packing import histogram, recipes
+
     lengths = np.concatenate(
         [read_index(prefix).lengths[first:last] for prefix, (first, last) in parts_of(data, number)]
     )
@@ -58,6 +63,8 @@ def epochs_of(data: DataConfig, samples: int) -> float:
 
 def _pretraining_samples(data: DataConfig, number: int) -> list[int]:
     """Of each dataset: sequences in documents that follow each other; the last label needs one token more."""
+    from megatron_llama.data.indexed_format import read_index
+
     return [
         max(0, read_index(prefix).tokens(first, last) - 1) // data.seq_length
         for prefix, (first, last) in parts_of(data, number)

@@ -5,18 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """Why a line of input was not taken."""
-
-    reason: str
-    """A key of ``data_prep.lib.json_lines.REASONS``."""
-    detail: str
 
 
 class UserError(ValueError):

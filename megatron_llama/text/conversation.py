@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.system.errors import BadLine
-
 # What a bad record is counted under, beside data_prep.lib.json_lines.REASONS.
 REASONS = {
     "unknown_format": "the record has none of the keys that the formats have",
@@ -71,11 +69,11 @@ Turns = list[Turn]
 
 
 class Bad(Exception):
-    """A record that can't be used."""
+    """A line or a record that can't be used; ``reason`` is a key of REASONS, here or in json_lines."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
-        self.line = BadLine(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Labelled) -> Turns:

@@ -136,7 +136,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 def test_what_would_change_what_is_learned_is_refused(reason: str, record: dict[str, Any]) -> None:
     with pytest.raises(Bad) as refused:
         turns_of(record, "auto")
-    assert refused.value.line.reason == reason and reason in REASONS
+    assert refused.value.reason == reason and reason in REASONS
 
 
 def test_reasoning_beside_an_answer_is_noted() -> None:

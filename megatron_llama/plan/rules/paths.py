@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_llama.config.data_prefixes import named_paths, record_files
+from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths, record_files
 from megatron_llama.config.hf_config import NEEDED, OPTIONAL, other_than_llama, read_hf_config, rope_from_hf
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, DataConfig, ModelConfig
-from megatron_llama.data.indexed_format import MASK_SUFFIX
 from megatron_llama.plan.shapes import head_dim, kv_heads
 
 Exists = Callable[[str], bool]
