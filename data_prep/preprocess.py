@@ -58,9 +58,7 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="the only one there is")
     for flag in ("--log-interval", "--partitions", "--make-vocab-size-divisible-by", "--vocab-size"):
         known.add_argument(flag, type=int, help=argparse.SUPPRESS)
-    for flag in ("--need-pad-id", "--keep-sequential-samples"):
-        known.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    for flag in ("--split-sentences", "--prepend-bos", "--ftfy"):
+    for flag in ("--need-pad-id", "--keep-sequential-samples", "--split-sentences", "--prepend-bos", "--ftfy"):
         known.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     return result
 

@@ -16,6 +16,7 @@ if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, 
 import argparse
 import json
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -79,14 +80,13 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
     Raises:
         UserError: a subset is not in the list, or a URL would leave the folder.
     """
-    paths = {}
-    for url in urls:
+    paths: dict[str, str] = {}
+    by_subset: dict[str, list[str]] = {}
+    for url in dict.fromkeys(urls):
         path = url.removeprefix(base).lstrip("/") if url.startswith(base) else urlsplit(url).path.lstrip("/")
         if not path or ".." in url.split("/"):
             raise UserError(f"the list holds {url}, which names no file below the output folder")
         paths[url] = path
-    by_subset: dict[str, list[str]] = {}
-    for url, path in paths.items():
         by_subset.setdefault(subset_of(path.split("/")[0]), []).append(url)
     wanted = [subset_of(name) for name in subsets] if subsets else list(by_subset)
     unknown = [name for name in wanted if name not in by_subset]
@@ -118,14 +118,10 @@ def download(args: argparse.Namespace) -> int:
     sums: dict[str, str] = {}
     for name in args.sha256sums:
         sums |= parse_sums(read_text(name))
-    items = [
-        Item(
-            url,
-            args.output / path,
-            sums.get(path) or sums.get(path.split("/", 1)[-1]) or sums.get(os.path.basename(path)),
-        )
-        for url, path in chosen.items()
-    ]
+    items = []
+    for url, path in chosen.items():
+        names = (path, path.partition("/")[2], os.path.basename(path))  # a list may name files without their folders
+        items.append(Item(url, args.output / path, next((sums[name] for name in names if name in sums), None)))
     checked = sum(item.sha256 is not None for item in items)
     print(f"{len(items)} of {len(urls)} files, {checked} with a sha256 to check")
     if args.dry_run:
@@ -138,10 +134,9 @@ def download(args: argparse.Namespace) -> int:
 
 def _common(urls: Sequence[str]) -> str:
     """The folder that all URLs share, one level above where they part."""
-    folder = os.path.commonprefix([url.rsplit("/", 1)[0] + "/" for url in urls]).rsplit("/", 1)[0] + "/"
-    if len({url.rsplit("/", 1)[0] for url in urls}) == 1:
-        folder = folder.rstrip("/").rsplit("/", 1)[0] + "/"  # all in one folder: that is the subset
-    return folder
+    folders = {url.rsplit("/", 1)[0] + "/" for url in urls}
+    common = os.path.commonprefix(sorted(folders)).rsplit("/", 1)[0]
+    return (common.rsplit("/", 1)[0] if len(folders) == 1 else common) + "/"  # one folder alone is the subset
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -175,10 +170,10 @@ def prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _filter_v2(folder: str, target: Path, rules: list) -> Path:
+def _filter_v2(folder: str, target: Path, rules: list[Rule]) -> Path:
     """Writes the documents that fulfil the rules below `target`, file by file; what is there already is kept."""
     account = target / "account.txt"
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     words = " ".join(map(str, rules))
     if account.exists() and account.read_text().splitlines()[0] != words:
         raise UserError(f"{target} holds documents filtered by other rules: remove it, or choose another --output")
@@ -188,12 +183,10 @@ def _filter_v2(folder: str, target: Path, rules: list) -> Path:
         out = target / os.path.dirname(relative) / (bare_name(os.path.basename(relative)) + "l.zst")
         counted = out.with_name(out.name + ".counts")
         if not (out.exists() and counted.exists()):
-            counts = filter_file(source, out, rules)
-            write_atomically(counted, json.dumps(counts))
-        for name, count in json.loads(counted.read_bytes()).items():
-            totals[name] = totals.get(name, 0) + count
+            write_atomically(counted, json.dumps(filter_file(source, out, rules)))
+        totals.update(json.loads(counted.read_bytes()))
     dropped = ", ".join(f"{count:,} by {name}" for name, count in totals.items() if name != "kept")
-    print(f"quality: {sum(totals.values()):,} documents = {totals.get('kept', 0):,} kept + dropped ({dropped})")
+    print(f"quality: {sum(totals.values()):,} documents = {totals['kept']:,} kept + dropped ({dropped})")
     return target
 
 

@@ -58,14 +58,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def split_sizes(split: str) -> list[int]:
-    """The two numbers of --split. Raises UserError."""
-    sizes = split.split(",")
-    if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
-        raise UserError(f"--split {split}: write two numbers of lines, such as 4463,1000")
-    return [int(size) for size in sizes]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     args = parser().parse_args(arguments)
@@ -74,12 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.split is None:
         make_sft_set(args.input, examples, options, print)
         return 0
-    sizes = split_sizes(args.split)
+    sizes = args.split.split(",")
+    if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise UserError(f"--split {args.split}: write two numbers of lines, such as 4463,1000")
     sources = find_records(args.input, examples, print)
     tables = {examples.is_table(source) for source in sources}
     if len(tables) > 1:
         raise UserError("--split: the input mixes tables and records")
-    paths = split_lines(sources, sizes, Path(args.output_prefix), tables.pop(), args.seed)
+    paths = split_lines(sources, [*map(int, sizes)], Path(args.output_prefix), tables.pop(), args.seed)
     for part, path in zip(PARTS, paths, strict=True):
         make_sft_set([str(path)], examples, replace(options, output_prefix=f"{args.output_prefix}_{part}"), print)
     return 0

@@ -45,11 +45,6 @@ def texts(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
                     yield text.encode("utf-8", "ignore").decode("utf-8")
 
 
-def total_bytes(sources: Sequence[Source]) -> int:
-    """Bytes on disk, those of compressed files counted three times: a fair guess of what they hold."""
-    return sum(source.size * (3 if source.compression else 1) for source in sources)
-
-
 def sample_sentences(documents: Iterator[str], available: int, wanted: int) -> Iterator[str]:
     """Lines of evenly spread documents, about `wanted` bytes of the `available`; same input, same sample."""
     share = min(1.0, wanted / max(1, available))
@@ -144,8 +139,9 @@ def main() -> int:
         raise UserError("--sample-mib must be above 0")
     start = time.monotonic()
     sources = find_sources(args.input)
-    documents = texts(sources, args.json_keys)
-    sentences = sample_sentences(documents, total_bytes(sources), int(args.sample_mib * 2**20))
+    # A compressed file holds about three times its bytes on disk.
+    available = sum(source.size * (3 if source.compression else 1) for source in sources)
+    sentences = sample_sentences(texts(sources, args.json_keys), available, int(args.sample_mib * 2**20))
     size = write_model(train(sentences, args.vocab_size), args.model_prefix)
     print(f"{args.model_prefix}.model: {size:,} pieces, {time.monotonic() - start:.1f} s")
     return 0

@@ -7,6 +7,7 @@ where it was only while the server still has the same file (its ETag or date is 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -133,11 +134,8 @@ def _one_connection(item: Item, part: Path, note: Path, stop: threading.Event) -
     """Gets as much as one connection gives; returns the whole file's size where the server tells it."""
     have = part.stat().st_size if part.exists() else 0
     known: dict[str, Any] = {}
-    if have and note.exists():
-        try:
-            known = json.loads(note.read_bytes())
-        except ValueError:
-            known = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        known = json.loads(note.read_bytes())
     request = urllib.request.Request(item.url)
     if have and known.get("validator"):
         request.add_header("Range", f"bytes={have}-")

@@ -133,8 +133,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
             example, notes = self._example(line, self.chat.columns.get(segment.source))
         except _FAULTS as error:
             raise Bad("broken_record", f"{type(error).__name__}: {error}") from None
-        for note in notes:
-            result.notes[note] = result.notes.get(note, 0) + 1
+        result.notes.update(notes)
         return example
 
     def _example(self, line: bytes, columns: Sequence[str] | None) -> tuple[tuple[list[int], list[bool]], list[str]]:

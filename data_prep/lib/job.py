@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -161,7 +162,7 @@ class Result:
     lines: list[int] = field(default_factory=list)
     """Lines in each segment, blank ones included."""
     bad: list[BadRecord] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
     """Records that were taken, but changed: how, and how many."""
     learned: int = 0
     """Of a fine-tuning set: tokens with loss."""

@@ -51,9 +51,8 @@ class Progress:
             self.stream.write(text.strip() + "\n")
         self.stream.flush()
 
-    def finish(self) -> float:
-        """Takes the bar away; returns the seconds since the start."""
+    def finish(self) -> None:
+        """Takes the bar away."""
         if self.terminal and self.width:
             self.stream.write("\r" + " " * self.width + "\r")
             self.stream.flush()
-        return time.monotonic() - self.start

@@ -18,7 +18,7 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, own_template
 from megatron_llama.text.conversation import LABELLED
 from megatron_llama.text.encoders import Encoder
-from megatron_llama.text.tokenizer import FAST_JSON, Tokenizer, open_tokenizer
+from megatron_llama.text.tokenizer import FAST_JSON, open_tokenizer
 
 KEYS = ("sft", "sft" + MASK_SUFFIX)
 CHATML_END = "<|im_end|>"
@@ -96,7 +96,15 @@ def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
     else:
         named = NAMED[examples.chat_template]
         pieces, source = named.pieces, repr(named)
-        _check_end(tokenizer, examples)
+        # A model that never learns to end an answer never ends one.
+        if examples.chat_template == "chatml":
+            if tokenizer.control(CHATML_END) is None:
+                raise UserError(
+                    f"{model} has no token {CHATML_END}, with which --chat-template chatml ends an answer: the model "
+                    "would not stop. Write prompter, dialogue or plain"
+                )
+        elif tokenizer.end is None:
+            raise UserError(f"{model} has no end-of-text token, with which --chat-template ends an answer")
     if examples.add_bos and own:
         raise UserError("--add-bos is for named templates; the tokenizer's own writes its begin-of-text token itself")
     if examples.add_bos and tokenizer.bos is None:
@@ -138,17 +146,3 @@ def _columns(examples: ExampleOptions, sources: Sequence[Source]) -> dict[int, l
             if name not in found[number]:
                 raise UserError(f"{source.path} has no column {name}; it has {', '.join(found[number])[:200]}")
     return found
-
-
-def _check_end(tokenizer: Tokenizer, examples: ExampleOptions) -> None:
-    """A model that never learns to end an answer never ends one. Raises UserError."""
-    if examples.chat_template == "chatml":
-        if tokenizer.control(CHATML_END) is None:
-            raise UserError(
-                f"{examples.tokenizer_model} has no token {CHATML_END}, with which --chat-template chatml ends an "
-                "answer: the model would not stop. Write prompter, dialogue or plain"
-            )
-    elif tokenizer.end is None:
-        raise UserError(
-            f"{examples.tokenizer_model} has no end-of-text token, with which --chat-template ends an answer"
-        )

@@ -37,29 +37,18 @@ class Workspace:
         """
         self.folder = folder
         self.names = names
+        self._data_files = [*(f"{name}{suffix}" for name in names for suffix in (".bin", ".lengths")), QUARANTINE]
         self._lock = _lock_folder(folder)
         self._files: dict[str, IO[bytes]] = {}
         self._hashes: dict[str, Any] = {}
 
-    @property
-    def _data_files(self) -> list[str]:
-        return [f"{name}{suffix}" for name in self.names for suffix in (".bin", ".lengths")] + [QUARANTINE]
-
     def read_journal(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """(the options of the run that was begun here, its checkpoints); a half-written last line does not count."""
         entries = []
-        try:
-            for line in (self.folder / JOURNAL).read_bytes().splitlines(keepends=True):
-                if not line.endswith(b"\n"):
-                    break
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            for line in (self.folder / JOURNAL).read_bytes().split(b"\n")[:-1]:
                 entries.append(json.loads(line))
-        except FileNotFoundError:
-            return None, []
-        except ValueError:
-            pass
-        if not entries:
-            return None, []
-        return entries[0]["identity"], entries[1:]
+        return (entries[0]["identity"], entries[1:]) if entries else (None, [])
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Starts from nothing."""

@@ -46,10 +46,9 @@ class Batches:
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
         """This rank's micro batches of the global batch that starts at sample ``consumed_samples``."""
         size = self.plan.config.trainer.micro_batch_size
-        starts = [
-            consumed_samples + (micro * self.topology.dp + self.topology.dp_rank) * size
-            for micro in range(self.plan.num_microbatches)
-        ]
+        first = consumed_samples + self.topology.dp_rank * size
+        stride = self.topology.dp * size
+        starts = (first + micro * stride for micro in range(self.plan.num_microbatches))
         return [self._micro_batch(range(start, start + size)) for start in starts]
 
     def _micro_batch(self, indices: range) -> MicroBatch:

@@ -10,6 +10,7 @@ lengths that share one don't.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -115,7 +116,7 @@ class Packed:
                 position[length] += fit * recipe.count
         self._examples = _Shuffles(len(lengths), seed, stream=0)
         self._sequences = _Shuffles(len(self), seed, stream=1)
-        self._sorted: dict[int, np.ndarray] = {}
+        self._by_length = lru_cache(KEPT_EPOCHS)(self._sort)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -133,12 +134,10 @@ class Packed:
             found += by_length[first + number * fit : first + (number + 1) * fit].tolist()
         return found
 
-    def _by_length(self, epoch: int) -> np.ndarray:
+    def _sort(self, epoch: int) -> np.ndarray:
         """Example numbers by length, those of one length in this epoch's order."""
-        if epoch not in self._sorted:
-            shuffled = self._examples.of(epoch)
-            _keep(self._sorted, epoch, shuffled[np.argsort(self._lengths[shuffled], kind="stable")])
-        return self._sorted[epoch]
+        shuffled = self._examples.of(epoch)
+        return shuffled[np.argsort(self._lengths[shuffled], kind="stable")]
 
 
 class _Shuffles:
@@ -146,18 +145,9 @@ class _Shuffles:
 
     def __init__(self, count: int, seed: int, stream: int) -> None:
         self.count, self.seed, self.stream = count, seed, stream
-        self._known: dict[int, np.ndarray] = {}
+        self.of = lru_cache(KEPT_EPOCHS)(self._draw)
 
-    def of(self, epoch: int) -> np.ndarray:
-        if epoch not in self._known:
-            # RandomState, because numpy promises that its numbers never change.
-            random = np.random.RandomState([self.seed % 2**32, self.seed >> 32, epoch, self.stream])
-            _keep(self._known, epoch, random.permutation(self.count))
-        return self._known[epoch]
-
-
-def _keep(known: dict[int, np.ndarray], epoch: int, array: np.ndarray) -> None:
-    """Notes an epoch's array and forgets the one that was noted first, where there are too many."""
-    known[epoch] = array
-    if len(known) > KEPT_EPOCHS:
-        del known[next(iter(known))]
+    def _draw(self, epoch: int) -> np.ndarray:
+        # RandomState, because numpy promises that its numbers never change.
+        random = np.random.RandomState([self.seed % 2**32, self.seed >> 32, epoch, self.stream])
+        return random.permutation(self.count)
