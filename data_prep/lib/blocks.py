@@ -17,8 +17,6 @@ from data_prep.lib.json_lines import BOM
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
 from megatron_llama.system.errors import UserError
 
-BLOCK_BYTES = 4 << 20
-
 
 @dataclass(frozen=True)
 class Position:
@@ -52,18 +50,13 @@ class Block:
     number: int
     segments: list[Segment]
 
-    @property
-    def end(self) -> Position:
-        last = self.segments[-1]
-        return Position(last.source, last.end)
-
 
 @dataclass
 class Slots:
     """Memory shared with forked workers, for unpacked blocks."""
 
     count: int
-    size: int = BLOCK_BYTES
+    size: int
     free: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:

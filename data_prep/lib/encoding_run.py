@@ -15,7 +15,7 @@ from data_prep.lib.blocks import Block, Slots, cut_blocks
 from data_prep.lib.encode_blocks import BlockEncoder, ExampleEncoder, TextEncoder
 from data_prep.lib.job import Job, Result, RunOptions
 from data_prep.lib.ledger import Ledger
-from data_prep.lib.pool import Pool, slots_for
+from data_prep.lib.pool import Pool
 from data_prep.lib.progress import Progress, short_time
 from data_prep.lib.publish import quarantine_file
 from data_prep.lib.workspace import QUARANTINE, Workspace
@@ -28,11 +28,8 @@ class EncodingRun:
     """The encoding of one run."""
 
     def __init__(self, job: Job, options: RunOptions, encoder: Encoder, workspace: Workspace, ledger: Ledger) -> None:
-        self.job = job
-        self.options = options
-        self.encoder = encoder
-        self.workspace = workspace
-        self.ledger = ledger
+        self.job, self.options, self.encoder = job, options, encoder
+        self.workspace, self.ledger = workspace, ledger
         self.started_with = copy.deepcopy(ledger)
         self.start = self.saved = time.monotonic()
         self.signal: int | None = None
@@ -56,7 +53,8 @@ class EncodingRun:
         options, job = self.options, self.job
         block_bytes = int(options.block_mib * 2**20)
         streams = any(source.is_stream for source in job.sources)
-        slots = Slots(slots_for(options.workers) if streams else 1, block_bytes)
+        # These keep all workers busy: for each, a block is encoded and one waits; and two are filled.
+        slots = Slots(2 * options.workers + 2 if streams else 1, block_bytes)
         worker: BlockEncoder[Any] = TextEncoder(job, self.encoder, slots)
         if job.chat is not None:
             worker = ExampleEncoder(job, self.encoder, slots, job.chat)

@@ -31,11 +31,6 @@ POLL_SECONDS = 0.5
 T = TypeVar("T")
 
 
-def slots_for(workers: int) -> int:
-    """How many slots keep that many workers busy: one is encoded, one waits, and two are filled."""
-    return 2 * workers + 2
-
-
 class Pool:
     """Forked workers. Use as a context manager, before any thread is started."""
 

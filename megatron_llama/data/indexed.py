@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,15 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
     wanted = [train_samples, validation_samples, 0]
     # Not wanted, so not built. And megatron-core would go round for ever in a split without a token.
     config.split_matrix = [part if samples else None for part, samples in zip(config.split_matrix, wanted, strict=True)]
-    raise_together([problem for prefix in prefixes for problem in _empty_splits(plan, prefix, config.split_matrix)])
+    # The borders are rounded as megatron-core does.
+    counts = {prefix: len(read_index(prefix)) for prefix in prefixes}
+    empty = [
+        _unusable(plan, f"split {data.split} leaves none of the {count} documents of {prefix} for {name}")
+        for prefix, count in counts.items()
+        for share, name in zip(config.split_matrix, SPLITS, strict=True)
+        if share is not None and round(share[0] * count) == round(share[1] * count)
+    ]
+    raise_together(empty)
     splits: list[Any] = [None, None, None]
     for is_my_turn in (dist.get_rank() == 0, dist.get_rank() != 0):  # the others find rank 0's index files in the cache
         problems = []
@@ -89,16 +96,6 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
             problems.append(_unusable(plan, f"split {data.split} leaves too few documents for {name}"))
     raise_together(problems)
     return splits[0], splits[1]
-
-
-def _empty_splits(plan: Plan, prefix: str, shares: Sequence[tuple[float, float] | None]) -> list[Problem]:
-    """The wanted splits that get none of a dataset's documents; their borders are rounded as megatron-core does."""
-    count = len(read_index(prefix))
-    return [
-        _unusable(plan, f"split {plan.config.data.split} leaves none of the {count} documents of {prefix} for {name}")
-        for share, name in zip(shares, SPLITS, strict=True)
-        if share is not None and round(share[0] * count) == round(share[1] * count)
-    ]
 
 
 def _unusable(plan: Plan, rule: str) -> Problem:
