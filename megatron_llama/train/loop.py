@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.data import Batches, Data
+from megatron_llama.data.batches import Batches, Data
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm

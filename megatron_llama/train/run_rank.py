@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from megatron_llama.data import build_data
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups

@@ -10,7 +10,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
-from megatron_llama.data import build_data
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups

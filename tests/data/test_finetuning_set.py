@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.data import build_data
+from megatron_llama.data.batches import build_data
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError
-from megatron_llama.data import build_data
+from megatron_llama.data.batches import build_data
 from megatron_llama.data.indexed import build_datasets
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology

@@ -11,7 +11,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
-from megatron_llama.data import Batches
+from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups

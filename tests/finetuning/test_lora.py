@@ -71,7 +71,7 @@ def test_dropout(world: World, tmp_path: Path) -> None:
 
 
 def _gradients_of_one_batch(rank: int, plan: Plan) -> list[torch.Tensor]:
-    from megatron_llama.data import build_data
+    from megatron_llama.data.batches import build_data
 
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU):

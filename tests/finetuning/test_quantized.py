@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_llama.data import build_data
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize

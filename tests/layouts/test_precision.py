@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from megatron_llama.config import PRECISIONS
-from megatron_llama.data import Batches
+from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups

@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 import megatron_llama.model.llama as llama
-from megatron_llama.data import Batches
+from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel import build_model, process_groups

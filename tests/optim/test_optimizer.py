@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.data import Batches
+from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.norm import parameter_norm

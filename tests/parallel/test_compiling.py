@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.data import Batches
+from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.data import build_data
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.norm import parameter_norm
