@@ -29,7 +29,7 @@ BYTE_AND_CONTROL_PIECES = 256 + 3
 
 
 def texts(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
-    """The text of every record; lines that are no good are left out (preprocess.py is the one to report them)."""
+    """The text of every record; bad lines are left out (preprocess.py is the one to report them)."""
     for source in sources:
         for line in read_lines(source):
             if source.is_text:

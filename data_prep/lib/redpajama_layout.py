@@ -146,7 +146,7 @@ def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str
     The two files belong together line by line; where a signal's id names its line, that is checked too.
 
     Raises:
-        UserError: they don't belong together, a signal is unknown, or a line of signals is no good.
+        UserError: they don't belong together, a signal is unknown, or a line of signals is damaged.
     """
     counts = {"kept": 0, **{str(rule): 0 for rule in rules}}
     signals_file = signals_path(source.path)
