@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import Piece
-from megatron_llama.text.conversation import Labelled, Turn
+from megatron_llama.text.conversation import Template, Turn
 from megatron_llama.text.tokenizer import Tokenizer
 
 
@@ -93,7 +93,7 @@ class Chat:
     pieces: Callable[[Sequence[Turn]], list[Piece]]
     """Renders a conversation."""
     format: str
-    labelled: Labelled | None
+    labelled: Template | None
     columns: Mapping[int, Sequence[str]]
     """The header of each source that is a table, by its position among the sources."""
     max_tokens: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +141,7 @@ def _columns(examples: ExampleOptions, sources: Sequence[Source]) -> dict[int, l
             )
         found[number] = header_of(source).decode("utf-8", "replace").split("\t")
         template = LABELLED[examples.template]
-        for name in [*re.findall(r"{(\w+)}", template.prompt), template.label]:
+        for name in template.fields:
             if name not in found[number]:
                 raise UserError(f"{source.path} has no column {name}; it has {', '.join(found[number])[:200]}")
     return found

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from typing import TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_llama.inference.eval_data import Record, Records, Template
+from megatron_llama.inference.eval_data import Record, Records
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.perplexity import Progress
 from megatron_llama.inference.prompts import NONE, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
+from megatron_llama.text.conversation import Template
 
+T = TypeVar("T")
 _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 _NUMBER = re.compile(r"^#### *(-?\$?\d[\d,]*(?:\.\d+)?)\s*$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Share:
-    """A share of right answers, with Wilson's interval of 95 % (Wilson 1927)."""
-
-    right: int
-    of: int
-    share: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -43,12 +36,12 @@ class EncodedRecord:
     record: Record
 
 
-def share(right: int, of: int) -> Share:
-    """``right`` out of ``of``, at least one."""
+def share(right: int, of: int) -> dict[str, float]:
+    """``right`` answers out of ``of``, at least one: their share, and Wilson's interval of 95 % (Wilson 1927)."""
     p, square = right / of, _Z * _Z
     middle, width = (p + square / (2 * of)), _Z * math.sqrt(p * (1 - p) / of + square / (4 * of * of))
     low, high = ((middle + sign * width) / (1 + square / of) for sign in (-1, 1))
-    return Share(right, of, p, max(0.0, low), min(1.0, high))
+    return {"right": right, "of": of, "share": p, "low": max(0.0, low), "high": min(1.0, high)}
 
 
 def encode_records(records: Records, template: Template, prompts: PromptBuilder, room: int) -> list[EncodedRecord]:
@@ -63,37 +56,30 @@ def encode_records(records: Records, template: Template, prompts: PromptBuilder,
         ids = prompts.ids(messages)
         labels = [label if prompts.template == NONE else label.strip() for label in template.labels.values()]
         whole = [prompts.ids(messages, label) for label in labels]
-        shared = min([len(ids), *(_shared_length(ids, other) for other in whole)])
+        shared = len(os.path.commonprefix([ids, *whole]))
         one = EncodedRecord(ids[:shared], [other[shared:] for other in whole], record)
         if shared + max(map(len, one.labels), default=0) > room or not shared:
-            records.skip("too long")
+            records.skipped["too long"] += 1
         else:
             encoded.append(one)
     return sorted(encoded, key=lambda one: len(one.prompt))  # stable: ties stay in the file's order
 
 
 def label_accuracy(
-    generator: Generator,
-    records: Sequence[EncodedRecord],
-    template: Template,
-    rows: int,
-    progress: Progress | None = None,
+    generator: Generator, records: Sequence[EncodedRecord], template: Template, rows: int, progress: Progress
 ) -> dict[str, object]:
     """The share of records whose own label is the likeliest of all labels after the prompt, ``rows`` at a time."""
     names = list(template.labels)
     right, truths, guesses = 0, Counter[str](), Counter[str]()
-    for first in range(0, len(records), rows):
-        batch = records[first : first + rows]
+    for batch in _batches(records, rows, progress):
         for one, guess in zip(batch, label_scores(generator, batch).argmax(-1).tolist(), strict=True):
             truth = str(one.record[template.answer])
             truths[truth] += 1
             guesses[names[guess]] += 1
             right += truth == names[guess]
-        if progress is not None:
-            progress(first + len(batch), len(records))
     majority, count = truths.most_common(1)[0]
     return {
-        "accuracy": asdict(share(right, len(records))),
+        "accuracy": share(right, len(records)),
         "majority": {"label": majority, "share": count / len(records)},
         "labels": {name: {"there": truths[name], "chosen": guesses[name]} for name in names},
     }
@@ -129,13 +115,12 @@ def answer_accuracy(
     decode: Callable[[Sequence[int]], str],
     rows: int,
     max_new_tokens: int,
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> dict[str, object]:
     """The shares of greedy answers that have a line ``#### number``, and that have the right number there."""
     formed = right = 0
     examples: list[dict[str, object]] = []
-    for first in range(0, len(records), rows):
-        batch = records[first : first + rows]
+    for batch in _batches(records, rows, progress):
         answers = generator.generate([one.prompt for one in batch], Sampling(greedy=True), max_new_tokens)
         for one, answer in zip(batch, answers, strict=True):
             text = decode(answer.ids)
@@ -144,13 +129,17 @@ def answer_accuracy(
             right += number is not None and number == truth
             if len(examples) < 3:
                 examples.append({**one.record, "written": text})
-        if progress is not None:
-            progress(first + len(batch), len(records))
     return {
-        "well_formed": asdict(share(formed, len(records))),
-        "exact_match": asdict(share(right, len(records))),
+        "well_formed": share(formed, len(records)),
+        "exact_match": share(right, len(records)),
         "examples": examples,
     }
+
+
+def _batches(records: Sequence[T], rows: int, progress: Progress) -> Iterator[Sequence[T]]:
+    for first in range(0, len(records), rows):
+        yield records[first : first + rows]
+        progress(min(first + rows, len(records)), len(records))
 
 
 def final_number(answer: str) -> Decimal | None:
@@ -160,11 +149,6 @@ def final_number(answer: str) -> Decimal | None:
         return Decimal(found[1].replace(",", "").replace("$", "")) if found else None
     except InvalidOperation:
         return None
-
-
-def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common beginning of two lists of ids."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
@@ -14,6 +17,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
 # What needs torch is imported where it is used, so that --help is quick.
 if TYPE_CHECKING:
+    from megatron_llama.inference.generator import Generator
     from megatron_llama.inference.saved_model import SavedModel
     from megatron_llama.plan import Plan
     from megatron_llama.text.tokenizer import Tokenizer
@@ -46,6 +50,18 @@ class OpenedModel:
     """None where none is needed and none is known."""
 
 
+@dataclass(frozen=True)
+class Task(ABC):
+    """What the ranks do with a model."""
+
+    stop: frozenset[int]
+    """The ids that end an answer."""
+
+    @abstractmethod
+    def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
+        """The work of one rank. All compute; the first alone reads stdin, prints and writes files."""
+
+
 class Problems:
     """Collects mistakes, so that the user is told all of them at once."""
 
@@ -63,11 +79,6 @@ class Problems:
         except ConfigError as error:
             self.found += error.problems
             return None
-
-    def raise_if_any(self) -> None:
-        """Raises ConfigError with all that was found."""
-        if self.found:
-            raise ConfigError(self.found)
 
 
 def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -99,12 +110,28 @@ def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentP
     return parser
 
 
-def run(work: Callable[[], int]) -> int:
-    """Returns the exit status of ``work``; the user's mistakes are 2, a damaged file is 1, each with one message."""
+def run_task(
+    arguments: argparse.Namespace,
+    start: Start,
+    make_task: Callable[[argparse.Namespace, OpenedModel, Problems], Task | None],
+    problems: Problems,
+    *,
+    needs_tokenizer: bool = True,
+) -> int:
+    """Opens the model, and runs the task that is made of the arguments on ranks started by ``start``.
+
+    ``problems`` are those of the arguments themselves. Returns the exit status: the user's mistakes are 2, a damaged
+    file is 1, each with one message.
+    """
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
 
     try:
-        return work()
+        opened = open_model(arguments, problems, needs_tokenizer=needs_tokenizer)
+        task = None if opened is None else make_task(arguments, opened, problems)
+        if problems.found:
+            raise ConfigError(problems.found)
+        assert opened is not None and task is not None, "without problems there is a task"
+        return start(partial(_run_rank, opened, task), opened.plan, imports=IMPORTS)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER
@@ -113,9 +140,14 @@ def run(work: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
-def open_model(
-    arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool = True
-) -> OpenedModel | None:
+def _run_rank(opened: OpenedModel, task: Task) -> None:
+    from megatron_llama.inference.generator import open_generator
+
+    with open_generator(opened.saved, opened.plan, task.stop) as generator:
+        task.run(generator, opened, is_first=os.environ["RANK"] == "0")
+
+
+def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool) -> OpenedModel | None:
     """The model that the arguments name; None where something is wrong, which is then among ``problems``."""
     from megatron_llama.devices import get_device
     from megatron_llama.inference.saved_model import open_saved_model, tokenizer_of
@@ -152,18 +184,13 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
 
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    trainer = TrainerConfig(
-        tp=tp,
-        sp=False,  # a single token can't be split along the sequence
-        global_batch_size=1,
-        steps=0,
-        precision=PRECISIONS[dtype],
-    )
+    # sp: a single token can't be split along the sequence.
+    trainer = TrainerConfig(tp=tp, sp=False, global_batch_size=1, steps=0, precision=PRECISIONS[dtype])
     data = DataConfig(name="none", mock=True, seq_length=1)
-    with restated(_in_terms_of_tp):
+
+    def in_terms_of_tp(problem: Problem) -> Problem:
+        rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
+        return replace(problem, field=problem.field.replace("trainer.tp", "--tp"), rule=rule, instead=instead)
+
+    with restated(in_terms_of_tp):
         return resolve(Config(model=model, data=data, trainer=trainer, device=DeviceConfig(name=device)), tp)
-
-
-def _in_terms_of_tp(problem: Problem) -> Problem:
-    rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
-    return Problem(problem.field.replace("trainer.tp", "--tp"), problem.value, rule, instead)

@@ -22,12 +22,7 @@ class Chat:
     """Messages in, answers out. All ranks run it; rank 0 alone reads and writes."""
 
     def __init__(
-        self,
-        generator: Generator,
-        prompts: PromptBuilder,
-        sampling: Sampling,
-        max_new_tokens: int,
-        system: str | None,
+        self, generator: Generator, prompts: PromptBuilder, sampling: Sampling, max_new_tokens: int, system: str | None
     ) -> None:
         self.generator, self.prompts, self.sampling, self.max_new_tokens = generator, prompts, sampling, max_new_tokens
         self._first: list[Message] = [{"role": "system", "content": system}] if system is not None else []

@@ -1,9 +1,9 @@
-"""Evaluation data: the records of a file, and the template that makes prompts of them."""
+"""Evaluation data: the records of a file, and the templates that make prompts of them."""
 
 from __future__ import annotations
 
 import json
-import string
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,33 +13,13 @@ from data_prep.lib.sources import find_sources, read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import bare_name
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.conversation import LABELLED
+from megatron_llama.text.conversation import LABELLED, Template
 
 Record = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Template:
-    """From a record to its prompt and its right answer."""
-
-    prompt: str
-    """With the record's fields in braces."""
-    answer: str
-    """The field of the right answer."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """For labelled sets: the text of the answer for each value of the answer's field."""
-
-    @property
-    def fields(self) -> set[str]:
-        """The fields that a record must have."""
-        return {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name} | {self.answer}
-
-
 # The prompts are the user's messages that data_prep/sft.py makes, so that a tuned model gets prompts as in training.
-TEMPLATES: Mapping[str, Template] = {
-    **{name: Template(asked.prompt, asked.label, asked.words) for name, asked in LABELLED.items()},
-    "gsm8k": Template("{question}", "answer"),
-}
+TEMPLATES: Mapping[str, Template] = {**LABELLED, "gsm8k": Template("{question}", "answer")}
 
 
 @dataclass
@@ -47,11 +27,7 @@ class Records:
     """Records that can be used, and the number of others by reason."""
 
     good: list[Record] = field(default_factory=list)
-    skipped: dict[str, int] = field(default_factory=dict)
-
-    def skip(self, reason: str) -> None:
-        """Counts one that is left out."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 def find_template(name: str) -> Template:
@@ -83,19 +59,18 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
             if len(records.good) == limit:
                 break
             if record is None:
-                records.skip("unreadable")
+                records.skipped["unreadable"] += 1
             elif any(not str(record.get(name) or "").strip() for name in wanted):
-                records.skip("lacks a field")
+                records.skipped["lacks a field"] += 1
             elif template.labels and str(record[template.answer]) not in template.labels:
-                records.skip("unknown label")
+                records.skipped["unknown label"] += 1
             else:
                 records.good.append(record)
     except (OSError, UnicodeDecodeError, UserError) as error:
-        raise ConfigError(
-            [Problem("FILE", str(path), f"can't be read: {error}", "name a .tsv or .jsonl file")]
-        ) from None
+        rule = f"can't be read: {error}"
+        raise ConfigError([Problem("FILE", str(path), rule, "name a .tsv or .jsonl file")]) from None
     if not records.good:
-        rule = f"has no record with {', '.join(sorted(wanted))} ({records.skipped or 'it is empty'})"
+        rule = f"has no record with {', '.join(sorted(wanted))} ({dict(records.skipped) or 'it is empty'})"
         raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
     return records
 
@@ -104,7 +79,10 @@ def _rows(path: Path) -> Iterator[Record | None]:
     """Each record, None for one that can't be read; data_prep's readers take compressed files and JSON arrays too."""
     for source in find_sources([str(path)], text_suffixes=(), arrays=True):
         if bare_name(source.path).endswith(".tsv"):
-            yield from _table(line.decode().rstrip("\r") for line in read_lines(source))
+            lines = (line.decode().rstrip("\r") for line in read_lines(source))
+            names = next(lines, "").split("\t")
+            for cells in (line.split("\t") for line in lines if line):  # in GLUE's files quotes are ordinary characters
+                yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else None
             continue
         for line in read_lines(with_array(source)):
             if not line.strip():
@@ -114,12 +92,3 @@ def _rows(path: Path) -> Iterator[Record | None]:
             except ValueError:
                 content = None
             yield content if isinstance(content, dict) else None
-
-
-def _table(lines: Iterator[str]) -> Iterator[Record | None]:
-    """Each line by the names in the first. In GLUE's files quotes are ordinary characters."""
-    names = next(lines, "").split("\t")
-    for line in lines:
-        cells = line.split("\t")
-        if line:
-            yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else None

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import CHAT_TEMPLATES
-from megatron_llama.inference.arguments import IMPORTS, OpenedModel, Problems, Start, model_parser, open_model, run
+from megatron_llama.inference.arguments import OpenedModel, Problems, Start, Task, model_parser, run_task
 
 if TYPE_CHECKING:
     from megatron_llama.inference.accuracy import EncodedRecord
-    from megatron_llama.inference.eval_data import Template
     from megatron_llama.inference.generator import Generator
+    from megatron_llama.inference.perplexity import Progress
     from megatron_llama.inference.prompts import PromptBuilder
+    from megatron_llama.text.conversation import Template
 
 DESCRIPTION = """\
 Say how good a model is: python scripts/evaluate.py CHECKPOINT followed by one of
@@ -32,29 +32,53 @@ EPILOG = "docs/evaluation.md defines what is measured."
 
 
 @dataclass(frozen=True)
-class DatasetTask:
+class Evaluation(Task):
+    """A task that ends in a report."""
+
+    output: Path | None
+    """The file that the report is written to."""
+
+    @abstractmethod
+    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
+        """The figures, by their names in the report. All ranks must call it."""
+
+    def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
+        start = time.perf_counter()
+        result = self.measure(generator, _show_progress if is_first else lambda done, of: None)
+        if not is_first:
+            return
+        report: dict[str, Any] = {
+            "model": str(opened.saved.folder),
+            "device": opened.plan.config.device.name,
+            "dtype": opened.plan.precision.compute_dtype,
+            "tp": opened.plan.config.trainer.tp,
+            "seconds": time.perf_counter() - start,
+            **result,
+        }
+        sys.stdout.write(describe(report) + "\n")
+        if self.output is not None:
+            self.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class DatasetTask(Evaluation):
     """Perplexity on an indexed dataset."""
 
     dataset: str
     seq_length: int
     max_tokens: int | None
-    stop: frozenset[int] = frozenset()
 
-    def measure(self, generator: Generator, progress: _Progress | None) -> dict[str, Any]:
-        """The figures, by their names in the report. All ranks must call it."""
-        from megatron_llama.inference.perplexity import example_perplexity, open_examples, open_ids, perplexity
+    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
+        from megatron_llama.inference.perplexity import open_examples, open_windows, perplexity
 
         examples = open_examples(self.dataset, generator.plan.model)
-        if examples is not None:
-            found = example_perplexity(generator, examples, progress)
-        else:
-            ids = open_ids(self.dataset, generator.plan.model)[: self.max_tokens]
-            found = perplexity(generator, ids, self.seq_length, progress)
-        return {"dataset": self.dataset, **asdict(found)}
+        if examples is None:
+            examples = open_windows(self.dataset, generator.plan.model, self.seq_length, self.max_tokens)
+        return {"dataset": self.dataset, **asdict(perplexity(generator, examples, progress))}
 
 
 @dataclass(frozen=True)
-class RecordsTask:
+class RecordsTask(Evaluation):
     """Right answers to the records of a file."""
 
     kind: str
@@ -67,10 +91,8 @@ class RecordsTask:
     """Records that are left out, by reason."""
     batch_size: int
     max_new_tokens: int
-    stop: frozenset[int]
 
-    def measure(self, generator: Generator, progress: _Progress | None) -> dict[str, Any]:
-        """The figures, by their names in the report. All ranks must call it."""
+    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
         from megatron_llama.inference.accuracy import answer_accuracy, label_accuracy
 
         name = self.prompts.template
@@ -85,16 +107,16 @@ class RecordsTask:
             found = label_accuracy(generator, self.records, self.template, self.batch_size, progress)
         else:
             report["max_new_tokens"] = self.max_new_tokens
-            decode = self.prompts.tokenizer.decode
-            size, most = self.batch_size, self.max_new_tokens
+            decode, size, most = self.prompts.tokenizer.decode, self.batch_size, self.max_new_tokens
             found = answer_accuracy(generator, self.records, self.template, decode, size, most, progress)
         return {**report, **found}
 
 
 def main(argv: Sequence[str], start: Start) -> int:
     """Runs ``scripts/evaluate.py`` with ``argv``, its ranks started by ``start``; returns the exit status."""
-    arguments = parser().parse_args(argv)
-    return run(lambda: _main(arguments, start))
+    arguments, problems = parser().parse_args(argv), Problems()
+    _check(arguments, problems)
+    return run_task(arguments, start, _task, problems, needs_tokenizer=arguments.dataset is None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,16 +135,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-tokens", type=int, metavar="N", help="the dataset's first N tokens only")
     made.add_argument("--output", type=Path, metavar="FILE", help="the report, as JSON")
     return made
-
-
-def _main(arguments: argparse.Namespace, start: Start) -> int:
-    problems = Problems()
-    _check(arguments, problems)
-    opened = open_model(arguments, problems, needs_tokenizer=arguments.dataset is None)
-    task = None if opened is None else _task(arguments, opened, problems)
-    problems.raise_if_any()
-    assert opened is not None and task is not None, "without problems there is a task"
-    return start(partial(evaluate_rank, opened, task, arguments.output), opened.plan, imports=IMPORTS)
 
 
 def _check(arguments: argparse.Namespace, problems: Problems) -> None:
@@ -147,7 +159,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--output", str(arguments.output), f"there is no folder {folder}", "make it, or write another")
 
 
-def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> DatasetTask | RecordsTask | None:
+def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Evaluation | None:
     """The task, its records encoded; None where something is wrong, which is then among ``problems``."""
     context = opened.saved.model.max_position_embeddings
     length = arguments.seq_length or min(opened.saved.seq_length, context)
@@ -155,20 +167,15 @@ def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
         problems.add("--seq-length", length, f"the model has {context} positions", f"write --seq-length {context}")
     if arguments.dataset is None:
         return _records_task(arguments, opened, problems)
-    _check_dataset(arguments, opened, problems)
-    return DatasetTask(arguments.dataset, length, arguments.max_tokens)
 
-
-def _check_dataset(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> None:
-    """Whether the dataset fits the model. A fine-tuning set has whole examples, which nothing may cut."""
     from megatron_llama.inference.perplexity import is_fine_tuning_set, open_examples, open_ids
 
     is_set = is_fine_tuning_set(arguments.dataset)
     problems.collect(open_examples if is_set else open_ids, arguments.dataset, opened.saved.model)
-    for name in ("seq_length", "max_tokens"):
-        if is_set and (value := getattr(arguments, name)) is not None:
-            flag = f"--{name.replace('_', '-')}"
+    for flag, value in (("--seq-length", arguments.seq_length), ("--max-tokens", arguments.max_tokens)):
+        if is_set and value is not None:
             problems.add(flag, value, "cuts text, and a fine-tuning set has whole examples", f"leave {flag} out")
+    return DatasetTask(frozenset(), arguments.output, arguments.dataset, length, arguments.max_tokens)
 
 
 def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> RecordsTask | None:
@@ -202,32 +209,18 @@ def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: 
     encoded = problems.collect(encode_records, records, template, builder, room) or []
     if not encoded and not problems.found:
         problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another")
-    stop = stop_ids(saved, opened.tokenizer) | builder.stop
-    size, most = arguments.batch_size, arguments.max_new_tokens
-    return RecordsTask(kind, file, template, builder, encoded, records.skipped, size, most, stop)
-
-
-def evaluate_rank(opened: OpenedModel, task: DatasetTask | RecordsTask, output: Path | None) -> None:
-    """The work of one rank. All compute; rank 0 reports, and writes the report to ``output``."""
-    from megatron_llama.inference.generator import open_generator
-
-    is_first = os.environ["RANK"] == "0"
-    with open_generator(opened.saved, opened.plan, task.stop) as generator:
-        start = time.perf_counter()
-        result = task.measure(generator, _Progress() if is_first else None)
-        if not is_first:
-            return
-        report: dict[str, Any] = {
-            "model": str(opened.saved.folder),
-            "device": opened.plan.config.device.name,
-            "dtype": opened.plan.precision.compute_dtype,
-            "tp": opened.plan.config.trainer.tp,
-            "seconds": time.perf_counter() - start,
-            **result,
-        }
-        sys.stdout.write(describe(report) + "\n")
-        if output is not None:
-            output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return RecordsTask(
+        stop=stop_ids(saved, opened.tokenizer) | builder.stop,
+        output=arguments.output,
+        kind=kind,
+        file=file,
+        template=template,
+        prompts=builder,
+        records=encoded,
+        skipped=dict(records.skipped),
+        batch_size=arguments.batch_size,
+        max_new_tokens=arguments.max_new_tokens,
+    )
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -246,10 +239,7 @@ def _share(share: dict[str, Any]) -> str:
     return f"{share['share']:.1%} of {share['of']:,} (95 %: {share['low']:.1%} to {share['high']:.1%})"
 
 
-class _Progress:
-    """A counter on the terminal."""
-
-    def __call__(self, done: int, of: int) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{done:,} of {of:,}" + ("\n" if done == of else ""))
-            sys.stderr.flush()
+def _show_progress(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done:,} of {of:,}" + ("\n" if done == of else ""))
+        sys.stderr.flush()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import CHAT_TEMPLATES
-from megatron_llama.inference.arguments import IMPORTS, OpenedModel, Problems, Start, model_parser, open_model, run
+from megatron_llama.inference.arguments import OpenedModel, Problems, Start, Task, model_parser, run_task
 
 if TYPE_CHECKING:
-    from megatron_llama.inference.generator import Speed
+    from megatron_llama.inference.generator import Generator
     from megatron_llama.inference.prompts import PromptBuilder
     from megatron_llama.inference.sampling import Sampling
     from megatron_llama.text.tokenizer import Tokenizer
@@ -24,12 +22,10 @@ EPILOG = "Text goes to stdout, tokens/s to stderr."
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the ranks are to do."""
+class Request(Task):
+    """The task: texts to continue, or a conversation."""
 
     tokenizer: Tokenizer
-    stop: frozenset[int]
-    """The ids that end an answer."""
     sampling: Sampling
     max_new_tokens: int
     texts: list[str]
@@ -38,11 +34,29 @@ class Request:
     """For a conversation."""
     system: str | None
 
+    def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
+        from megatron_llama.inference.chat import Chat
+        from megatron_llama.inference.stream import Printer
+
+        if self.chat is not None:
+            Chat(generator, self.chat, self.sampling, self.max_new_tokens, self.system).run(sys.stdin, sys.stdout)
+        else:
+            ids = [self.tokenizer.encode(text) for text in self.texts]
+            printer = Printer(sys.stdout, self.tokenizer, self.texts, ids) if is_first else None
+            generator.generate(ids, self.sampling, self.max_new_tokens, printer)
+        speed = generator.speed
+        if is_first and speed.new_tokens:
+            sys.stderr.write(
+                f"{speed.new_tokens:,} tokens, {speed.tokens_per_second:,.1f} tokens/s "
+                f"(after {speed.prompt_tokens:,} tokens of prompts in {speed.prompt_seconds:.2f} s)\n"
+            )
+
 
 def main(argv: Sequence[str], start: Start) -> int:
     """Runs ``scripts/generate.py`` with ``argv``, its ranks started by ``start``; returns the exit status."""
-    arguments = parser().parse_args(argv)
-    return run(lambda: _main(arguments, start))
+    arguments, problems = parser().parse_args(argv), Problems()
+    _check(arguments, problems)
+    return run_task(arguments, start, _request, problems)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,20 +74,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _main(arguments: argparse.Namespace, start: Start) -> int:
-    problems = Problems()
-    sampling = _sampling(arguments, problems)
-    opened = open_model(arguments, problems)
-    request = None if opened is None else _request(arguments, opened, sampling, problems)
-    problems.raise_if_any()
-    assert opened is not None and request is not None, "without problems there is a model"
-    return start(partial(generate_rank, opened, request), opened.plan, imports=IMPORTS)
-
-
-def _sampling(arguments: argparse.Namespace, problems: Problems) -> Sampling:
-    """How answers are drawn; all that can be wrong with the arguments themselves is added to ``problems``."""
-    from megatron_llama.inference.sampling import Sampling
-
+def _check(arguments: argparse.Namespace, problems: Problems) -> None:
+    """Adds what is wrong with the arguments themselves."""
     if bool(arguments.prompt) == arguments.chat:
         given = "both are given" if arguments.chat else "neither is given"
         problems.add("--chat", None, f"one of --prompt and --chat is needed, and {given}", "write one of them")
@@ -83,22 +85,26 @@ def _sampling(arguments: argparse.Namespace, problems: Problems) -> Sampling:
         problems.add("--chat-template", arguments.chat_template, "is for conversations", "write --chat too")
     if arguments.max_new_tokens < 1:
         problems.add("--max-new-tokens", arguments.max_new_tokens, "must be at least 1", "write --max-new-tokens 64")
-    values = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
-    given_values = {name: value for name, value in values.items() if value is not None}
-    for name, value in given_values.items() if arguments.greedy else ():
+    for name, value in _drawing(arguments).items() if arguments.greedy else ():
         flag = f"--{name.replace('_', '-')}"
         problems.add(flag, value, "has no effect with --greedy", f"leave out --greedy or {flag}")
-    if not given_values.get("temperature", 1) > 0:
+    if arguments.temperature is not None and not arguments.temperature > 0:
         problems.add("--temperature", arguments.temperature, "must be above 0", "write --greedy for the likeliest ids")
-    if not 0 < given_values.get("top_p", 1) <= 1:
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
         problems.add("--top-p", arguments.top_p, "must be above 0 and at most 1", "write --top-p 0.9")
-    return Sampling(greedy=arguments.greedy, **given_values)
 
 
-def _request(arguments: argparse.Namespace, opened: OpenedModel, sampling: Sampling, problems: Problems) -> Request:
+def _drawing(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Sampling that are given, by name."""
+    values = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
     """What the ranks are to do; prompts that do not fit the model, and a template that can't be used, are problems."""
     from megatron_llama.config import ConfigError
     from megatron_llama.inference.prompts import open_prompt_builder
+    from megatron_llama.inference.sampling import Sampling
     from megatron_llama.inference.saved_model import stop_ids
 
     assert opened.tokenizer is not None
@@ -109,8 +115,14 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, sampling: Sampl
         if builder is not None:  # a template may refuse a system message
             system = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
             problems.collect(builder.ids, [*system, {"role": "user", "content": "Hello"}])
+    context = saved.model.max_position_embeddings
     for text in arguments.prompt:
-        _check_prompt(text, len(tokenizer.encode(text)), saved.model.max_position_embeddings, problems)
+        count, shown = len(tokenizer.encode(text)), text if len(text) < 40 else text[:36] + " ..."
+        if count >= context:
+            rule = f"has {count} tokens, and the model has {context} positions for prompt and answer"
+            problems.add("--prompt", shown, rule, "write a shorter one")
+        elif count == 0:
+            problems.add("--prompt", shown, "has no token, and the model continues tokens", "write at least a word")
     stop = stop_ids(saved, tokenizer)
     if builder is not None:
         stop |= builder.stop
@@ -120,41 +132,5 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, sampling: Sampl
             stop |= open_prompt_builder(tokenizer, None, saved.trained_template, "own").stop
         except ConfigError:
             pass  # its tokenizer can't be used with that template: then there is no such id
-    system, texts = arguments.system, arguments.prompt
-    return Request(tokenizer, stop, sampling, arguments.max_new_tokens, texts, builder, system)
-
-
-def _check_prompt(text: str, count: int, context: int, problems: Problems) -> None:
-    shown = text if len(text) < 40 else text[:36] + " ..."
-    if count >= context:
-        rule = f"has {count} tokens, and the model has {context} positions for prompt and answer"
-        problems.add("--prompt", shown, rule, "write a shorter one")
-    elif count == 0:
-        problems.add("--prompt", shown, "has no token, and the model continues tokens", "write at least a word")
-
-
-def generate_rank(opened: OpenedModel, request: Request) -> None:
-    """The work of one rank. All compute; rank 0 reads and prints."""
-    from megatron_llama.inference.chat import Chat
-    from megatron_llama.inference.generator import open_generator
-    from megatron_llama.inference.stream import Printer
-
-    is_first, tokenizer = os.environ["RANK"] == "0", request.tokenizer
-    with open_generator(opened.saved, opened.plan, request.stop) as generator:
-        if request.chat is not None:
-            chat = Chat(generator, request.chat, request.sampling, request.max_new_tokens, request.system)
-            chat.run(sys.stdin, sys.stdout)
-        else:
-            ids = [tokenizer.encode(text) for text in request.texts]
-            printer = Printer(sys.stdout, tokenizer, request.texts, ids) if is_first else None
-            generator.generate(ids, request.sampling, request.max_new_tokens, printer)
-        if is_first and generator.speed.new_tokens:
-            sys.stderr.write(describe(generator.speed) + "\n")
-
-
-def describe(speed: Speed) -> str:
-    """``64 tokens, 52.1 tokens/s (after 12 tokens of prompts in 0.10 s)``."""
-    return (
-        f"{speed.new_tokens:,} tokens, {speed.tokens_per_second:,.1f} tokens/s "
-        f"(after {speed.prompt_tokens:,} tokens of prompts in {speed.prompt_seconds:.2f} s)"
-    )
+    sampling = Sampling(greedy=arguments.greedy, **_drawing(arguments))
+    return Request(stop, tokenizer, sampling, arguments.max_new_tokens, arguments.prompt, builder, arguments.system)

@@ -23,7 +23,7 @@ from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
-from megatron_llama.topology import Topology, build_topology
+from megatron_llama.topology import build_topology
 
 OnToken = Callable[[int, int | None], None]
 """Called with (row, id) for each new id, and with (row, None) when the row has ended."""
@@ -82,11 +82,7 @@ class Generator:
         return whole[..., : self.plan.model.vocab_size].float().cpu()
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        max_new_tokens: int,
-        on_token: OnToken | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int, on_token: OnToken | None = None
     ) -> list[Answer]:
         """Continues each prompt, of at least one id and fewer than ``context``, until it ends or is long enough."""
         start = time.perf_counter()
@@ -101,7 +97,12 @@ class Generator:
         self.speed.prompt_seconds += time.perf_counter() - start
         start, first = time.perf_counter(), True
         while True:
-            chosen = self._agreed(choose(logits[0], sampling, generators))
+            chosen = choose(logits[0], sampling, generators)
+            if self.plan.world_size > 1:
+                # Ranks whose logits differ in the last bit could choose, and end, differently, and hang.
+                chosen = chosen.to(self.device)
+                dist.broadcast(chosen, src=0)
+                chosen = chosen.cpu()
             new = self._take(chosen, lengths, answers, max_new_tokens, on_token)
             self.speed.new_tokens += new
             self.speed.timed_tokens += 0 if first else new
@@ -137,13 +138,6 @@ class Generator:
                 on_token(row, None)
         return taken
 
-    def _agreed(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Rank 0's choice: ranks whose logits differ in the last bit could choose, and end, differently, and hang."""
-        if self.plan.world_size > 1:
-            chosen = chosen.to(self.device)
-            dist.broadcast(chosen, src=0)
-        return chosen.cpu()
-
 
 @contextmanager
 def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Iterator[Generator]:
@@ -153,18 +147,14 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = build_topology(plan, int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
-        yield Generator(load(saved, plan, topology, torch_device), plan, torch_device, stop)
-
-
-@torch.no_grad()
-def load(saved: SavedModel, plan: Plan, topology: Topology, device: torch.device) -> Llama:
-    """This rank's part of the model, whose slices alone it reads. Without ``fully_shard``, which would hold the weights
-    twice."""
-    with torch.device("meta"):
-        llama = Llama(plan.model, mcore_config(plan), plan.stage_layers[0], padded_vocab_size=plan.padded_vocab_size)
-    llama.to_empty(device=device).requires_grad_(False).eval()
-    shards = shards_of(llama, plan, topology)
-    for shard in shards:
-        shard.local.zero_()  # rows that pad the vocabulary are not on disk
-    saved.stored.load_into(weights(shards))
-    return llama
+        # Without fully_shard, which would hold the weights twice.
+        with torch.device("meta"):
+            llama = Llama(
+                plan.model, mcore_config(plan), plan.stage_layers[0], padded_vocab_size=plan.padded_vocab_size
+            )
+        llama.to_empty(device=torch_device).requires_grad_(False).eval()
+        shards = shards_of(llama, plan, topology)
+        for shard in shards:
+            shard.local.zero_()  # rows that pad the vocabulary are not on disk
+        saved.stored.load_into(weights(shards))
+        yield Generator(llama, plan, torch_device, stop)

@@ -20,16 +20,20 @@ from megatron_llama.inference.generator import Generator
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
 Progress = Callable[[int, int], None]
 """Called with the number of windows or records that are done, and of all."""
+Example = tuple[np.ndarray, np.ndarray]
+"""(ids, loss mask) of a window or a fine-tuning example. Nothing predicts its first id."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Over all tokens that have a token before them in the dataset."""
+    """Over all learned tokens that have a token before them."""
 
     tokens: int
-    """Predicted tokens: all but the dataset's first."""
+    """Predicted tokens; of a dataset of text all but the first."""
     windows: int
+    """Windows or examples."""
     seq_length: int
+    """Inputs of the longest one."""
     loss: float
     """Mean negative log likelihood of a token, in nats."""
     perplexity: float
@@ -48,8 +52,8 @@ def is_fine_tuning_set(prefix: str) -> bool:
     return Path(prefix + MASK_SUFFIX + ".idx").is_file()
 
 
-def open_examples(prefix: str, model: ModelConfig) -> list[tuple[np.ndarray, np.ndarray]] | None:
-    """(ids, loss mask) of each example of a fine-tuning set, memory-mapped; None for a dataset of text.
+def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
+    """The examples of a fine-tuning set, memory-mapped; None for a dataset of text.
 
     Raises ConfigError for a set that does not fit the model, or whose masks are not its own.
     """
@@ -73,39 +77,22 @@ def windows(count: int, length: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + length, count - 1)) for start in range(0, count - 1, length))
 
 
-@torch.no_grad()
-def perplexity(generator: Generator, ids: np.ndarray, length: int, progress: Progress | None = None) -> Perplexity:
-    """The loss on windows of ``length`` inputs, cut as training cuts them; every token of ``ids`` has the same weight.
+def open_windows(prefix: str, model: ModelConfig, length: int, max_tokens: int | None) -> list[Example]:
+    """A dataset, or its first ``max_tokens`` ids, in windows of ``length`` inputs, cut as training cuts them.
 
     A window's first tokens have little context, as in training, and documents follow each other as they are stored.
-    All ranks must call it.
     """
-    spans = list(windows(len(ids), length))
-    rows = max(1, _LOGIT_BYTES * generator.plan.config.trainer.tp // (length * generator.plan.padded_vocab_size * 4))
-    total, done = 0.0, 0
-    while done < len(spans):
-        batch = spans[done : done + rows]
-        if batch[-1][1] - batch[-1][0] < length and len(batch) > 1:
-            batch = batch[:-1]  # the shorter last one is a batch of its own
-        tokens = torch.stack([torch.from_numpy(ids[a : b + 1].astype(np.int64)) for a, b in batch]).to(generator.device)
-        losses = generator.llama(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        total += losses.double().sum().item()
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(spans))
-    return _of(total, len(ids) - 1, len(spans), length)
+    ids, learned = open_ids(prefix, model)[:max_tokens], np.ones(length + 1, np.uint8)
+    return [(ids[a : b + 1], learned[: b + 1 - a]) for a, b in windows(len(ids), length)]
 
 
 @torch.no_grad()
-def example_perplexity(
-    generator: Generator, examples: list[tuple[np.ndarray, np.ndarray]], progress: Progress | None = None
-) -> Perplexity:
-    """The loss on a fine-tuning set, as val_loss is: each example alone, over its learned tokens, all of equal weight.
+def perplexity(generator: Generator, examples: list[Example], progress: Progress) -> Perplexity:
+    """The loss on examples or windows, as val_loss is: each alone, over its learned tokens, all of equal weight.
 
-    In the result ``windows`` counts examples, and ``seq_length`` is that of the longest. All ranks must call it.
+    All ranks must call it.
     """
     examples = sorted(examples, key=lambda example: len(example[0]))  # similar lengths in a batch: less padding
-    longest = len(examples[-1][0]) - 1
     room = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
     total, count, done = 0.0, 0, 0
     while done < len(examples):
@@ -121,12 +108,7 @@ def example_perplexity(
         total += losses[mask.T.bool()].sum().item()  # [s, b]
         count += int(mask.sum())
         done += rows
-        if progress is not None:
-            progress(done, len(examples))
-    return _of(total, count, len(examples), longest)
-
-
-def _of(total: float, count: int, windows: int, length: int) -> Perplexity:
-    """From the sum of the losses of ``count`` ids, in nats."""
+        progress(done, len(examples))
     mean = total / max(1, count)
-    return Perplexity(count, windows, length, mean, math.exp(mean) if mean < 700 else math.inf)
+    longest = len(examples[-1][0]) - 1
+    return Perplexity(count, len(examples), longest, mean, math.exp(mean) if mean < 700 else math.inf)

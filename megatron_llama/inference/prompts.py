@@ -25,7 +25,7 @@ ARGUMENT = "--chat-template"
 class PromptBuilder:
     """A tokenizer and a chat template; with ``none`` the messages' text is the prompt."""
 
-    stop: frozenset[int] = frozenset()
+    stop: frozenset[int]
     """The ids that end an answer in this template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, add_bos: bool | None = None) -> None:
@@ -35,18 +35,17 @@ class PromptBuilder:
         """
         self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
         self._end_text = ""  # what is written between an answer and the token that ends it
-        self._named: Named | None = NAMED.get(template)
-        if template == NONE:
-            return
-        self._own: Jinja | None = None
+        self._chat: Named | Jinja | None = NAMED.get(template)
         try:
             if template == OWN:
-                self._own = own_template(tokenizer.path, tokenizer.control_tokens)
+                self._chat = own_template(tokenizer.path, tokenizer.control_tokens)
         except UserError as error:
             instead = f"write --chat-template {', '.join(NAMED)}; or --tokenizer FOLDER with a template of its own"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
-        bos = tokenizer.adds_bos if add_bos is None else add_bos
-        self._bos = [tokenizer.bos] if bos and self._named and tokenizer.bos is not None else []
+        self._gap = self._chat.gap if isinstance(self._chat, Named) else ""
+        # A template of the tokenizer's own writes its BOS itself.
+        bos = isinstance(self._chat, Named) and (tokenizer.adds_bos if add_bos is None else add_bos)
+        self._bos = [tokenizer.bos] if bos and tokenizer.bos is not None else []
         self.stop = self._find_end()
 
     def __reduce__(self) -> Any:  # a compiled template can't be pickled, as spawned ranks need it
@@ -57,57 +56,41 @@ class PromptBuilder:
 
         Raises ConfigError where the template refuses the conversation.
         """
-        if self.template == NONE:
+        if self._chat is None:
             return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
-        turns = [Turn(message["role"], message["content"]) for message in messages]
         try:
-            pieces = self._named.ask(turns) if self._named else [Piece(self.render(messages), False)]
+            pieces = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
             if answer is not None:
-                pieces.append(Piece(self._assistant_prefix + answer, True))
-            return self._bos + encode_pieces(pieces, self.tokenizer, parse_special=self._own is not None)[0]
+                pieces.append(Piece(self._gap + answer, True))
+            return self._bos + encode_pieces(pieces, self.tokenizer, parse_special=self.template == OWN)[0]
         except Bad as error:
-            raise self._refused(error) from None
-
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text up to where the assistant's next answer begins. Raises ConfigError as ``ids`` does."""
-        turns = [Turn(message["role"], message["content"]) for message in messages]
-        if self._own is None:
-            return "".join(piece.text for piece in self._named.ask(turns)) if self._named else turns[-1].text
-        try:
-            return self._own.render(turns, ask=True)
-        except Bad as error:
-            raise self._refused(error) from None
+            rule = f"the chat template {self.template} of {self.tokenizer.path} refuses this conversation ({error})"
+            instead = "leave out --system, or use --prompt"
+            raise ConfigError([Problem(ARGUMENT, self.template, rule, instead)]) from None
 
     def parse_answer(self, ids: Sequence[int]) -> str:
         """The content of the assistant's message that a model wrote as ``ids``."""
-        return self.tokenizer.decode(ids).removeprefix(self._assistant_prefix).removesuffix(self._end_text)
-
-    @property
-    def _assistant_prefix(self) -> str:
-        return self._named.gap if self._named else ""
+        return self.tokenizer.decode(ids).removeprefix(self._gap).removesuffix(self._end_text)
 
     def _find_end(self) -> frozenset[int]:
         """The control token that an example's answer ends with, if it is one id; sets ``_end_text``."""
-        example = [Turn("user", "question"), Turn("assistant", "answer")]
-        if self._named:
-            for piece in [piece for piece in self._named.pieces(example) if piece.learn][1:]:
-                ids = encode_pieces([piece], self.tokenizer)[0]
-                if piece.control and len(ids) == 1:
-                    return frozenset(ids)
-                self._end_text += piece.text
+        if self._chat is None:
             return frozenset()
-        assert self._own is not None
         try:
-            learned = "".join(piece.text for piece in self._own.pieces(example) if piece.learn)
+            example = self._chat.pieces([Turn("user", "question"), Turn("assistant", "answer")])
         except Bad:  # a template that refuses this conversation: answers end with the tokenizer's end of text
             return frozenset()
-        after = learned.partition("answer")[2].lstrip()
-        numbers = (self.tokenizer.control(name) for name in self.tokenizer.control_tokens if after.startswith(name))
-        return frozenset(number for number in numbers if number is not None)
-
-    def _refused(self, error: Bad) -> ConfigError:
-        rule = f"the chat template {self.template} of {self.tokenizer.path} refuses this conversation ({error})"
-        return ConfigError([Problem(ARGUMENT, self.template, rule, "leave out --system, or use --prompt")])
+        learned = [piece for piece in example if piece.learn]
+        if isinstance(self._chat, Jinja):  # control tokens are a part of its text
+            after = "".join(piece.text for piece in learned).partition("answer")[2].lstrip()
+            numbers = (self.tokenizer.control(name) for name in self.tokenizer.control_tokens if after.startswith(name))
+            return frozenset(number for number in numbers if number is not None)
+        for piece in learned[1:]:
+            ids = encode_pieces([piece], self.tokenizer)[0]
+            if piece.control and len(ids) == 1:
+                return frozenset(ids)
+            self._end_text += piece.text
+        return frozenset()
 
 
 def open_prompt_builder(

@@ -119,10 +119,22 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         about = "" if name == "adapter" else f"its {name} {problem.value!r}: "
         return Problem(ARGUMENT, str(folder), about + problem.rule, "name an adapter of plain LoRA, made for this base")
 
+    problems: list[Problem] = []
+    finetune = FinetuneConfig(method="lora")
     with restated(of_adapter):
-        finetune = _read_finetune(folder)
+        fill_from_adapter(
+            str(folder), set(), lambda name, value: setattr(finetune, name.partition(".")[2], value), problems
+        )
+        if problems:
+            raise ConfigError(problems)
+    if base is None:
+        named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not named or not (Path(named) / "config.json").is_file():
+            rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
+            raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
+        base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
-        whole = _open_hf_folder(base or _named_base(folder))
+        whole = _open_hf_folder(base)
     with restated(of_adapter):
         config = Config(model=whole.model, finetune=finetune)
         problems = check_limits(config)
@@ -134,27 +146,6 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
     own = any((folder / name).is_file() for name in (FAST_JSON, PIECES))
     merged = MergedTensors.of(whole.stored, adapter, finetune)
     return replace(whole, folder=folder, stored=merged, tokenizer=folder if own else whole.tokenizer)
-
-
-def _read_finetune(folder: Path) -> FinetuneConfig:
-    """The ``finetune`` settings that an adapter's adapter_config.json stands for."""
-    problems: list[Problem] = []
-    finetune = FinetuneConfig(method="lora")
-    fill_from_adapter(
-        str(folder), set(), lambda name, value: setattr(finetune, name.partition(".")[2], value), problems
-    )
-    if problems:
-        raise ConfigError(problems)
-    return finetune
-
-
-def _named_base(folder: Path) -> Path:
-    """The folder of the base model that an adapter names."""
-    named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not named or not (Path(named) / "config.json").is_file():
-        rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
-        raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
-    return Path(named)
 
 
 def _open_hf_folder(folder: Path) -> SavedModel:
@@ -192,21 +183,18 @@ def _token_ids(folder: Path) -> dict[str, Any]:
 
 def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:
     """The tokenizer that is given, or else the one that belongs to the model. Raises ConfigError where none fits."""
-    path = given or saved.tokenizer
+    path, instead = given or saved.tokenizer, "write --tokenizer tokenizer.model, or a Hugging Face tokenizer's folder"
     if path is None:
         rule = "the model's tokenizer is not known, or no longer where it was in training"
-        instead = "write --tokenizer tokenizer.model, or the folder of a Hugging Face tokenizer"
         raise ConfigError([Problem("--tokenizer", None, rule, instead)])
     try:
         tokenizer = open_tokenizer(path)
     except TokenizerError as error:
-        instead = "write --tokenizer tokenizer.model, or a Hugging Face tokenizer's folder"
         raise ConfigError([Problem("--tokenizer", str(path), error.rule, instead)]) from None
     if tokenizer.size > saved.model.vocab_size:
         rule = f"has {tokenizer.size} ids, and the model's vocabulary only {saved.model.vocab_size}"
-        raise ConfigError(
-            [Problem("--tokenizer", str(path), rule, "name the tokenizer that the model was trained with")]
-        )
+        instead = "name the tokenizer that the model was trained with"
+        raise ConfigError([Problem("--tokenizer", str(path), rule, instead)])
     return tokenizer
 
 

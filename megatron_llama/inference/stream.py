@@ -20,20 +20,14 @@ class Decoder:
         self._printed = len(self._ids)
         self._start = 0
 
-    def add(self, number: int) -> str:
-        """The text that can be printed once ``number`` is known."""
-        self._ids.append(number)
-        return self._more(False)
-
-    def end(self) -> str:
-        """The text that was held back."""
-        return self._more(True)
-
-    def _more(self, at_end: bool) -> str:
+    def add(self, number: int | None) -> str:
+        """The text that can be printed once ``number`` is known; with None, at the end, the text that was held back."""
+        if number is not None:
+            self._ids.append(number)
         # Both are decoded from the same start: a tokenizer treats the first piece of a text in its own way.
         before = self._tokenizer.decode(self._ids[self._start : self._printed])
         now = self._tokenizer.decode(self._ids[self._start :])
-        if not at_end and now.endswith(_BROKEN):
+        if number is not None and now.endswith(_BROKEN):
             return ""
         self._start, self._printed = self._printed, len(self._ids)
         return now[len(before) :]
@@ -52,8 +46,7 @@ class Printer:
 
     def __call__(self, row: int, number: int | None) -> None:
         """A new id of a row, or None where the row has ended."""
-        decoder = self._decoders[row]
-        self._waiting[row] += decoder.end() if number is None else decoder.add(number)
+        self._waiting[row] += self._decoders[row].add(number)
         self._ended[row] = number is None
         self._show()
 

@@ -8,7 +8,8 @@ ends it, not the white space that the template puts after that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, read_settings
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ class Named:
         """The conversation up to where the assistant's next answer begins, its gap not among it."""
         return [*self.pieces(turns), *_marked(self.assistant[0], False)]
 
-    def jinja(self, end: str | None, add_bos: bool) -> str:
-        """The template in Jinja. ``end`` is the name of the end-of-text token, None for the variable eos_token."""
+    def jinja(self, tokenizer: Tokenizer, add_bos: bool) -> str:
+        """The template in Jinja, for other programs that use this tokenizer."""
+        end_token = "eos_token" if tokenizer.control(END) is None else json.dumps(END)
 
         def expression(text: str, *values: str) -> str:
             parts = [json.dumps(part) for part in text.split(END)]
-            whole = f" + {'eos_token' if end is None else json.dumps(end)} + ".join(parts)
+            whole = f" + {end_token} + ".join(parts)
             return "{{ " + " + ".join([whole, *values]) + " }}"
 
         content, (before, close, after) = "message['content']", self.assistant
@@ -99,16 +102,8 @@ NAMED = {
 
 def _marked(text: str, learn: bool) -> list[Piece]:
     """A template's string, split at the names of control tokens."""
-    found: list[Piece] = []
-    while text:
-        start, end = text.find("<|"), text.find("|>")
-        if start < 0:
-            return [*found, Piece(text, learn)]
-        if start:
-            found.append(Piece(text[:start], learn))
-        found.append(Piece(text[start : end + 2], learn, control=True))
-        text = text[end + 2 :]
-    return found
+    parts = re.split(r"(<\|.*?\|>)", text)  # every second one is a name
+    return [Piece(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
 
 
 _NOWHERE = "\ue000\ue001"
@@ -146,6 +141,10 @@ class Jinja:
             raise Bad("template_refuses", "its answers are not in the order of the turns")
         texts = [whole[start:end] for start, end in zip(borders, borders[1:], strict=False)]
         return [Piece(text, bool(number % 2)) for number, text in enumerate(texts) if text]
+
+    def ask(self, turns: Sequence[Turn]) -> list[Piece]:
+        """The conversation up to where the assistant's next answer begins. Raises Bad."""
+        return [Piece(self.render(turns, ask=True), False)]
 
     def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
         """The text of ``turns``; with ``ask`` the next answer's beginning too. Raises Bad."""
@@ -189,10 +188,7 @@ def _environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_as_it_is"), [], [], body).set_lineno(line)
-
-        def _as_it_is(self, caller: Callable[[], str]) -> str:
-            return caller()
+            return jinja2.nodes.Scope(body).set_lineno(line)
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -218,16 +214,16 @@ def own_template(path: Path, ends: Sequence[str]) -> Jinja:
     if path.is_file() and path.suffix != ".json":
         raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
     folder = path if path.is_dir() else path.parent
-    config = _json(folder / "tokenizer_config.json")
+    config = read_settings(folder / SETTINGS) or {}
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if source is None:
-        source = _json(folder / "chat_template.json").get("chat_template")
+        source = (read_settings(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(source, list):  # several, by name
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     if not isinstance(source, str):
         raise UserError(f"{folder} has no chat template of its own: write --chat-template {' or '.join(NAMED)}")
-    named = {**_json(folder / "special_tokens_map.json"), **config}
+    named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}
     variables = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
         value = named.get(name)
@@ -235,12 +231,3 @@ def own_template(path: Path, ends: Sequence[str]) -> Jinja:
         if isinstance(value, str):
             variables[name] = value
     return Jinja(source, variables, ends, str(folder))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None

@@ -5,9 +5,9 @@ Records are read in data_prep/lib/record_formats.py; the lines of labelled table
 
 from __future__ import annotations
 
-import re
+import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # What a bad record is counted under, beside data_prep.lib.json_lines.REASONS.
 REASONS = {
@@ -30,25 +30,30 @@ REASONS = {
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """The question and the answer that a line of a labelled table becomes."""
+class Template:
+    """From a record, or a line of a table, to its prompt and its right answer."""
 
     prompt: str
-    """with the columns' names in braces"""
-    label: str
-    """the column that holds the label"""
-    words: Mapping[str, str]
-    """label to answer"""
+    """With the record's fields in braces."""
+    answer: str
+    """The field of the right answer."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """For labelled sets: the text of the answer for each value of the answer's field."""
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields that a record must have, the answer's last. Raises ValueError where the braces can't be parsed."""
+        return [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name] + [self.answer]
 
 
-LABELLED = {
-    "qnli": Labelled(
+LABELLED: Mapping[str, Template] = {
+    "qnli": Template(
         "Question: {question}\nSentence: {sentence}\n"
         "Does the sentence contain the answer to the question? Answer yes or no.",
         "label",
         {"entailment": "yes", "not_entailment": "no"},
     ),
-    "sst2": Labelled(
+    "sst2": Template(
         "Review: {sentence}\nIs the review positive or negative?", "label", {"1": "positive", "0": "negative"}
     ),
 }
@@ -76,15 +81,15 @@ class Bad(Exception):
         self.reason, self.detail = reason, detail
 
 
-def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Labelled) -> Turns:
+def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Template) -> Turns:
     """The conversation of a line of a labelled table; raises Bad."""
     if len(columns) != len(values):
         raise Bad("bad_columns", f"{len(values)} columns where the header has {len(columns)}")
     row = dict(zip(columns, values, strict=True))
-    if row[template.label] not in template.words:
-        raise Bad("unknown_label", f"{row[template.label][:60]!r} is none of {', '.join(template.words)}")
-    empty = [name for name in re.findall(r"{(\w+)}", template.prompt) if not row[name].strip()]
+    label = row[template.answer]
+    if label not in template.labels:
+        raise Bad("unknown_label", f"{label[:60]!r} is none of {', '.join(template.labels)}")
+    empty = [name for name in template.fields if not row[name].strip()]
     if empty:
         raise Bad("empty_content", f"column {empty[0]} is empty")
-    prompt = template.prompt.format_map(row)
-    return [Turn("user", prompt), Turn("assistant", template.words[row[template.label]])]
+    return [Turn("user", template.prompt.format_map(row)), Turn("assistant", template.labels[label])]

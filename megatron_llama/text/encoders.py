@@ -95,6 +95,10 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
     if choice == "sentencepiece":
         return encoder
     model = read_model(tokenizer.file)
+    # Text that looks like the model's own special pieces, and some of its longest ordinary ones.
+    special = list(sentencepiece_model.special_pieces(model))[:64]
+    longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
+    probes = [*PROBES, *(text for piece in special + longest for text in (piece, f"x{piece} y")), *sample]
     reasons = []
     unfit = sentencepiece_model.why_not_fast(model)
     for name in FAST if choice == "auto" else (choice,):
@@ -109,7 +113,7 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
         except Exception as error:  # of any kind, from another library: sentencepiece works in any case
             reasons.append(f"{name} can't load this model: {error}")
             continue
-        different = first_difference(encode, encoder.reference, [*PROBES, *_piece_probes(model), *sample])
+        different = first_difference(encode, encoder.reference, probes)
         if different is None:
             encoder.name, encoder.encode = name, encode
             if reasons and choice == "auto":
@@ -120,13 +124,6 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
         raise UserError(f"--encoder {choice}: {'; '.join(reasons)}")
     encoder.notes.append(f"encoding with sentencepiece itself, exact but slower: {'; '.join(reasons)}")
     return encoder
-
-
-def _piece_probes(model: Any) -> list[str]:
-    """Text that looks like the model's own special pieces, and some of its longest ordinary ones."""
-    special = list(sentencepiece_model.special_pieces(model))
-    longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
-    return [f"{before}{piece}{after}" for piece in special[:64] + longest for before, after in (("", ""), ("x", " y"))]
 
 
 def first_difference(encode: Encode, reference: Encode, texts: Sequence[str]) -> str | None:
@@ -167,10 +164,7 @@ def _load_kitoken(model: Any, reference: Encode) -> Encode:
     return encode
 
 
-_FAST_LOADERS: dict[str, Callable[[Any, Encode], Encode]] = {
-    "gigatoken": _load_gigatoken,
-    "kitoken": _load_kitoken,
-}
+_FAST_LOADERS: dict[str, Callable[[Any, Encode], Encode]] = {"gigatoken": _load_gigatoken, "kitoken": _load_kitoken}
 
 
 # Llama 3's split pattern and the positions of its special tokens, from its published tokenizer.

@@ -71,11 +71,10 @@ def to_tokenizer_json(model: Any) -> str:
 def _merges(model: Any) -> list[tuple[str, str]]:
     """Every way to put a piece together from two, best score first: the order in which sentencepiece merges."""
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
-    ranked = []
-    for piece, score in scores.items():
-        for cut in range(1, len(piece)):
-            left = piece[:cut]
-            if left in scores and piece[cut:] in scores:
-                ranked.append((-score, -cut, left, piece[cut:]))
-    ranked.sort()
+    ranked = sorted(
+        (-score, -cut, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    )
     return [(left, right) for _, _, left, right in ranked]

@@ -185,7 +185,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _find_end(self, folder: Path) -> int | None:
         """eos_token in tokenizer_config.json, else eos_token_id in generation_config.json or config.json."""
-        token = (_read_settings(folder) or {}).get("eos_token")
+        token = (read_settings(folder / SETTINGS) or {}).get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str) and self._tokenizer.token_to_id(content) is not None:
             return int(self._tokenizer.token_to_id(content))
@@ -211,7 +211,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(path, missing)
     if file.suffix == ".json":
         return HuggingFaceTokenizer(path)
-    settings = _read_settings(file.parent)
+    settings = read_settings(file.parent / SETTINGS)
     adds_bos = path.is_dir() if settings is None else bool(settings.get("add_bos_token", True))
     return SentencePieceTokenizer(file, adds_bos=adds_bos)
 
@@ -289,9 +289,8 @@ def need_package(name: str, path: Path) -> Any:
         raise TokenizerError(path, f"needs the Python package {name}: pip install {name}") from None
 
 
-def _read_settings(folder: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json, or None where there is none."""
-    file = folder / SETTINGS
+def read_settings(file: Path) -> dict[str, Any] | None:
+    """tokenizer_config.json or a file beside it; None where there is none. Raises TokenizerError."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:

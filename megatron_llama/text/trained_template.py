@@ -13,9 +13,9 @@ from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_synced
-from megatron_llama.text.chat_template import END, NAMED, Named
+from megatron_llama.text.chat_template import NAMED
 from megatron_llama.text.conversation import Turn
-from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer
+from megatron_llama.text.tokenizer import SETTINGS, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,18 @@ def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
     data = settings.get("data", {})
     if data.get("kind") != "sft" or data.get("mock"):
         return None
-    manifests = [_read_manifest(prefix) for prefix in weights_and_paths(data.get("prefixes", []))[1]]
-    found = {one for one in manifests if one is not None}
+    found = set()
+    for prefix in weights_and_paths(data.get("prefixes", []))[1]:
+        try:
+            options = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["options"]
+            template, add_bos = options["chat_template"], options["add_bos"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if template in CHAT_TEMPLATES:
+            found.add(TrainedTemplate(template, bool(add_bos)))
     if not found:  # the sets are gone, or elsewhere
         found = {TrainedTemplate(data.get("chat_template", "own"))}
     return found.pop() if len(found) == 1 else None
-
-
-def _read_manifest(prefix: str) -> TrainedTemplate | None:
-    try:
-        options = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["options"]
-        template, add_bos = options["chat_template"], options["add_bos"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return TrainedTemplate(template, bool(add_bos)) if template in CHAT_TEMPLATES else None
 
 
 def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
@@ -65,18 +63,13 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     except (UserError, OSError, ValueError):
         return None
     add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
-    _rewrite(folder / "chat_template.jinja", jinja_of(named, tokenizer, add_bos))
+    _rewrite(folder / "chat_template.jinja", named.jinja(tokenizer, add_bos))
     (folder / "chat_template.json").unlink(missing_ok=True)
     if content.pop("chat_template", None) is not None:
         _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
     answer = named.pieces([Turn("assistant", "")])
     ends = [tokenizer.control(piece.text) for piece in answer if piece.control and piece.learn]
     return ends[-1] if ends else None
-
-
-def jinja_of(named: Named, tokenizer: Tokenizer, add_bos: bool) -> str:
-    """A named template in Jinja, for other programs that use this tokenizer."""
-    return named.jinja(END if tokenizer.control(END) is not None else None, add_bos)
 
 
 def add_end(file: Path, end: int) -> None:

@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "rope_parameters": {"rope_theta": 10000.0, **ROPE_SCALING},
-    "initializer_range": 0.3,  # so that the likeliest ids differ from place to place
+    "initializer_range": 0.3,  # so that the likeliest ids differ from position to position
     "tie_word_embeddings": False,
 }
 

@@ -23,9 +23,10 @@ from megatron_llama.inference.accuracy import (
     label_scores,
     share,
 )
-from megatron_llama.inference.eval_data import TEMPLATES, Template, find_template, read_records
+from megatron_llama.inference.eval_data import TEMPLATES, find_template, read_records
 from megatron_llama.inference.perplexity import windows
 from megatron_llama.inference.prompts import PromptBuilder
+from megatron_llama.text.conversation import Template
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.helpers import run_script
 from tests.inference.commands import CPU, command, evaluate
@@ -76,7 +77,7 @@ def _their_losses(rank: int, folder: Path, rows: list[np.ndarray]) -> list[tuple
 def test_windows_predict_every_token_once() -> None:
     for count in (2, 16, 17, 18, 33, 100):
         spans = list(windows(count, 16))
-        assert [place for a, b in spans for place in range(a + 1, b + 1)] == list(range(1, count))
+        assert [position for a, b in spans for position in range(a + 1, b + 1)] == list(range(1, count))
         assert all(b - a == 16 for a, b in spans[:-1]) and 0 < spans[-1][1] - spans[-1][0] <= 16
 
 
@@ -104,7 +105,7 @@ def _their_label_scores(rank: int, folder: Path, pairs: list[list[tuple[list[int
     def score(prompt: list[int], label: list[int]) -> float:
         with torch.no_grad():
             likelihoods = llama(torch.tensor([prompt + label])).logits[0].double().log_softmax(-1)
-        return sum(likelihoods[len(prompt) - 1 + place, one].item() for place, one in enumerate(label))
+        return sum(likelihoods[len(prompt) - 1 + position, one].item() for position, one in enumerate(label))
 
     return [[score(*pair) for pair in labels] for labels in pairs]
 
@@ -115,29 +116,29 @@ LABELS = Template("{question} and {sentence}", "label", {"entailment": " the cat
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(records, template) of sentences of different lengths, with two that can't be asked."""
-    place = tmp_path_factory.mktemp("labelled")
+    """(records, template) of sentences of different lengths, with four that can't be used."""
+    root = tmp_path_factory.mktemp("labelled")
     words = ["cat", "dog", "mat", "Hello", "the", "on", "sat", "é"]
     generator, lines = np.random.default_rng(1), []
     for number in range(24):
         question, sentence = (" ".join(generator.choice(words, generator.integers(1, 7))) for _ in range(2))
         lines.append(f"{number}\t{question}\t{sentence}\t{'not_' if number % 3 else ''}entailment\n")
     lines += ["24\ta\tb\tneither\n", "25\ta\n", "26\ta\t\tentailment\n", f"27\t{'cat ' * 300}\tb\tentailment\n"]
-    (place / "some.tsv").write_text(HEAD + "".join(lines))
-    (place / "template.json").write_text(json.dumps(BALANCED.__dict__))
-    return place / "some.tsv", place / "template.json"
+    (root / "some.tsv").write_text(HEAD + "".join(lines))
+    (root / "template.json").write_text(json.dumps(BALANCED.__dict__))
+    return root / "some.tsv", root / "template.json"
 
 
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFaceTokenizer(folder)
-    asked = encode_records(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
-    assert len(asked) == 24
-    assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in asked)
-    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
+    encoded = encode_records(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
+    assert len(encoded) == 24
+    assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in encoded)
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in encoded])[0]
     names = list(BALANCED.labels)
     chosen = [names[scores.index(max(scores))] for scores in theirs]
-    right = sum(guess == one.record["label"] for guess, one in zip(chosen, asked, strict=True))
+    right = sum(guess == one.record["label"] for guess, one in zip(chosen, encoded, strict=True))
     assert len(set(chosen)) == 2, "a model that says the same to all would show little"
     for more in (["--batch-size", 5], ["--tp", 2, "--batch-size", 24], ["--batch-size", 1]):
         found = report(tmp_path, folder, "--labelled", file, "--template", template, *more)
@@ -151,12 +152,12 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
     from tests.inference.models import with_generator
 
-    asked = encode_records(
+    encoded = encode_records(
         read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), room=256
     )[:10]
-    assert len({len(label) for one in asked for label in one.labels}) > 1
-    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in asked])[0]
-    ours = with_generator(lambda made: label_scores(made, asked), folder)[0]
+    assert len({len(label) for one in encoded for label in one.labels}) > 1
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in encoded])[0]
+    ours = with_generator(lambda made: label_scores(made, encoded), folder)[0]
     torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
 
 
@@ -203,8 +204,8 @@ def test_right_wrong_and_malformed_answers(folder: Path) -> None:
             return [SimpleNamespace(ids=text.encode(said[prompt[0]])) for prompt in prompts]
 
     truth = ("#### 4", "#### 6", "#### 6")
-    asked = [EncodedRecord([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
-    found = answer_accuracy(Says(), asked, find_template("gsm8k"), text.decode, 2, 16)
+    encoded = [EncodedRecord([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
+    found = answer_accuracy(Says(), encoded, find_template("gsm8k"), text.decode, 2, 16, lambda done, of: None)
     assert [found[kind]["right"] for kind in ("well_formed", "exact_match")] == [2, 1]
     assert [one["written"] for one in found["examples"]] == said
 
@@ -229,8 +230,8 @@ def test_final_numbers(said: str, number: Any) -> None:
 
 def test_the_interval_is_wilsons() -> None:
     # Newcombe 1998, table I: 81 of 263 and 0 of 20
-    assert (share(81, 263).low, share(81, 263).high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert (share(0, 20).low, share(0, 20).high) == pytest.approx((0, 0.1611), abs=5e-5)
+    assert [share(81, 263)[name] for name in ("low", "high")] == pytest.approx([0.2553, 0.3662], abs=5e-5)
+    assert [share(0, 20)[name] for name in ("low", "high")] == pytest.approx([0, 0.1611], abs=5e-5)
 
 
 def test_templates() -> None:

@@ -33,31 +33,31 @@ def test_help_is_quick(script: str) -> None:
 
 
 def test_prompts(folder: Path) -> None:
-    asked = [folder, *CPU, "--prompt", "the cat", "a dog and a", "--max-new-tokens", 12, "--greedy"]
-    one = command(generate, *asked)
+    arguments = [folder, *CPU, "--prompt", "the cat", "a dog and a", "--max-new-tokens", 12, "--greedy"]
+    one = command(generate, *arguments)
     assert one.status == 0, one.err
     assert one.out.startswith("the cat") and "\n\na dog and a" in one.out
     assert "tokens/s" in one.err
-    two = command(generate, *asked, "--tp", 2)
+    two = command(generate, *arguments, "--tp", 2)
     assert (two.status, two.out) == (0, one.out), two.err
 
 
 def test_chat(folder: Path) -> None:
-    asked = [folder, *CPU, "--chat", "--system", "answer", "--max-new-tokens", 8, "--greedy"]
-    done = command(generate, *asked, stdin="Hello cat\nHello cat\n\n/reset\nHello cat\n")
+    arguments = [folder, *CPU, "--chat", "--system", "answer", "--max-new-tokens", 8, "--greedy"]
+    done = command(generate, *arguments, stdin="Hello cat\nHello cat\n\n/reset\nHello cat\n")
     assert done.status == 0, done.err
-    single = command(generate, *asked, stdin="Hello cat").out
+    single = command(generate, *arguments, stdin="Hello cat").out
     # Begun anew, the same question has the same answer; as a second one it has another.
     assert len(single) > 4 and done.out.startswith(single) and done.out.endswith(single)
     middle = done.out[len(single) : -len(single)]
     assert middle and middle != single
     assert "[new conversation]" in done.err
-    assert command(generate, *asked, "--tp", 2, stdin="Hello cat").out == single
+    assert command(generate, *arguments, "--tp", 2, stdin="Hello cat").out == single
 
 
 def test_a_conversation_that_is_full(folder: Path) -> None:
-    asked = [folder, *CPU, "--chat", "--max-new-tokens", 4]
-    done = command(generate, *asked, stdin="cat " * 200 + "\nHello\n")
+    arguments = [folder, *CPU, "--chat", "--max-new-tokens", 4]
+    done = command(generate, *arguments, stdin="cat " * 200 + "\nHello\n")
     assert done.status == 0 and "of the model's 128 tokens: /reset" in done.err
     assert done.out  # what did not fit was not kept
 
@@ -75,17 +75,17 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
         "trainer.pp=2",
     )
     assert job.wait() == 0, job.said
-    asked = [*CPU, "--prompt", "the cat sat", "--greedy", "--max-new-tokens", 16]
-    theirs = command(generate, folder, *asked)
+    arguments = [*CPU, "--prompt", "the cat sat", "--greedy", "--max-new-tokens", 16]
+    theirs = command(generate, folder, *arguments)
     assert theirs.status == 0
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000000"):
-        ours = command(generate, path, *asked)
+        ours = command(generate, path, *arguments)
         assert (ours.status, ours.out) == (0, theirs.out), ours.err
     weights = next((tmp_path / "run" / "checkpoints" / "step_00000000").glob("rank_00001.*"))
     content = bytearray(weights.read_bytes())
     content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first value
     weights.write_bytes(content)
-    broken = command(generate, tmp_path / "run", *asked)
+    broken = command(generate, tmp_path / "run", *arguments)
     assert broken.status == 1 and "not what was written" in broken.err
 
 

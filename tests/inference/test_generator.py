@@ -86,7 +86,7 @@ def test_several_ranks_as_one(folder: Path, tp: int, sampling: Sampling) -> None
 def test_a_row_does_not_depend_on_its_neighbours(folder: Path, sampling: Sampling) -> None:
     together = write(folder, sampling=sampling)
     for row, prompt in enumerate(PROMPTS):
-        # A row's draws are those of its place, so alone it has another seed.
+        # A row's draws are those of its position, so alone it has another seed.
         alone = Sampling(sampling.greedy, sampling.temperature, sampling.top_p, sampling.seed + row)
         assert write(folder, [prompt], alone) == [together[row]]
 
@@ -116,13 +116,13 @@ def test_the_models_last_position_ends_an_answer(folder: Path, greedy: list[list
 
 
 def test_tokens_are_reported_as_they_come(folder: Path, greedy: list[list[int]]) -> None:
-    def told(made: Generator) -> list[tuple[int, int | None]]:
+    def events(made: Generator) -> list[tuple[int, int | None]]:
         events: list[tuple[int, int | None]] = []
         made.generate(PROMPTS[:2], GREEDY, 3, lambda row, number: events.append((row, number)))
         return events
 
     a, b = greedy[0], greedy[1]
-    assert with_generator(told, folder)[0] == [
+    assert with_generator(events, folder)[0] == [
         *[(0, a[0]), (1, b[0]), (0, a[1]), (1, b[1]), (0, a[2]), (0, None), (1, b[2]), (1, None)]
     ]
 

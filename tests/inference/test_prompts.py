@@ -16,11 +16,11 @@ from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference.prompts import PromptBuilder, open_prompt_builder
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED
+from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_llama.text.trained_template import (
     TrainedTemplate,
     add_end,
-    jinja_of,
     trained_template,
     write_trained_template,
 )
@@ -45,21 +45,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
-    place = tmp_path_factory.mktemp("tokenizers")
+    root = tmp_path_factory.mktemp("tokenizers")
     for name in ("plain", "bos"):
-        write_tokenizer(place / name, template=True)
-    tokenizer = Tokenizer.from_file(str(place / "bos" / "tokenizer.json"))
+        write_tokenizer(root / name, template=True)
+    tokenizer = Tokenizer.from_file(str(root / "bos" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
     tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[begin])
-    tokenizer.save(str(place / "bos" / "tokenizer.json"))
-    settings = json.loads((place / "bos" / "tokenizer_config.json").read_text())
-    (place / "bos" / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|begin|>"}))
+    tokenizer.save(str(root / "bos" / "tokenizer.json"))
+    settings = json.loads((root / "bos" / "tokenizer_config.json").read_text())
+    (root / "bos" / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|begin|>"}))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "a dog and a cat on the mat"] * 5), vocab_size=290,
-        model_prefix=str(place / "pieces"), byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
+        model_prefix=str(root / "pieces"), byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
-    return place
+    return root
 
 
 def text_of(path: Path) -> Tokenizer:
@@ -90,10 +90,10 @@ def test_prompts_are_those_of_training(folders: Path, tmp_path: Path, template: 
         with pytest.raises(UserError, match="has no token"):  # and would never end an answer
             example(path, tmp_path, "--chat-template", template)
         return
-    ids, mask, told = example(path, tmp_path, "--chat-template", template)
-    assert told is not None and told.template == template
-    prompts = pickle.loads(pickle.dumps(open_prompt_builder(text_of(path), None, told, "own")))
-    starts = [place for place in range(1, len(ids)) if mask[place] and not mask[place - 1]]
+    ids, mask, trained = example(path, tmp_path, "--chat-template", template)
+    assert trained is not None and trained.template == template
+    prompts = pickle.loads(pickle.dumps(open_prompt_builder(text_of(path), None, trained, "own")))
+    starts = [position for position in range(1, len(ids)) if mask[position] and not mask[position - 1]]
     assert len(starts) == 2
     for start, turn in zip(starts, (2, 4), strict=True):
         assert prompts.ids(TALK[:turn]) == ids[:start]
@@ -110,10 +110,10 @@ def test_prompts_are_those_of_training(folders: Path, tmp_path: Path, template: 
 @pytest.mark.parametrize("option", ["--add-bos", "--no-add-bos"])
 def test_the_manifest_says_whether_bos_comes_first(folders: Path, tmp_path: Path, option: str) -> None:
     for name in ("bos", "pieces.model"):
-        ids, mask, told = example(folders / name, tmp_path / name, "--chat-template", "plain", option)
-        prompts = open_prompt_builder(text_of(folders / name), None, told, "own")
+        ids, mask, trained = example(folders / name, tmp_path / name, "--chat-template", "plain", option)
+        prompts = open_prompt_builder(text_of(folders / name), None, trained, "own")
         assert prompts.ids(TALK[:2]) == ids[: mask.index(1)]
-        other = open_prompt_builder(text_of(folders / name), "dialogue", told, "own")  # not what it was trained with
+        other = open_prompt_builder(text_of(folders / name), "dialogue", trained, "own")  # not what it was trained with
         begin = text_of(folders / name).encode("x")[0] if name == "bos" else 1
         assert (other.ids(HELLO)[0] == begin) == (name == "bos")
         assert (ids[0] == begin) == (option == "--add-bos")
@@ -148,7 +148,7 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}))
     prompts = PromptBuilder(HuggingFaceTokenizer(tmp_path), "own")
-    assert prompts.render(HELLO) == "<|user|>Hello<|user|><|assistant|>"
+    assert prompts.tokenizer.decode(prompts.ids(HELLO), skip_special=False) == "<|user|>Hello<|user|><|assistant|>"
     assert prompts.stop == {2} and prompts.ids(HELLO)[0] == 2  # <|user|> is one id
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
     with pytest.raises(ConfigError, match=r"refuses\s+this\s+conversation"):
@@ -162,13 +162,14 @@ def test_others_render_an_exported_template_alike(folders: Path, template: str, 
 
     prompts = PromptBuilder(text_of(folders / name), template)
     theirs = AutoTokenizer.from_pretrained(str(folders / name))
-    source = jinja_of(NAMED[template], prompts.tokenizer, bool(prompts._bos))
+    source = NAMED[template].jinja(prompts.tokenizer, bool(prompts._bos))
     for turns, ask in ((TALK[:1], True), (TALK[:2], True), (TALK[:4], True), (TALK, False)):
         text = theirs.apply_chat_template(turns, chat_template=source, tokenize=False, add_generation_prompt=ask)
         ids = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=ask, return_dict=False)
         if ask:
             assert ids == prompts.ids(turns)
-            shown = prompts.render(turns)
+            asked = NAMED[template].ask([Turn(turn["role"], turn["content"]) for turn in turns])
+            shown = "".join(piece.text for piece in asked)
             begin = "<|begin|>" if name == "bos" else ""
             assert text == begin + shown.replace("<|endoftext|>", "<|endoftext|>" if begin else "<|end|>")
         else:

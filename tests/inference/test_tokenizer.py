@@ -52,7 +52,7 @@ def test_pieces_add_up_to_the_text(kind: str, folder: Path, pieces: Path) -> Non
     for prompt in (0, 1, 5, len(ids) - 1):
         decoder = Decoder(text, ids[:prompt])
         shown = [decoder.add(number) for number in ids[prompt:]]
-        assert text.decode(ids[:prompt]) + "".join(shown) + decoder.end() == whole or "\ufffd" in text.decode(
+        assert text.decode(ids[:prompt]) + "".join(shown) + decoder.add(None) == whole or "\ufffd" in text.decode(
             ids[:prompt]
         )
         assert not any("\ufffd" in piece for piece in shown), "half a character was shown"
@@ -70,12 +70,12 @@ def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
     text, out = HuggingFaceTokenizer(folder), io.StringIO()
     rows = [text.encode(" sat on the mat"), text.encode(" dog")]
     printer = Printer(out, text, ["cat", "a"], [text.encode("cat"), text.encode("a")])
-    for place in range(max(map(len, rows))):
+    for position in range(max(map(len, rows))):
         for row, ids in enumerate(rows):
-            if place < len(ids):
-                printer(row, ids[place])
-                assert out.getvalue() == "cat" + text.decode(rows[0][: place + 1]) or row == 1
-            if place + 1 == len(ids):
+            if position < len(ids):
+                printer(row, ids[position])
+                assert out.getvalue() == "cat" + text.decode(rows[0][: position + 1]) or row == 1
+            if position + 1 == len(ids):
                 printer(row, None)
     assert out.getvalue() == "cat sat on the mat\n\na dog\n"
 

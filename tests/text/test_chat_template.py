@@ -118,11 +118,11 @@ def test_jinja_renders_as_transformers_does(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(folder))
-    told = [Turn("system", " Be brief. "), *TALK[:1], Turn("assistant", "<think>\nWell.</think>\n\nFine.")]
+    with_system = [Turn("system", " Be brief. "), *TALK[:1], Turn("assistant", "<think>\nWell.</think>\n\nFine.")]
     for name, source in {**TEMPLATES, **REALISTIC}.items():
         ours = Jinja(source, SPECIAL, [], "test")
         cases = [(TALK, False), (TALK[:1], True), (TALK[:2], False), (TALK[:3], True)]
-        for turns, ask in [*cases, (told, False), (told[:2], True)] if name in REALISTIC else cases:
+        for turns, ask in [*cases, (with_system, False), (with_system[:2], True)] if name in REALISTIC else cases:
             messages = [{"role": turn.role, "content": turn.text} for turn in turns]
             expected = theirs.apply_chat_template(
                 messages, chat_template=source, tokenize=False, add_generation_prompt=ask
@@ -185,11 +185,11 @@ def learned(pieces: list[Piece], tokenizer: Tokenizer) -> str:
     """The tokens' text, with those that are to be learned in «»."""
     ids, marks = encode_pieces(pieces, tokenizer, parse_special=True)
     parts, start = [], 0
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or marks[place] != marks[start]:
-            text = tokenizer.decode(ids[start:place], skip_special=False)
+    for position in range(1, len(ids) + 1):
+        if position == len(ids) or marks[position] != marks[start]:
+            text = tokenizer.decode(ids[start:position], skip_special=False)
             parts.append(f"«{text}»" if marks[start] else text)
-            start = place
+            start = position
     return "".join(parts)
 
 
