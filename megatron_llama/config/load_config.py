@@ -91,10 +91,19 @@ def _split_overrides(
     choices: dict[str, str] = {}
     values = []
     for override in overrides:
-        if override.key_or_group in groups and not isinstance(_value(override), dict):
-            _choose(override, conf_dir, choices, problems)
-        else:
+        group, choice = override.key_or_group, _value(override)
+        if group not in groups or isinstance(choice, dict):
             values.append(override)
+            continue
+        options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
+        if not override.is_delete() and (str(choice) in options or _is_file(group, str(choice))):
+            choices[group] = str(choice)  # the last choice of a group wins
+            continue
+        listed = (", ".join(options) or "nothing yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
+        guess = nearest(str(choice), options)
+        instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
+        rule = f"there is no {group} of that name in {conf_dir.name}/{group}/"
+        problems.append(Problem(group, choice, rule, instead))
     return choices, values
 
 
@@ -161,22 +170,6 @@ def _syntax_problem(text: str) -> Problem:
 def _value(override: Override) -> Any:
     """The override's value in plain Python; None for a deletion."""
     return None if override.is_delete() else override.value()
-
-
-def _choose(override: Override, conf_dir: Path, choices: dict[str, str], problems: list[Problem]) -> None:
-    """Enters the chosen file of a group into ``choices``; the last choice of a group wins."""
-    group = override.key_or_group
-    options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
-    choice = _value(override)
-    if not override.is_delete() and (str(choice) in options or _is_file(group, str(choice))):
-        choices[group] = str(choice)
-        return
-    guess = nearest(str(choice), options)
-    listed = ", ".join(options) or "nothing yet"
-    if group == EXPERIMENT:
-        listed += ", or the path of a .yaml file"
-    instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
-    problems.append(Problem(group, choice, f"there is no {group} of that name in {conf_dir.name}/{group}/", instead))
 
 
 def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:

@@ -1,10 +1,10 @@
 """FLOPs of a token, and the utilisation of the devices' peak (MFU).
 
-A matrix product takes 2 FLOPs per weight and token forwards and 4 backwards. Attention's two products with the sequence
-come on top, by either of two conventions: ``causal`` counts the half of the square that is not masked (Megatron-LM),
-``full`` counts all of it (torchtitan, PaLM, NVIDIA's recipes). The input embedding is a look-up and costs nothing;
-norms, rotations and the softmax are not counted; what recomputation does a second time is not counted either. A weight
-that LoRA leaves frozen takes 4 FLOPs, not 6: it has no gradient of its own.
+A matrix product takes 2 FLOPs per weight and token in the forward pass and 4 in the backward pass. Attention's two
+products with the sequence come on top, by either of two conventions: ``causal`` counts the half of the square that is
+not masked (Megatron-LM), ``full`` counts all of it (torchtitan, PaLM, NVIDIA's recipes). The input embedding is a
+look-up and costs nothing; norms, rotations and the softmax are not counted; what recomputation does a second time is
+not counted either. A weight that LoRA leaves frozen takes 4 FLOPs, not 6: it has no gradient of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, finetune: FinetuneConfi
     if finetune is not None and finetune.method == "lora":
         head = model.vocab_size * model.hidden_size if "lm_head" in finetune.modules_to_save else 0
         products -= 2 * (matmul_parameters(model) - head)
-        products += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune)
+        products += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune, model.num_hidden_layers)
     attention = model.num_hidden_layers * model.num_attention_heads * head_dim(model) * seq_length
     return FlopsPerToken(products + CAUSAL * attention, products + FULL * attention)
 

@@ -61,7 +61,7 @@ def _lora(plan: Plan, count: int) -> Iterator[str]:
     """What LoRA trains, with its share of all parameters, LoRA's included, as PEFT prints it."""
     finetune, model = plan.config.finetune, plan.model
     trained = trained_parameters(model, finetune)
-    percent = 100 * trained / (count + lora_parameters(model, finetune))
+    percent = 100 * trained / (count + lora_parameters(model, finetune, model.num_hidden_layers))
     kept = plan.precision.compute_format if plan.quantized else finetune.frozen_dtype
     yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
     if plan.quantized:

@@ -35,16 +35,11 @@ def matrices_per_layer(model: ModelConfig, tp: int = 1) -> int:
     return sum(math.prod(matrix.local_shape(tp)) for matrix in matrices(model).values())
 
 
-def lora_parameters_per_layer(model: ModelConfig, finetune: FinetuneConfig, tp: int = 1) -> int:
-    """What LoRA adds to one block on one tensor-parallel rank: A [rank, in] and B [out, rank] of each target, cut as
-    the matrix is."""
-    targets = finetune.lora_target_modules if finetune.method == "lora" else ()
-    return finetune.lora_rank * sum(sum(matrices(model)[module].local_shape(tp)) for module in targets)
-
-
-def lora_parameters(model: ModelConfig, finetune: FinetuneConfig) -> int:
-    """What LoRA adds to the whole model; 0 for other methods."""
-    return model.num_hidden_layers * lora_parameters_per_layer(model, finetune)
+def lora_parameters(model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int = 1) -> int:
+    """What LoRA adds to ``layers`` blocks on one tensor-parallel rank: A [rank, in] and B [out, rank] of each target,
+    cut as the matrix is."""
+    shapes = [matrices(model)[module].local_shape(tp) for module in finetune.lora_target_modules]
+    return layers * finetune.lora_rank * sum(map(sum, shapes))
 
 
 def trained_parameters(model: ModelConfig, finetune: FinetuneConfig) -> int:
@@ -72,7 +67,7 @@ def stage_parameters(
     def saved(module: str) -> bool:
         return module.endswith(tuple(finetune.modules_to_save))
 
-    added = layers * lora_parameters_per_layer(model, finetune, tp)
+    added = lora_parameters(model, finetune, layers, tp)
     norms = layers * (saved("input_layernorm") + saved("post_attention_layernorm")) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
     return StageParameters(held + added, added + norms * model.hidden_size + tables * table, quantizable)

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -40,21 +41,24 @@ def check_data(config: Config, exists: Exists) -> list[Problem]:
     if config.data.mock:
         return []
     made_here = config.data.prepare is not None
-    found = (*_datasets(config, exists), *_tokenizer(config, exists))
-    return [replace(problem, only_here=made_here) for problem in found]
+    return [replace(problem, only_here=made_here) for problem in _data(config, exists)]
 
 
-def _datasets(config: Config, exists: Exists) -> Iterator[Problem]:
+def _data(config: Config, exists: Exists) -> Iterator[Problem]:
+    """The problems of files of records, datasets and the tokenizer."""
     data, records = config.data, record_files(config.data)
+    no_file = f"there is no such file (seen from {os.getcwd()})"
     for name, path in records:
         if not exists(path):
-            rule = f"there is no such file (seen from {os.getcwd()})"
-            yield Problem(name, path, rule, "write the path of a file of records, or of a dataset")
+            yield Problem(name, path, no_file, "write the path of a file of records, or of a dataset")
     for name, path in named_paths(data):
         if (name, path) not in records:
             yield from _dataset(data, name, path, exists)
             if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
+    if data.tokenizer is not None and not exists(data.tokenizer):
+        instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
+        yield Problem("data.tokenizer", data.tokenizer, no_file, instead)
 
 
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
@@ -73,13 +77,6 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
     else:
         instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
     yield Problem(name, path, rule, instead)
-
-
-def _tokenizer(config: Config, exists: Exists) -> Iterator[Problem]:
-    path, prepare = config.data.tokenizer, config.data.prepare
-    if path is not None and not exists(path):
-        instead = f"make it with: {prepare}" if prepare else "write data.tokenizer=null, or its path"
-        yield Problem("data.tokenizer", path, f"there is no such file (seen from {os.getcwd()})", instead)
 
 
 def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
@@ -104,13 +101,8 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     if different := _different_shape(config.model, content):
         found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
         rule = f"has another shape than model={config.model.name}: {found}"
-        instead = " ".join(_override(f"model.{key}", theirs) for key, (_, theirs) in different.items())
+        instead = " ".join(shlex.quote(f"model.{key}={shown(theirs)}") for key, (_, theirs) in different.items())
         yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
-
-
-def _override(name: str, value: Any) -> str:
-    """``name=value`` for a shell, which would take braces apart."""
-    return f"'{name}={shown(value)}'" if isinstance(value, dict) else f"{name}={shown(value)}"
 
 
 def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
