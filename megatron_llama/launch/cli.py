@@ -133,7 +133,8 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], w
     world = find_world(config, context)
     plan = world.plan()  # first: mistakes are reported before anything is prepared, or the processes meet
     if plan.record_files and not world.hosts:  # the hosts have disks of their own
-        plan = world.plan(with_prepared(world.config, quiet=context is not None and context.rank > 0))
+        quiet = context is not None and context.rank > 0
+        plan = world.plan(with_prepared(world.config, plan.record_files, quiet=quiet))
     if context is not None:
         return join(plan, world, context, work)
     choose_run_dir(plan)

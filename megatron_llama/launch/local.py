@@ -17,7 +17,9 @@ from megatron_llama.plan import Plan
 def run_here(plan: Plan, work: Callable[[Plan], None]) -> int:
     """Starts all ranks of the plan here and waits for them; returns the exit status."""
     folder = Path(str(plan.config.run.dir))
-    with claimed(folder), rank_outputs(folder, range(plan.world_size)) as output_dir:
+    with claimed(folder):
         sys.stdout.write(record(plan, folder) + "\n")
-        start = partial(run_on_this_machine, partial(work, plan), plan, imports=modules_of(work), output_dir=output_dir)
-        return with_restarts(plan, start)
+        with rank_outputs(folder, range(plan.world_size)) as output_dir:
+            rank = partial(work, plan)
+            start = partial(run_on_this_machine, rank, plan, imports=modules_of(work), output_dir=output_dir)
+            return with_restarts(plan, start)

@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,21 +80,23 @@ def with_finished(config: Config) -> Config:
     """
     too_large: list[Problem] = []
     unreadable: list[Problem] = []
-    found = _find_records(config, too_large, unreadable)
+    found = _find_records(config, record_files(config.data), too_large, unreadable)
     if too_large:
         raise ConfigError(too_large)
     finished = [records for records in found if records.folder.is_dir()]
     return _with_datasets(config, finished, all_prepared=len(finished) == len(found) and not unreadable)
 
 
-def with_prepared(config: Config, *, quiet: bool = False) -> Config:
-    """The config with a dataset in place of each file of records, prepared now where there is none.
+def with_prepared(config: Config, files: Iterable[tuple[str, str]], *, quiet: bool = False) -> Config:
+    """The config with a dataset in place of each of its files of records, prepared now where there is none.
+
+    ``files`` are (setting, path), as in ``Plan.record_files``.
 
     ``quiet``: do not report what existed already. Raises ConfigError for a file that can't be used, bad records among
     the reasons, LaunchFailed for a failure of the machine, and PreparationStopped for a signal.
     """
     problems: list[Problem] = []
-    found = _find_records(config, problems, problems)
+    found = _find_records(config, files, problems, problems)
     if problems:
         raise ConfigError(problems)
     prepared = _with_datasets(config, found, all_prepared=True)
@@ -102,13 +105,15 @@ def with_prepared(config: Config, *, quiet: bool = False) -> Config:
     return prepared
 
 
-def _find_records(config: Config, too_large: list[Problem], unreadable: list[Problem]) -> list[Records]:
+def _find_records(
+    config: Config, files: Iterable[tuple[str, str]], too_large: list[Problem], unreadable: list[Problem]
+) -> list[Records]:
     """The files of records that can be used; the two lists get what is wrong with the others."""
     found: list[Records] = []
     tokenizer = tokenizer_of_records(config)
     if tokenizer is None:  # a rule asks for it
         return found
-    for setting, path in record_files(config.data):
+    for setting, path in files:
         try:
             status = os.stat(path)
             if status.st_size > MOST_BYTES:

@@ -14,9 +14,10 @@ import data_prep.sft
 from data_prep.lib import sft_set
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
+from megatron_llama.config.data_prefixes import record_files
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.launch import cli, prepare_data
-from megatron_llama.launch.prepare_data import with_finished, with_prepared
+from megatron_llama.launch.prepare_data import with_finished
 from megatron_llama.plan import resolve
 from megatron_llama.text.chat_template import NAMED
 from megatron_llama.text.conversation import LABELLED
@@ -27,6 +28,10 @@ from tests.inference.models import make_folder
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
 TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answer é 😀"), ("question", "a cat")]
+
+
+def with_prepared(config: Config) -> Config:
+    return prepare_data.with_prepared(config, record_files(config.data))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +179,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(prepare_data, "try_lock", looking)
     monkeypatch.setattr(sft_set, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (records,) = prepare_data._find_records(config, [], [])
+    (records,) = prepare_data._find_records(config, record_files(config.data), [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed
     rest.mkdir(parents=True)
     pids = []
