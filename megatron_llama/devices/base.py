@@ -1,4 +1,4 @@
-"""The interface of a device, and what several devices need to implement it."""
+"""The interface of a device. A new device is a module beside this one, with a subclass of ``Device``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_US
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
-    from megatron_llama.launch.process_context import ProcessContext
+    from megatron_llama.launch.environment import ProcessContext
     from megatron_llama.plan import Plan
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -59,8 +59,8 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
         overrides.append("dry_run=true")  # last, so that it wins
     # Imported here: --help needs none of it.
     from megatron_llama.config import ConfigError, format_problems
+    from megatron_llama.launch.environment import process_context
     from megatron_llama.launch.prepare_data import PreparationStopped
-    from megatron_llama.launch.process_context import process_context
     from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
     from megatron_llama.launch.rendezvous import LaunchFailed
     from megatron_llama.launch.run_dir import report_to_batch_script
@@ -92,10 +92,10 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
 
 def usage() -> str:
     """The text of ``--help``."""
-    lines = []
-    for group in sorted(path for path in CONF_DIR.iterdir() if path.is_dir()):
-        choices = sorted(path.stem for path in group.glob("*.yaml"))
-        lines.append(f"  {group.name + '=':12s}{' | '.join(choices)}\n")
+    groups = {
+        path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in CONF_DIR.iterdir() if path.is_dir()
+    }
+    lines = [f"  {name + '=':12s}{' | '.join(choices)}\n" for name, choices in sorted(groups.items())]
     return USAGE.format(groups="".join(lines))
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_llama.launch.process_context import ProcessContext
+from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, run_as_rank
 from megatron_llama.launch.rendezvous import (
     ARRIVAL_LIMIT_SECONDS,

@@ -68,8 +68,7 @@ def check_datasets(config: Config) -> None:
         return
     from megatron_llama.data.checks import check_data
 
-    problems = check_data(config)
-    if problems:
+    if problems := check_data(config):
         raise ConfigError(problems)
 
 

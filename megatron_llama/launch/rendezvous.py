@@ -17,8 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.network import addresses_of, interface_of, is_loopback, own_address_towards
-from megatron_llama.launch.process_context import ProcessContext
 from megatron_llama.system.text_table import text_table
 
 # Starting Python on a thousand nodes from one disk takes minutes; a host without a route is known much sooner.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_llama.config import ConfigError, Host, Problem
 from megatron_llama.devices import variable_prefixes
-from megatron_llama.launch.process_context import NODE, NODES, RUN_ID, SLOTS, free_port_of
+from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, free_port_of
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER

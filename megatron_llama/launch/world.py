@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_llama.config import Config, ConfigError, Host, Problem, hostfile_hosts, listed_hosts
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import Device, get_device
-from megatron_llama.launch.process_context import ProcessContext
+from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
 
 

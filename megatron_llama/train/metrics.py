@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
-from megatron_llama.train.metrics_file import METRICS_FILE, cut_back, read_metrics
+from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (
@@ -63,8 +62,7 @@ class MetricsLogger:
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._last_lines: Sequence[str] = ()
         self._path = plan.run_dir / METRICS_FILE
-        cut_back(self._path, start_step)
-        self._file = open(self._path, "a", encoding="utf-8")
+        self._file = MetricsFile(self._path, start_step)
         self._tensorboard = _tensorboard(plan, start_step) if plan.config.logging.tensorboard else None
         self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
@@ -81,9 +79,7 @@ class MetricsLogger:
     def log_step(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """Derives speed and utilisation from a step's measurements, writes all metrics, and returns them."""
         metrics = self._with_derived(measured)
-        # One write per line: a reader, or a run that resumes after a kill, sees whole lines, except perhaps the last.
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        self._file.append(metrics)
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 if value is not None:

@@ -1,15 +1,29 @@
-"""Reads metrics.jsonl, and cuts it back to the step that a run resumes from."""
+"""Writes and reads metrics.jsonl, and cuts it back to the step that a run resumes from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """A metrics.jsonl that a run which resumes after ``start_step`` continues."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        cut_back(path, start_step)
+        self._file = open(path, "a", encoding="utf-8")
+        self.close = self._file.close
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        # One write per line: a reader, or a run that resumes after a kill, sees whole lines, except perhaps the last.
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:

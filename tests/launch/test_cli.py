@@ -17,7 +17,7 @@ import yaml
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.launch import cli, run_dir
-from megatron_llama.launch.process_context import ProcessContext
+from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from tests.data.files import numbered, write_indexed

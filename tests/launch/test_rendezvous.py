@@ -12,7 +12,7 @@ import pytest
 
 from megatron_llama.config import ConfigError
 from megatron_llama.launch import network, rendezvous
-from megatron_llama.launch.process_context import ProcessContext
+from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.rendezvous import LaunchFailed, NodeInfo, Rendezvous
 
 

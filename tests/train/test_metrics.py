@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.devices import Peak
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.train.console import Progress, duration
-from megatron_llama.train.metrics import EVERY_STEP, MetricsLogger, cut_back, read_metrics
+from megatron_llama.train.metrics import EVERY_STEP, MetricsLogger
+from megatron_llama.train.metrics_file import cut_back, read_metrics
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch.process_context import NODE, NODES, RUN_ID, SLOTS, first_node, process_context, tasks_on_node
+from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, first_node, process_context, tasks_on_node
 
 TORCHRUN = {
     "RANK": "9",
