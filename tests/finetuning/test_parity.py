@@ -111,7 +111,8 @@ def _no_sums_over_kv_copies(model: ParallelModel) -> None:
 def _no_sums_in_between(model: ParallelModel) -> None:
     for module in model.chunks[0].modules():
         if hasattr(module, "lora_A"):
-            module._between = lambda low: low  # type: ignore[assignment]
+            assert hasattr(module, "_communicate")
+            module._communicate = lambda low: low  # type: ignore[assignment]
 
 
 def _another_scale(model: ParallelModel) -> None:
