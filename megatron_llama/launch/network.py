@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -39,7 +40,10 @@ def interface_of(address: str) -> str | None:
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
-        return _interface_of_ipv6(wanted.packed.hex())
+        with suppress(OSError):
+            lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+            return next((line.split()[-1] for line in lines if line.startswith(wanted.packed.hex())), None)
+        return None
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -51,11 +55,3 @@ def interface_of(address: str) -> str | None:
             if answer[20:24] == wanted.packed:
                 return name
     return None
-
-
-def _interface_of_ipv6(digits: str) -> str | None:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
