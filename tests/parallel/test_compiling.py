@@ -38,7 +38,7 @@ def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(cache: Path, *overrides: str, world: int = 4, batches: int = 3) -> list[list[Graph]]:
     """Each rank's graphs of a few training batches and a validation."""
     plan = make_plan(world, *COMPILE, f"trainer.compile_cache={cache}", *overrides)
-    return run_ranks(_work, world, plan, batches)
+    return run_ranks(_work, world, plan, batches, timeout=400)  # compilers are slow on a busy machine
 
 
 def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
