@@ -186,8 +186,7 @@ def start_ranks(
     sys.stderr.flush()
     share = Share(share, share) if isinstance(share, int) else share
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024) if share.master is None else None
-    with listener or contextlib.nullcontext(), Signals() as signals:
-        signals.hold()
+    with listener or contextlib.nullcontext(), Signals(hold=True) as signals:
         common = {**(environment or {}), **_store_environment(share, listener)}
         ranks: list[Rank] = []
         for local in range(share.ranks):

@@ -62,24 +62,24 @@ class Grace:
 class Signals:
     """This process's reaction to signals while its children run: they are passed on, and SIGINT ends the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hold: bool = False) -> None:
+        """``hold`` holds signals back until ``release``: one that arrives between two forks would find half a job."""
         self.children: list[Child] = []
         self.interrupted_at: float | None = None
         self.received: set[int] = set()
         self._handlers = ExitStack()
+        self._hold = hold
         self._mask: Iterable[int] | None = None
 
     def __enter__(self) -> Signals:
+        if self._hold:  # before the handlers: they would drop a signal that comes before the first child
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         self._handlers.enter_context(handling(WATCHED, self._receive))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handlers.close()
         self.release()
-
-    def hold(self) -> None:
-        """Holds signals back until ``release``: one that arrives between two forks would find half a job."""
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
     def release(self) -> None:
         """Delivers what was held back."""

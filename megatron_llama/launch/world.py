@@ -35,7 +35,7 @@ class World:
         """
         problems = [] if self.problem is None else [self.problem]
         machine = None
-        if self.device is not None and not self.hosts:  # the hosts look at their own memory
+        if self.device is not None:  # of other machines nothing is known; launch.hosts look at their own memory
             ranks = 1 if self.device.is_accelerator else self.size // self.nodes
             machine = Machine(self.device.memory_bytes(), ranks, f"this machine's {self.device.name}")
         try:
