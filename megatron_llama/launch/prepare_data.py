@@ -63,8 +63,8 @@ class PreparationStopped(Exception):
 
 
 def check_datasets(config: Config) -> None:
-    """Raises ConfigError for datasets that are here and can't be used; in a dry run some may not be here."""
-    if config.data.mock or record_files(config.data) or (config.dry_run and missing_data(config, os.path.exists)):
+    """For a dry run, which may lack some: raises ConfigError for datasets that are here and can't be used."""
+    if config.data.mock or record_files(config.data) or missing_data(config, os.path.exists):
         return
     from megatron_llama.data.checks import check_data
 
