@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -22,6 +23,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim")
+# Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
+_SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
     "model_type": "llama",
@@ -67,6 +70,22 @@ def read_hf_config(folder: str, name: str = "config.json") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
     return content
+
+
+def different_shape(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where a config.json and a ModelConfig, as a dict with every derived value, differ: {name: (ours, theirs)}."""
+    flat = {**theirs, **rope_from_hf(theirs)}
+
+    def same(one: Any, other: Any) -> bool:
+        # Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06.
+        both_floats = isinstance(one, float) and isinstance(other, float)
+        return math.isclose(one, other, rel_tol=2**-24) if both_floats else bool(one == other)
+
+    given = {name: flat[name] for name in _SHAPE if flat.get(name) is not None}
+    different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
+    if flat["rope_scaling"] != ours["rope_scaling"]:
+        different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
+    return different
 
 
 def other_than_llama(content: dict[str, Any]) -> list[str]:

@@ -89,7 +89,7 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
         if validation_samples:
             validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1, examples)
     elif plan.config.data.kind == "sft":
-        train, validation = build_sft(plan, bool(validation_samples))
+        train, validation = build_sft(plan)
     else:
         train, validation = build_datasets(plan, train_samples, validation_samples)
     return Data(

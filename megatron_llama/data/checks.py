@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from megatron_llama.config import Config, Problem
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths
 from megatron_llama.data.indexed_format import MASK_DTYPE, Index, IndexedDataset, read_index
-from megatron_llama.plan.epochs import SPLITS, parts_of
+from megatron_llama.plan.epochs import SPLITS, split_range
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size
 
@@ -19,23 +20,19 @@ _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
 
 
 def check_data(config: Config) -> list[Problem]:
-    """Everything that keeps the config's data, of whatever kind, from being trained on; nothing of made-up data."""
-    if config.data.mock:
+    """Everything that keeps the config's datasets from being trained on; nothing where the data is made up."""
+    data, rows = config.data, config.model.vocab_size
+    if data.mock:
         return []
-    if config.data.kind == "sft":
-        return check_sft(config, config.trainer.val_every_steps is not None)
-    return check_dataset(config)
-
-
-def check_dataset(config: Config) -> list[Problem]:
-    """Everything that keeps the config's datasets from being trained on."""
-    tokenizer, rows = config.data.tokenizer, config.model.vocab_size
+    named = named_paths(data)
+    tokenizer = None if data.tokenizer is None else tokenizer_file(data.tokenizer)
     pieces = None if tokenizer is None else vocabulary_size(tokenizer)
-    unfit = None if tokenizer is None else _unfit_tokenizer(config, tokenizer, pieces)
-    problems = []
-    for name, prefix in named_paths(config.data):
+    problems = [] if tokenizer is None else _unfit_tokenizer(config, tokenizer, pieces)
+    sha256 = None if tokenizer is None or problems else hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    for name, prefix in named:
         try:
-            largest = _largest_id(IndexedDataset(prefix))
+            dataset = IndexedDataset(prefix)
+            largest = _largest_id(dataset)
         except (OSError, ValueError) as error:
             problems.append(Problem(name, prefix, f"can't be read: {error}", "make the dataset again"))
             continue
@@ -45,10 +42,10 @@ def check_dataset(config: Config) -> list[Problem]:
                 f"write model.vocab_size={max(largest + 1, pieces or 0)}, or prepare the data with another tokenizer"
             )
             problems.append(Problem(name, prefix, rule, advice))
-        if unfit is not None:
-            problems.append(unfit)
-        elif tokenizer is not None:
-            problems += _other_tokenizer(prefix, tokenizer)
+        if sha256 is not None:
+            problems += _other_tokenizer(prefix, str(data.tokenizer), sha256)
+        if data.kind == "sft":
+            problems += _unfit_examples(config, name, prefix, dataset.index)
     return problems
 
 
@@ -63,22 +60,23 @@ def _largest_id(dataset: IndexedDataset) -> int:
     return int(dataset.tokens[: _SAMPLED_BYTES // itemsize].max())
 
 
-def _unfit_tokenizer(config: Config, tokenizer: str, pieces: int | None) -> Problem | None:
+def _unfit_tokenizer(config: Config, file: Path, pieces: int | None) -> list[Problem]:
     """Why the tokenizer can't be used, whatever the dataset: its ids must be rows of the embedding, for example."""
+    tokenizer, prompts = config.data.tokenizer, config.logging.sample_prompts
     if pieces is None:
         rule, advice = "is no sentencepiece model, nor a folder with a tokenizer", "name the .model file of the dataset"
-        return Problem("data.tokenizer", tokenizer, rule, f"{advice}, or the Hugging Face folder")
-    if config.logging.sample_prompts and tokenizer_file(tokenizer).suffix == ".json":
+        return [Problem("data.tokenizer", tokenizer, rule, f"{advice}, or the Hugging Face folder")]
+    if prompts and file.suffix == ".json":
         rule = f"samples need a sentencepiece model, and {tokenizer} holds another kind of tokenizer"
         advice = "write logging.sample_prompts=[], and let scripts/generate.py continue them"
-        return Problem("logging.sample_prompts", config.logging.sample_prompts, rule, advice)
+        return [Problem("logging.sample_prompts", prompts, rule, advice)]
     if pieces > config.model.vocab_size:
         rule = f"has {pieces} pieces, and the model's vocabulary only {config.model.vocab_size}"
-        return Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")
-    return None
+        return [Problem("data.tokenizer", tokenizer, rule, f"write model.vocab_size={pieces}")]
+    return []
 
 
-def _other_tokenizer(prefix: str, tokenizer: str) -> list[Problem]:
+def _other_tokenizer(prefix: str, tokenizer: str, sha256: str) -> list[Problem]:
     """A problem where the dataset's manifest names another tokenizer; a dataset of another program has no manifest."""
     manifest = Path(prefix + ".json")
     if not manifest.exists():
@@ -88,36 +86,32 @@ def _other_tokenizer(prefix: str, tokenizer: str) -> list[Problem]:
     except (OSError, ValueError, AttributeError) as error:
         rule = f"its manifest {manifest} can't be read: {error}"
         return [Problem("data.prefixes", prefix, rule, "make the dataset again")]
-    if made_with and made_with != hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest():
+    if made_with and made_with != sha256:
         rule = f"is not the tokenizer that made {prefix}: their sha256 differ"
         advice = "name the tokenizer that made the dataset, or prepare the data with this one"
         return [Problem("data.tokenizer", tokenizer, rule, advice)]
     return []
 
 
-def check_sft(config: Config, validate: bool) -> list[Problem]:
-    """Everything that keeps the config's fine-tuning sets from being trained on."""
-    problems = check_dataset(config)
-    if problems:
-        return problems
-    data = config.data
-    for number in range(1 + validate):
-        name = "data.validation_prefixes" if number and data.validation_prefixes else "data.prefixes"
-        for prefix, (first, last) in parts_of(data, number):
-            index = read_index(prefix)
-            longest = int(index.lengths.max())
-            if rule := broken_masks(prefix, index):
-                problems.append(Problem(name, prefix, rule, "make the dataset again"))
-            elif longest > data.seq_length + 1:
-                need = f"data.seq_length={longest - 1}"
-                rule = f"holds an example of {longest} tokens, which needs {need}; it is {data.seq_length}"
-                advice = f"write {need}, or make the dataset again with --seq-length {data.seq_length}"
-                problems.append(Problem(name, prefix, rule, advice))
-            if first == last:
-                rule = f"split {data.split} leaves none of its {len(index)} examples for {SPLITS[number]}"
-                advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
-                problems.append(Problem(name, prefix, rule, advice))
-    return list(dict.fromkeys(problems))
+def _unfit_examples(config: Config, name: str, prefix: str, index: Index) -> Iterator[Problem]:
+    """Why a fine-tuning set can't be trained, or validated, on."""
+    data, validates = config.data, config.trainer.val_every_steps is not None
+    if name == "data.validation_prefixes" and not validates:
+        return
+    longest = int(index.lengths.max())
+    if rule := broken_masks(prefix, index):
+        yield Problem(name, prefix, rule, "make the dataset again")
+    elif longest > data.seq_length + 1:
+        need = f"data.seq_length={longest - 1}"
+        rule = f"holds an example of {longest} tokens, which needs {need}; it is {data.seq_length}"
+        advice = f"write {need}, or make the dataset again with --seq-length {data.seq_length}"
+        yield Problem(name, prefix, rule, advice)
+    for number in range(1 + validates) if not data.validation_prefixes else ():
+        first, last = split_range(data.split, number, len(index))
+        if first == last:
+            rule = f"split {data.split} leaves none of its {len(index)} examples for {SPLITS[number]}"
+            advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
+            yield Problem(name, prefix, rule, advice)
 
 
 def broken_masks(prefix: str, index: Index) -> str | None:

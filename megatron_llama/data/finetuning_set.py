@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config.data_prefixes import MASK_SUFFIX
-from megatron_llama.data.checks import check_sft
+from megatron_llama.data.checks import check_data
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.packing import OneEach, Order, Packed
 from megatron_llama.parallel.agree import raise_together
@@ -80,13 +80,13 @@ class SFTDataset:
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 
-def build_sft(plan: Plan, validate: bool) -> tuple[SFTDataset, SFTDataset | None]:
-    """Training samples, and those to ``validate`` on. All ranks must call it.
+def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
+    """Training samples, and those to validate on where the run validates. All ranks must call it.
 
     Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
     """
-    raise_together(check_sft(plan.config, validate) if dist.get_rank() == 0 else [])
-    return _split(plan, 0), _split(plan, 1) if validate else None
+    raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
+    return _split(plan, 0), _split(plan, 1) if plan.config.trainer.val_every_steps else None
 
 
 def _split(plan: Plan, number: int) -> SFTDataset:

@@ -12,7 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
 from megatron_llama.config.data_prefixes import weights_and_paths
-from megatron_llama.data.checks import check_dataset
+from megatron_llama.data.checks import check_data
 from megatron_llama.data.indexed_format import read_index
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
@@ -53,7 +53,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
     Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, for a dataset that can't be
     read, does not fit the model or tokenizer, or has too few documents for the split.
     """
-    raise_together(check_dataset(plan.config) if dist.get_rank() == 0 else [])
+    raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
     data = plan.config.data
     weights, prefixes = weights_and_paths(data.prefixes)
     if not weights and len(prefixes) > 1:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
 from megatron_llama.config.data_prefixes import MASK_SUFFIX
-from megatron_llama.data.checks import broken_masks, check_dataset
+from megatron_llama.data.checks import broken_masks, check_data
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference.generator import Generator
 
@@ -41,7 +41,7 @@ class Perplexity:
 
 def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
     """All ids of a dataset, document after document, memory-mapped. Raises ConfigError where they do not fit."""
-    problems = check_dataset(Config(model=model, data=DataConfig(prefixes=[prefix], tokenizer=None)))
+    problems = check_data(Config(model=model, data=DataConfig(prefixes=[prefix], tokenizer=None)))
     if problems:
         raise ConfigError(problems)
     return IndexedDataset(prefix).tokens

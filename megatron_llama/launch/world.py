@@ -60,6 +60,8 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     if config.dry_run and context is None and about_others:
         # About devices that need not be here: asking for them would take seconds and say nothing.
         return World(config, wanted, None)
+    by_ssh = context is None and (config.launch.hosts or config.launch.hostfile is not None)
+    hosts = tuple(_hosts(config)) if by_ssh else ()
     device, problem = None, None
     if config.device.name in DEVICES:  # else resolve reports it, with the other mistakes
         try:
@@ -72,9 +74,7 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
         """One for each device; on a CPU an equal share of those that are wanted."""
         return device.count() if device is not None and device.is_accelerator else -(-wanted // nodes)
 
-    if context is None and (config.launch.hosts or config.launch.hostfile is not None):
-        # Decided as if the hosts were like this machine. They look again for themselves.
-        hosts = tuple(_hosts(config))
+    if by_ssh:  # decided as if the hosts were like this machine; they look again for themselves
         slots = [host.slots for host in hosts if host.slots is not None]
         size = sum(slots) or ranks_per_node(max(1, len(hosts))) * len(hosts) or wanted
         return World(config, size, None, hosts=hosts)

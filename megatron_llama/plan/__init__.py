@@ -8,9 +8,9 @@ Pure, without torch and without devices: a plan for 512 ranks is made on a login
 
 from megatron_llama.plan.format_plan import format_plan
 from megatron_llama.plan.memory import Machine, stage_memory
-from megatron_llama.plan.parameters import parameters, trained_parameters
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import resolve
+from megatron_llama.plan.shapes import parameters
 
 __all__ = [
     "Machine",
@@ -19,5 +19,4 @@ __all__ = [
     "parameters",
     "resolve",
     "stage_memory",
-    "trained_parameters",
 ]

@@ -13,9 +13,15 @@ from megatron_llama.config.data_prefixes import record_files, weights_and_paths
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.settings import Config, DataConfig, TrainerConfig
 from megatron_llama.plan.epochs import samples_per_epoch
-from megatron_llama.plan.parameters import stage_parameters
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import head_dim, kv_heads, padded_vocab_size
+from megatron_llama.plan.shapes import (
+    head_dim,
+    kv_heads,
+    padded_vocab_size,
+    parameters,
+    stage_parameters,
+    whole_model,
+)
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.units import plural
 
@@ -65,6 +71,8 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         num_microbatches=trainer.global_batch_size // (trainer.micro_batch_size * dp),
         stage_layers=tuple(chunks),
         padded_vocab_size=padded_vocab_size(model.vocab_size, tp),
+        parameters=parameters(model),
+        whole=whole_model(model, finetune),
         stages=tuple(
             stage_parameters(model, finetune, layers, tp, first=stage == 0, last=stage == pp - 1)
             for stage, layers in enumerate(trainer.pipeline_layers)

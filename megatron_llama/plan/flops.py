@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_llama.config import FinetuneConfig, ModelConfig
-from megatron_llama.plan.parameters import lora_parameters, matrices_per_layer
-from megatron_llama.plan.shapes import head_dim
+from megatron_llama.plan.shapes import head_dim, lora_parameters, matrices_per_layer
 
 FORWARD_AND_BACKWARD = 3  # the backward pass has two products for each one of the forward pass
 CAUSAL, FULL = 6, 12

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import fill
 from megatron_llama.plan.memory import RankMemory, stage_memory
-from megatron_llama.plan.parameters import lora_parameters, parameters, trained_parameters
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.units import gib, plural, short_count
 
@@ -23,7 +22,7 @@ def format_plan(plan: Plan) -> str:
     memory = stage_memory(plan)
     heaviest = max(memory, key=lambda rank: rank.total)
     sections = (
-        _head(plan, parameters(plan.model)),
+        _head(plan),
         _grid(plan),
         _table(plan, memory),
         _work(plan, heaviest),
@@ -32,9 +31,9 @@ def format_plan(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
 
-def _head(plan: Plan, count: int) -> Iterator[str]:
-    """The model, and its ``count`` parameters."""
-    model = plan.model
+def _head(plan: Plan) -> Iterator[str]:
+    """The model and its parameters."""
+    model, count = plan.model, plan.parameters
     ranks = f"{plan.world_size} {plural(plan.world_size, 'rank')}"
     yield f" {model.name} · {short_count(count)} parameters · {ranks} ".center(WIDTH, "─")
     yield ""
@@ -54,14 +53,13 @@ def _head(plan: Plan, count: int) -> Iterator[str]:
     share = f" in all · {on_a_rank} on a rank" if plan.world_size > 1 else ""
     yield _line("parameters", f"{count:,}{share}")
     if plan.config.finetune.method == "lora":
-        yield from _lora(plan, count)
+        yield from _lora(plan)
 
 
-def _lora(plan: Plan, count: int) -> Iterator[str]:
+def _lora(plan: Plan) -> Iterator[str]:
     """What LoRA trains, with its share of all parameters, LoRA's included, as PEFT prints it."""
-    finetune, model = plan.config.finetune, plan.model
-    trained = trained_parameters(model, finetune)
-    percent = 100 * trained / (count + lora_parameters(model, finetune, model.num_hidden_layers))
+    finetune, trained = plan.config.finetune, plan.whole.trained
+    percent = 100 * trained / plan.whole.held
     kept = plan.precision.compute_format if plan.quantized else finetune.frozen_dtype
     yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
     if plan.quantized:

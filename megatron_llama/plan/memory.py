@@ -7,14 +7,14 @@ not have run, with any batch size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.parameters import StageParameters, stage_parameters
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import can_cut
+from megatron_llama.plan.shapes import StageParameters, can_cut, stage_parameters
 from megatron_llama.system.units import GIB, gib
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0}
@@ -122,17 +122,13 @@ def _larger_grid(plan: Plan, budget: int) -> tuple[int, int] | None:
     # One data-parallel rank does every micro batch itself.
     alone = replace(plan, dp=1, num_microbatches=max(2, plan.num_microbatches), config=_with(plan, shard_group=1))
 
-    def needs(count: int, tp: int, *, first: bool, last: bool) -> int:
-        stage = stage_parameters(plan.model, plan.config.finetune, count, tp, first=first, last=last)
-        return rank_memory(alone, stage).total
-
     for devices in (2**power for power in range(MOST_DEVICES.bit_length())):
         for tp in (8, 4, 2, 1):
             pp = devices // tp
             if can_cut(plan.model, tp) and 1 <= pp <= layers and tp * pp == devices:
-                first = needs(-(-layers // pp), tp, first=True, last=pp == 1)
-                last = needs(layers // pp, tp, first=pp == 1, last=True)
-                if max(first, last) <= budget:
+                count = partial(stage_parameters, plan.model, plan.config.finetune, tp=tp)
+                ends = count(-(-layers // pp), first=True, last=pp == 1), count(layers // pp, first=pp == 1, last=True)
+                if max(rank_memory(alone, stage).total for stage in ends) <= budget:
                     return tp, pp
     return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
-from megatron_llama.plan.parameters import StageParameters
+from megatron_llama.plan.shapes import StageParameters
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Plan:
     """Global layer numbers of each virtual stage, pp * vpp entries; virtual stage v * pp + p is chunk v of stage p."""
     padded_vocab_size: int
     """Rows of the embedding table with padding, a multiple of tp."""
+    parameters: int
+    """Parameters of the whole model, as published."""
+    whole: StageParameters
+    """The whole model with LoRA's parameters, without padding and copies."""
     stages: tuple[StageParameters, ...]
     """What one rank of each pipeline stage holds."""
     record_files: tuple[tuple[str, str], ...]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.plan import Plan, parameters
+from megatron_llama.plan import Plan
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 from megatron_llama.train.smoothing import moving_average
 
@@ -30,7 +30,7 @@ def draw_run(plan: Plan) -> Path | None:
 def describe(plan: Plan) -> str:
     """Model size, layout, precision, device and data in one line."""
     trainer = plan.config.trainer
-    count = parameters(plan.model)
+    count = plan.parameters
     size = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
     axes = [f"{name}{value}" for name, value in (("tp", trainer.tp), ("pp", trainer.pp), ("dp", plan.dp)) if value > 1]
     layout = "·".join(axes) or "one rank"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.data.checks import check_dataset
+from megatron_llama.data.checks import check_data
 from megatron_llama.data.indexed_format import read_index
 from tests.config.helpers import make
 from tests.data.files import MAGIC, numbered, train_tokenizer, write_indexed
@@ -50,7 +50,7 @@ def write_manifest(prefix: str, tokenizer: Path) -> None:
 
 def test_a_good_dataset_has_no_problem(prefix: str, tokenizer: Path) -> None:
     write_manifest(prefix, tokenizer)
-    assert check_dataset(config_of(prefix, tokenizer=tokenizer)) == []
+    assert check_data(config_of(prefix, tokenizer=tokenizer)) == []
     assert read_index(prefix).tokens() == sum(len(document) for document in numbered(60))
 
 
@@ -113,44 +113,44 @@ BROKEN = [
 @pytest.mark.parametrize(("harm", "rule"), BROKEN, ids=[harm.__name__ for harm, _ in BROKEN])
 def test_broken_files_are_named(prefix: str, harm: Callable[[str], None], rule: str) -> None:
     harm(prefix)
-    message = only(check_dataset(config_of(prefix)))
+    message = only(check_data(config_of(prefix)))
     assert message.startswith("data.prefixes") and rule in message and "make the dataset again" in message
 
 
 @pytest.mark.parametrize("kind", ["H", "i"])
 def test_ids_beyond_the_vocabulary(tmp_path: Path, kind: str) -> None:
     prefix = write_indexed(tmp_path / "text", [[5, 6], [7, VOCABULARY]], kind)
-    message = only(check_dataset(config_of(prefix)))
+    message = only(check_data(config_of(prefix)))
     assert prefix in message and f"token id {VOCABULARY}" in message and f"model.vocab_size={VOCABULARY + 1}" in message
-    assert check_dataset(config_of(prefix, vocabulary=VOCABULARY + 1)) == []
+    assert check_data(config_of(prefix, vocabulary=VOCABULARY + 1)) == []
 
 
 def test_advice_for_the_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:
     prefix = write_indexed(tmp_path / "text", [[1, 20]])
-    for problem in check_dataset(config_of(prefix, tokenizer=tokenizer, vocabulary=10)):
+    for problem in check_data(config_of(prefix, tokenizer=tokenizer, vocabulary=10)):
         size = int(problem.instead.split("model.vocab_size=")[1].split(",")[0])
-        assert check_dataset(config_of(prefix, tokenizer=tokenizer, vocabulary=size)) == []
+        assert check_data(config_of(prefix, tokenizer=tokenizer, vocabulary=size)) == []
 
 
 def test_a_tokenizer_that_is_none(prefix: str, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer.json"
     other.write_text("{}")
     for path in (other, tmp_path / "nothing.model"):
-        message = only(check_dataset(config_of(prefix, tokenizer=path)))
+        message = only(check_data(config_of(prefix, tokenizer=path)))
         assert message.startswith("data.tokenizer") and str(path) in message and "no sentencepiece model" in message
 
 
 def test_a_tokenizer_larger_than_the_model(prefix: str, tmp_path: Path) -> None:
     large = train_tokenizer(tmp_path / "large.model", size=320)
     write_indexed(Path(prefix), [[1, 2, 3]])
-    message = only(check_dataset(config_of(prefix, tokenizer=large, vocabulary=100)))
+    message = only(check_data(config_of(prefix, tokenizer=large, vocabulary=100)))
     assert str(large) in message and "vocabulary only 100" in message and "write model.vocab_size=" in message
 
 
 def test_a_tokenizer_that_did_not_make_the_dataset(prefix: str, tokenizer: Path, tmp_path: Path) -> None:
     write_manifest(prefix, tokenizer)
     other = train_tokenizer(tmp_path / "other.model", size=320)
-    message = only(check_dataset(config_of(prefix, tokenizer=other)))
+    message = only(check_data(config_of(prefix, tokenizer=other)))
     assert str(other) in message and prefix in message and "sha256 differ" in message
     assert "name the tokenizer that made the dataset" in message
 
@@ -158,11 +158,11 @@ def test_a_tokenizer_that_did_not_make_the_dataset(prefix: str, tokenizer: Path,
 def test_a_manifest_that_can_not_be_read(prefix: str, tokenizer: Path) -> None:
     for text in ("{", "[]"):
         Path(prefix + ".json").write_text(text)
-        assert prefix + ".json can't be read" in only(check_dataset(config_of(prefix, tokenizer=tokenizer)))
+        assert prefix + ".json can't be read" in only(check_data(config_of(prefix, tokenizer=tokenizer)))
 
 
 def test_a_dataset_of_another_program_has_no_manifest(prefix: str, tokenizer: Path) -> None:
-    assert check_dataset(config_of(prefix, tokenizer=tokenizer)) == []
+    assert check_data(config_of(prefix, tokenizer=tokenizer)) == []
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     cut_binary(prefixes[1])
     other_magic(prefixes[2])
     write_indexed(Path(prefixes[3]), [[VOCABULARY + 5]])
-    text = "\n".join(str(problem) for problem in check_dataset(config_of(*prefixes)))
+    text = "\n".join(str(problem) for problem in check_data(config_of(*prefixes)))
     assert len(text.splitlines()) == 3 or text.count("data.prefixes") == 3
     assert "good" not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
     weighted = config_of()
     weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]
-    assert len(check_dataset(weighted)) == 2
+    assert len(check_data(weighted)) == 2

@@ -49,6 +49,9 @@ def some_examples(count: int, first: int = 1, vocabulary: int | None = None) -> 
     return found
 
 
+VALIDATING = {"trainer.val_every_steps": 1}
+
+
 def write_set(path: Path, examples: list[Example]) -> str:
     """The two datasets of a set; returns its prefix."""
     write_indexed(path.with_name(path.name + "_mask"), [mask for _, mask in examples], "B")
@@ -60,13 +63,13 @@ def plan_of(prefixes: list[str], pack: bool = False, **more: Any) -> Plan:
     return data_plan(prefixes, **settings)
 
 
-def items(plan: Plan, count: int, validate: bool = False) -> tuple[list[Item], list[Item]]:
+def items(plan: Plan, count: int) -> tuple[list[Item], list[Item]]:
     """The first samples of training and validation."""
-    return run_ranks(_items, 1, plan, count, validate)[0]
+    return run_ranks(_items, 1, plan, count)[0]
 
 
-def _items(rank: int, plan: Plan, count: int, validate: bool) -> tuple[list[Item], list[Item]]:
-    train, validation = build_sft(plan, validate)
+def _items(rank: int, plan: Plan, count: int) -> tuple[list[Item], list[Item]]:
+    train, validation = build_sft(plan)
     return _lists(train, count), [] if validation is None else _lists(validation, len(validation))
 
 
@@ -111,10 +114,10 @@ def test_an_epoch_is_every_example_once(tmp_path: Path, pack: bool) -> None:
 def test_a_set_of_its_own_or_a_share_for_validation(tmp_path: Path) -> None:
     one, two = some_examples(40), some_examples(10, first=5000)
     prefixes = [write_set(tmp_path / name, examples) for name, examples in (("one", one), ("two", two))]
-    train, validation = items(plan_of(prefixes[:1], **{"data.validation_prefixes": prefixes[1:]}), 0, validate=True)
+    train, validation = items(plan_of(prefixes[:1], **{"data.validation_prefixes": prefixes[1:], **VALIDATING}), 0)
     assert len(train) == 40 and len(validation) == 10
     assert min(item["tokens"][0] for item in validation) >= 5000 > max(max(item["labels"]) for item in train)
-    train, validation = items(plan_of(prefixes[:1], **{"data.split": "30,10,0"}), 0, validate=True)
+    train, validation = items(plan_of(prefixes[:1], **{"data.split": "30,10,0", **VALIDATING}), 0)
     starts = {ids[0] for ids, _ in one[:30]}
     assert len(train) == 30 and len(validation) == 10 and {item["tokens"][0] for item in train} == starts
 
@@ -168,7 +171,7 @@ def test_unfit_sets_are_refused(tmp_path: Path, harm: Callable[[str], None], wor
 def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
     prefix = write_set(tmp_path / "set", some_examples(30))
     with pytest.raises(RankFailed, match="leaves none of its 30 examples for validation"):
-        items(plan_of([prefix], **{"data.split": "999,1,0"}), 1, validate=True)
+        items(plan_of([prefix], **{"data.split": "999,1,0", **VALIDATING}), 1)
 
 
 def test_a_set_without_masks_is_refused_before_the_ranks_start(tmp_path: Path) -> None:

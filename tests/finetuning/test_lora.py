@@ -14,7 +14,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.model.names import TensorParallel, is_lora, lora_shapes, pieces
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.plan import Plan, stage_memory, trained_parameters
+from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.topology import build_topology
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
@@ -121,7 +121,7 @@ def test_counts_and_memory_are_those_of_the_run(world: World, tmp_path: Path) ->
             assert memory.weights == 4 * (trained + frozen) + working
     tuned = tune(1, tmp_path / "run", *world.fresh, steps=1)
     count = sum(tensor.numel() for tensor in tuned.trained.values())
-    assert count == trained_parameters(world.plan.model, world.plan.config.finetune)
+    assert count == world.plan.whole.trained
     assert tuned.moments == 2 * count
 
 

@@ -19,7 +19,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
-from megatron_llama.plan.parameters import StageParameters
+from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.plan import Machine, Plan, resolve, stage_memory
 from megatron_llama.plan.memory import RankMemory, rank_memory
-from megatron_llama.plan.parameters import StageParameters
+from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.system.units import GIB
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF

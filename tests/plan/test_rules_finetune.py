@@ -9,7 +9,7 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.config.settings import LORA_TARGETS
-from megatron_llama.plan import format_plan, parameters, resolve, stage_memory, trained_parameters
+from megatron_llama.plan import format_plan, parameters, resolve, stage_memory
 from megatron_llama.system.units import GIB
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
@@ -97,7 +97,7 @@ def test_published_counts(preset: str, rank: int, targets: str, count: int) -> N
     chosen = [f"model={preset}", "data=mock", "finetune=lora", f"finetune.lora_rank={rank}"]
     config = load_config([*chosen, f"finetune.lora_target_modules={targets}"], CONF)
     plan = resolve(config, 1)
-    assert trained_parameters(plan.model, config.finetune) == count
+    assert plan.whole.trained == count
     percent = 100 * count / (parameters(plan.model) + count)
     assert f"{count:,} · {percent:.4g} %" in format_plan(plan)
 

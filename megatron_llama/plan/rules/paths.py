@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any
 
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths, record_files
-from megatron_llama.config.hf_config import NEEDED, OPTIONAL, other_than_llama, read_hf_config, rope_from_hf
+from megatron_llama.config.hf_config import different_shape, other_than_llama, read_hf_config
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
-from megatron_llama.config.settings import Config, DataConfig, ModelConfig
+from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.plan.shapes import head_dim, kv_heads
 
 Exists = Callable[[str], bool]
 TORCHAO = "0.18."
 """The version series in pyproject.toml; quantizers' names change between series."""
-# Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
-SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 
 
 def check_paths(config: Config, exists: Exists) -> list[Problem]:
     """Everything that the config names and that is not there, or is not what it should be."""
     return [
         *check_data(config, exists),
-        *_quantizer(config),
-        *_starting_weights(config, exists),
-        *_checkpoint(config, exists),
         *_schedule_package(config),
+        *_quantizer(config),
+        *_checkpoint(config, exists),
+        *_starting_weights(config, exists),
     ]
 
 
@@ -92,34 +88,18 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         rule = "there is no config.json in it, so it is no Hugging Face model folder"
         yield Problem("init_from", folder, rule, "write the folder that holds config.json and the .safetensors files")
         return
+    ours = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
     try:
         content = read_hf_config(folder)
     except ValueError:  # loading reports it better
         return
     for clause in other_than_llama(content):
         yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
-    if different := _different_shape(config.model, content):
+    if different := different_shape(ours, content):
         found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
         rule = f"has another shape than model={config.model.name}: {found}"
         instead = " ".join(shlex.quote(f"model.{key}={shown(theirs)}") for key, (_, theirs) in different.items())
         yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
-
-
-def _different_shape(model: ModelConfig, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Where a Hugging Face config.json and our shape differ: {name: (ours, theirs)}."""
-    flat = {**theirs, **rope_from_hf(theirs)}
-    ours = {**asdict(model), "num_key_value_heads": kv_heads(model), "head_dim": head_dim(model)}
-
-    def same(one: Any, other: Any) -> bool:
-        # Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06.
-        both_floats = isinstance(one, float) and isinstance(other, float)
-        return math.isclose(one, other, rel_tol=2**-24) if both_floats else bool(one == other)
-
-    given = {name: flat[name] for name in SHAPE if flat.get(name) is not None}
-    different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
-    if flat["rope_scaling"] != ours["rope_scaling"]:
-        different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
-    return different
 
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import parameters, resolve
-from megatron_llama.plan.parameters import matrices_per_layer, parameters_per_layer
-from megatron_llama.plan.shapes import matrices
+from megatron_llama.plan.shapes import matrices, matrices_per_layer, parameters_per_layer
 from tests.paths import CONF
 from tests.plan.published import OURS, PUBLISHED
 
