@@ -25,6 +25,11 @@ def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
 def named_paths(data: DataConfig) -> list[tuple[str, str]]:
     """(setting, path) of every entry, training before validation."""
     paths = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
+    known = {path for _, path in paths}
+    for entry in data.schedule:
+        new = [path for path in weights_and_paths(entry["prefixes"])[1] if path not in known]
+        paths += [("data.schedule", path) for path in new]
+        known.update(new)
     return paths + [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
 
 

@@ -7,7 +7,8 @@ How settings must go together is in ``plan/rules/``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,26 @@ def blend() -> Limit:
 
     rule = "must be paths only, or weight, path, weight, path, ... with weights above 0"
     return Limit(holds, rule, "[0.7,path/one,0.3,path/two]")
+
+
+def blend_schedule() -> Limit:
+    """Blends with the number of samples from which each one is drawn."""
+    is_blend = blend().holds
+
+    def is_entry(entry: Any) -> bool:
+        if not isinstance(entry, Mapping) or set(entry) != {"samples", "prefixes"}:
+            return False
+        samples, prefixes = entry["samples"], entry["prefixes"]
+        is_count = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
+        return is_count and isinstance(prefixes, Sequence) and len(prefixes) > 0 and is_blend(prefixes)
+
+    def holds(entries: Sequence[Any]) -> bool:
+        if not all(map(is_entry, entries)):
+            return False
+        return all(one["samples"] < other["samples"] for one, other in itertools.pairwise(entries))
+
+    rule = "must be entries {samples: N, prefixes: [weight, path, ...]}, N whole numbers above 0 that ascend"
+    return Limit(holds, rule, "'[{samples:1000,prefixes:[0.7,one,0.3,two]}]'")
 
 
 def not_blank(rule: str, example: str) -> Limit:

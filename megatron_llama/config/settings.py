@@ -15,6 +15,7 @@ from megatron_llama.config.limits import (
     at_least,
     between,
     blend,
+    blend_schedule,
     not_blank,
     one_of,
     share,
@@ -103,6 +104,9 @@ class DataConfig:
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
     """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is
     a share of the samples). For sft also files of records (.jsonl, .tsv; .gz, .zst), prepared at the start."""
+    schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
+    """Other blends from a number of samples on: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], samples
+    ascending. Every dataset goes on where it stood. Validation stays on the first blend. For pretraining."""
     validation_prefixes: list[str] = field(default_factory=list)
     """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` is not used. For sft."""
     chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"

@@ -4,8 +4,15 @@ Numpy, which takes longer to import than a plan takes to make, is imported where
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import DataConfig
+
+if TYPE_CHECKING:
+    from megatron_llama.data.blend import Timeline
 
 SPLITS = ("training", "validation", "test")
 """In the order of ``data.split``."""
@@ -49,6 +56,49 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
     # An example of n tokens takes n - 1 positions. Too long ones are refused when the data is checked.
     positions = np.clip(lengths - 1, 1, data.seq_length)
     return sum(recipe.count for recipe in recipes(histogram(positions), data.seq_length))
+
+
+def planned_blends(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
+    """(first sample, weight of each dataset by prefix) of ``data.prefixes`` and each entry of ``data.schedule``.
+
+    A dataset that is named twice counts twice. Raises OSError or ValueError.
+    """
+    blends = [(0, data.prefixes), *((int(entry["samples"]), entry["prefixes"]) for entry in data.schedule)]
+    return [(first, _weights(data, prefixes)) for first, prefixes in blends]
+
+
+def planned_timeline(data: DataConfig, number: int = 0) -> Timeline:
+    """The stream of a run that starts anew: which sample of which dataset sample n is. Validation (split ``number`` 1)
+    is on the first blend. Raises OSError or ValueError."""
+    from megatron_llama.data.blend import Timeline
+
+    timeline = Timeline([])
+    for first, weights in planned_blends(data)[: 1 if number else None]:
+        timeline = timeline.switched(first, weights)
+    return timeline
+
+
+def _weights(data: DataConfig, prefixes: Sequence[Any]) -> dict[str, float]:
+    """Weights by prefix. Where none are given, each dataset's sequences in an epoch: an epoch reads each once."""
+    weights, paths = weights_and_paths(prefixes)
+    if not weights and len(set(paths)) == 1:
+        weights = [1.0] * len(paths)  # without opening it
+    elif not weights:
+        weights = [float(max(1, sequences(data, path))) for path in paths]
+    total: Counter[str] = Counter()
+    for path, weight in zip(paths, weights, strict=True):
+        total[path] += weight  # type: ignore[assignment]
+    return dict(total)
+
+
+def sequences(data: DataConfig, prefix: str, number: int = 0) -> int:
+    """Training sequences in an epoch of a pretraining dataset: its documents in split ``number`` follow each other, and
+    the last label needs one token more. Raises OSError or ValueError."""
+    from megatron_llama.data.indexed_format import read_index
+
+    index = read_index(prefix)
+    first, last = split_range(data.split, number, len(index))
+    return max(0, index.tokens(first, last) - 1) // data.seq_length
 
 
 def epochs_of(data: DataConfig, samples: int) -> float:

@@ -215,6 +215,13 @@ CASES = [
     Case(
         "fine_tuning_sets_are_whole",
         1,
+        {**FILES, "data.kind": "sft", "data.schedule": [{"samples": 100, "prefixes": ["y"]}]},
+        {**FILES, "data.schedule": [{"samples": 100, "prefixes": ["y"]}]},
+        "data.schedule=[]",
+    ),
+    Case(
+        "fine_tuning_sets_are_whole",
+        1,
         {**FILES, "data.kind": "sft", "data.prefixes": [1, "x", 2, "y"]},
         {**FILES, "data.kind": "sft", "data.prefixes": ["x", "y"]},
         "data.prefixes=[x,y]",

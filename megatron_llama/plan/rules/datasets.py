@@ -19,7 +19,7 @@ def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
 
 
-@reads("data.kind", "data.pack", "data.prefixes", "data.validation_prefixes")
+@reads("data.kind", "data.pack", "data.prefixes", "data.schedule", "data.validation_prefixes")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
     """Packing and validation sets work on examples, which pretraining data does not have."""
     data = config.data
@@ -30,6 +30,9 @@ def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Prob
             yield Problem(
                 "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
             )
+        if data.schedule:
+            rule = "is for pretraining; fine-tuning sets are seen whole, epoch by epoch"
+            yield Problem("data.schedule", data.schedule, rule, "write data.schedule=[]")
         return
     advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
     if data.pack:

@@ -1,0 +1,161 @@
+"""What a checkpoint keeps of its run's data, as JSON: which datasets, read how, and where each one stands.
+
+    {"order": "epochs",                          how sample n is found; "megatron" is the order of old runs
+     "consumed_samples": 4096,
+     "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
+     "chat_template": "own", "template": null,
+     "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256"}},
+     "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     data/blend.py's, the last one in effect
+
+Datasets are known by what is in them: one that was moved is the same dataset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.config.data_prefixes import named_paths, weights_and_paths
+from megatron_llama.config.settings import DataConfig
+from megatron_llama.data.blend import EPOCHS, MEGATRON, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.plan import Plan
+from megatron_llama.plan.epochs import planned_blends, planned_timeline
+
+Record = dict[str, Any]
+READING = {
+    "kind": "data.kind",
+    "seed": "trainer.seed",
+    "split": "data.split",
+    "seq_length": "data.seq_length",
+    "pack": "data.pack",
+    "chat_template": "data.chat_template",
+    "template": "data.template",
+}
+"""Entries of a record by the settings that they come from."""
+_SAMPLED_BYTES = 1 << 20
+
+
+def make_record(plan: Plan, timeline: Timeline | None = None, consumed_samples: int = 0) -> Record:
+    """The record of a run after ``consumed_samples``. ``timeline`` is its stream so far; without it, that of a run that
+    starts anew with this plan, later blends included. Raises OSError or ValueError."""
+    data = plan.config.data
+    is_stream = data.kind == "pretrain" and not data.mock
+    if is_stream:
+        timeline = planned_timeline(data) if timeline is None else timeline.up_to(consumed_samples)
+    segments = timeline.segments if is_stream and timeline is not None else ()
+    return {
+        "order": segments[-1].order if segments else EPOCHS,
+        "consumed_samples": consumed_samples,
+        "kind": "mock" if data.mock else data.kind,
+        **{key: getattr(data, key) for key in READING if key not in ("kind", "seed")},
+        "seed": plan.config.trainer.seed,
+        "datasets": {} if data.mock else {path: dataset_facts(path) for _, path in named_paths(data)},
+        "segments": [asdict(segment) for segment in segments],
+    }
+
+
+def old_record(settings: Mapping[str, Any], consumed_samples: int) -> Record:
+    """The record that a checkpoint without one would have had: all that ``settings``, its run's config, tells of it.
+
+    Its run shuffled all epochs of ``trainer.steps`` together. Facts about the datasets are not known.
+    """
+    data, trainer = settings["data"], settings["trainer"]
+    is_stream = data.get("kind", "pretrain") == "pretrain" and not data["mock"]
+    defaults = DataConfig()
+    paths = weights_and_paths(data["prefixes"])[1]
+    segments = []
+    if is_stream:
+        then = DataConfig(prefixes=data["prefixes"], split=data["split"], seq_length=data["seq_length"])
+        weights = dict.fromkeys(paths, 1.0)
+        with contextlib.suppress(OSError, ValueError):  # a dataset that is gone: the blend is another one now
+            ((_, weights),) = planned_blends(then)
+        shuffled = trainer["steps"] * trainer["global_batch_size"]
+        segments = [Segment(0, weights, {}, MEGATRON, shuffled)]
+    return {
+        "order": MEGATRON if is_stream else EPOCHS,
+        "consumed_samples": consumed_samples,
+        **{key: data.get(key, getattr(defaults, key)) for key in READING if key != "seed"},
+        "kind": "mock" if data["mock"] else data.get("kind", "pretrain"),
+        "seed": trainer["seed"],
+        "datasets": {} if data["mock"] else {path: {} for path in paths},
+        "segments": [asdict(segment) for segment in segments],
+    }
+
+
+def dataset_facts(prefix: str) -> dict[str, Any]:
+    """By what a dataset is known wherever it lies; reads its headers, a manifest and 3 MiB. Raises OSError or
+    ValueError."""
+    dataset = IndexedDataset(prefix)
+    size = dataset.bin_path.stat().st_size
+    digest = hashlib.sha256()
+    for path, starts in ((dataset.idx_path, (0,)), (dataset.bin_path, (0, max(0, size - _SAMPLED_BYTES)))):
+        with path.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(_SAMPLED_BYTES))
+    manifest = Path(prefix + ".json")  # a dataset of another program has none
+    described = json.loads(manifest.read_text()) if manifest.exists() else {}
+    return {
+        "sequences": len(dataset.index),
+        "tokens": dataset.index.tokens(),
+        "bin_bytes": size,
+        "fingerprint": digest.hexdigest(),
+        "tokenizer_sha256": described.get("tokenizer_sha256"),
+    }
+
+
+def same_dataset(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two datasets have the same content, by the facts that both records have."""
+    return all(saved[key] == now[key] for key in saved.keys() & now.keys() if key != "tokenizer_sha256")
+
+
+def moved_datasets(saved: Record, now: Record) -> dict[str, str]:
+    """{prefix in ``saved``: prefix in ``now``} of the datasets of equal content that lie elsewhere now."""
+    ours, moved = now["datasets"], {}
+    for prefix, facts in saved["datasets"].items():
+        if facts and not (prefix in ours and same_dataset(facts, ours[prefix])):
+            new = [path for path in ours if path not in saved["datasets"] and same_dataset(facts, ours[path])]
+            if new:
+                moved[prefix] = new[0]
+    return moved
+
+
+def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
+    """(setting, saved value, new value, kind) of all in which ``now``, the record of a plan, differs from the record of
+    the checkpoint that it goes on from.
+
+    Kinds: ``reading`` changes what sample n is for all n (seed, split, length of a sequence, ...); ``content``: other
+    data lies at the path of a dataset; ``blend``: other datasets or weights from here on, in which every dataset goes
+    on where it stood; ``moved``: the same dataset lies elsewhere, which changes nothing.
+    """
+    found = [
+        (setting, saved[key], now[key], "reading")
+        for key, setting in READING.items()
+        if key in saved and saved[key] != now[key]
+    ]
+    moved = moved_datasets(saved, now)
+    found += [("data.prefixes", before, after, "moved") for before, after in moved.items()]
+    for prefix, facts in saved["datasets"].items():
+        if prefix not in moved and prefix in now["datasets"] and not same_dataset(facts, now["datasets"][prefix]):
+            found.append(("data.prefixes", {prefix: facts}, {prefix: now["datasets"][prefix]}, "content"))
+    before, after = _blend_in_effect(saved, saved), _blend_in_effect(now, saved)
+    known = {moved.get(prefix, prefix): weight for prefix, weight in before.items()}
+    if before and after and not same_shares(known, after):
+        found.append(("data.prefixes", before, after, "blend"))
+    elif not before and not after and [moved.get(path, path) for path in saved["datasets"]] != [*now["datasets"]]:
+        found.append(("data.prefixes", [*saved["datasets"]], [*now["datasets"]], "reading"))
+    return found
+
+
+def _blend_in_effect(record: Record, saved: Record) -> Mapping[str, float]:
+    """The weights that a record gives to the sample that comes next in ``saved``."""
+    timeline = Timeline(segments_from_json(record["segments"]))
+    if not timeline.segments:
+        return {}
+    return timeline.segments[timeline.segment_of(saved["consumed_samples"])].weights
