@@ -23,6 +23,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch
 from megatron_llama.optim import build_optimizer
@@ -67,7 +68,8 @@ def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, A
     with process_groups(plan, topology, device, torch_device):
         before = _memory("VmRSS")
         model = build_model(plan, topology, device, torch_device)
-        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
+        data = build_data(plan, topology, torch_device)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
         figures = measure(checkpointer, before)
     (plan.run_dir / f"figures_{rank}.json").write_text(json.dumps(figures))
 

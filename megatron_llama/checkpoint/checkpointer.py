@@ -6,13 +6,14 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
+from megatron_llama.checkpoint.differences import find_differences, refuse
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import BEST, find_checkpoint, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
@@ -20,6 +21,8 @@ from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_m
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.settings import ALLOWED
+from megatron_llama.data.batches import Data
 from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
@@ -31,9 +34,9 @@ from megatron_llama.topology import Topology
 class Checkpointer:
     """Saves and restores a run. All ranks must call each method, at the same steps."""
 
-    def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer) -> None:
+    def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer, data: Data) -> None:
         assert plan.config.run.dir is not None, "a run has a folder"
-        self.plan, self.topology, self.model, self.optimizer = plan, topology, model, optimizer
+        self.plan, self.topology, self.model, self.optimizer, self.data = plan, topology, model, optimizer, data
         self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
         self.bytes_read = 0
         """Bytes that this rank read from files when it was last loaded."""
@@ -44,8 +47,9 @@ class Checkpointer:
         self._lora = plan.config.finetune.method == "lora"
         self._base: str | None = None
 
-    def resume(self) -> int:
-        """Loads the newest good checkpoint, or the weights that the run starts from; returns the steps already taken.
+    def resume(self) -> Plan:
+        """Loads the newest good checkpoint, or the weights that the run starts from; returns the plan, whose ``start``
+        is where the run stands.
 
         Raises ConfigError on all ranks for a checkpoint that does not fit the config, and where there are checkpoints
         but none is good: a run must not start anew by mistake.
@@ -64,13 +68,10 @@ class Checkpointer:
                 failures.append(str(error))
                 self._report(f"{folder} is damaged and not used: {error}")
                 continue
-            self.optimizer.restore(found.updates, found.step)
             self._origin = self._origin if self._lora else (found.hf_folder, found.dtype)
             self._saved = found.step if folder.parent == self.checkpoints else None
-            ours, theirs = self.plan.config.trainer.precision, found.settings.get("trainer", {}).get("precision")
-            converted = f"; saved with trainer.precision={theirs}, going on with {ours}"
-            self._report(f"going on from {folder}, step {found.step}{'' if theirs in (None, ours) else converted}")
-            return found.step
+            self._go_on(folder, found)
+            return self.plan
         if failures:
             instead = (
                 "write checkpoint.resume=never to start anew (the checkpoints are kept), or the path of a good one"
@@ -81,7 +82,7 @@ class Checkpointer:
             self._start_from("finetune.adapter", self.plan.config.finetune.adapter, self._load_adapter)
         elif not self._lora and self.plan.config.init_from is not None:
             self._start_from("init_from", self.plan.config.init_from, self._load_weights)
-        return 0
+        return self.plan
 
     def after_step(self, step: int, stop: bool = False, val_loss: float | None = None) -> bool:
         """Saves if the step is due. True when ``stop`` is true on any rank: then all ranks have saved the step.
@@ -154,13 +155,23 @@ class Checkpointer:
                 read_manifest(folder).check_sizes()
         with together(CorruptFile, ConfigError):
             manifest = read_manifest(folder)
-            check_fits(self.plan, manifest)
+            refuse(find_differences(self.plan, manifest.state), self.plan.config.checkpoint.allow, folder)
             if manifest.state.base != self._base:
                 rule = f"is not the model that the checkpoint {folder} was trained on"
                 instead = "write init_from=FOLDER with that model"
                 raise ConfigError([Problem("init_from", self.plan.config.init_from, rule, instead)])
             self._fill(manifest)
         return manifest.state
+
+    def _go_on(self, folder: Path, found: State) -> None:
+        """Puts optimizer and plan where the checkpoint's run stood, and tells what differs."""
+        self._report(f"going on from {folder}, step {found.step}")
+        for difference in find_differences(self.plan, found):
+            self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
+        self.optimizer.restore(found.updates, found.step)
+        self.plan = replace(self.plan, start=found.position)
+        if found.lr is not None and found.lr != self.optimizer.lr:
+            self._report(f"the learning rate of step {found.step + 1} is {self.optimizer.lr:g}, not {found.lr:g}")
 
     def _fill(self, manifest: Manifest) -> None:
         """Fills weights and optimizer states, and restores the random state where it is this rank's. Raises
@@ -189,9 +200,10 @@ class Checkpointer:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)
         tensors |= contents.random_state(self.topology.rank, self.model.device)
         config = self.plan.config
+        position = self.plan.batches.after(step)
         state = State(
             step=step,
-            consumed_samples=step * config.trainer.global_batch_size,
+            consumed_samples=position.samples,
             optimizer=config.optim.name,
             updates=self.optimizer.updates,
             world_size=self.plan.world_size,
@@ -200,6 +212,8 @@ class Checkpointer:
             dtype=self._origin[1],
             val_loss=self._val_loss,
             base=self._base,
+            lr=self.optimizer.lr,
+            consumed_tokens=position.tokens,
         )
         self.saver.start(tensors, state)
         self._saved = step
@@ -208,30 +222,3 @@ class Checkpointer:
         """Writes a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {text}\n")
-
-
-# LoRA settings that may differ on resume; the others decide which tensors there are, and how much they count.
-_MAY_CHANGE = ("lora_dropout", "frozen_dtype", "adapter")
-
-
-def check_fits(plan: Plan, manifest: Manifest) -> None:
-    """Raises ConfigError where a setting that may not change differs from that of the checkpoint's run."""
-    ours, theirs = asdict(plan.config), manifest.state.settings
-    problems = []
-    names = [f"model.{name}" for name in ours["model"] if name not in ("name", "initializer_range")]
-    names += ["optim.name"]
-    if "lora" in (ours["finetune"]["method"], theirs.get("finetune", {}).get("method")):
-        names += [f"finetune.{name}" for name in ours["finetune"] if name not in _MAY_CHANGE]
-    if manifest.state.step > 0:  # the position in the data is a number of samples of this length, in this order
-        names += ["trainer.global_batch_size", "trainer.seed", "data.seq_length"]
-    for name in names:
-        section, key = name.split(".")
-        saved = theirs.get(section, {}).get(key)
-        if saved != ours[section][key]:
-            rule = f"the checkpoint {manifest.stored.folder} was trained with {saved}"
-            instead = (
-                f"write {name}={saved}, or start another run from its weights (scripts/export_hf.py, then init_from)"
-            )
-            problems.append(Problem(name, ours[section][key], rule, instead))
-    if problems:
-        raise ConfigError(problems)

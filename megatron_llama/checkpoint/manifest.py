@@ -29,6 +29,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     whole_numbers,
 )
 from megatron_llama.model.names import Shape
+from megatron_llama.plan.batch_schedule import Position
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "megatron_llama checkpoint", 1
@@ -58,6 +59,20 @@ class State:
     """Validation loss after this step; None where the run did not validate then."""
     base: str | None = None
     """For LoRA the fingerprint of the frozen weights, which the checkpoint does not hold."""
+    lr: float | None = None
+    """The learning rate of the next step, by the schedule of the run that saved it."""
+    consumed_tokens: int | None = None
+    """The tokens of the samples so far. None: every sample had the sequence length of ``settings``."""
+    data: dict[str, Any] | None = None
+    """The record of the data (data/record.py); None in checkpoints that older versions saved."""
+
+    @property
+    def position(self) -> Position:
+        """Where the run stood."""
+        tokens = self.consumed_tokens
+        if tokens is None:
+            tokens = self.consumed_samples * self.settings.get("data", {}).get("seq_length", 0)
+        return Position(self.step, self.consumed_samples, tokens)
 
 
 @dataclass

@@ -118,6 +118,17 @@ def blend_schedule() -> Limit:
     return Limit(holds, rule, "'[{samples:1000,prefixes:[0.7,one,0.3,two]}]'")
 
 
+def rising_samples() -> Limit:
+    """Pairs of consumed samples, above 0 and ascending, and a size from 1 on."""
+
+    def holds(pairs: Sequence[Any]) -> bool:
+        whole = all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _are_counts(pair) for pair in pairs)
+        return whole and all(before[0] < after[0] for before, after in zip(pairs, pairs[1:], strict=False))
+
+    rule = "must be pairs of whole numbers, [consumed samples, sequences per step], both above 0, the samples ascending"
+    return Limit(holds, rule, "[[100000,16],[300000,32]]")
+
+
 def not_blank(rule: str, example: str) -> Limit:
     """Text with something in it."""
     return Limit(lambda text: bool(text.strip()), rule, example)
@@ -130,3 +141,8 @@ def is_number(item: object) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _are_counts(items: Sequence[Any]) -> bool:
+    """Whether all are whole numbers from 1 on."""
+    return all(type(item) is int and item >= 1 for item in items)

@@ -18,6 +18,7 @@ from megatron_llama.config.limits import (
     blend_schedule,
     not_blank,
     one_of,
+    rising_samples,
     share,
     some_of,
     three_shares,
@@ -32,6 +33,7 @@ ALL_LINEAR = "all-linear"
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
+ALLOWED = ("data", "batch", "optim")
 LARGEST_SEED = 2**31 - 1
 """Ranks add to the seed, and libraries take 32 bits of it."""
 
@@ -153,6 +155,9 @@ class TrainerConfig:
     """Sequences in one forward pass of a data-parallel rank."""
     global_batch_size: Annotated[int, at_least(1)] = 8
     """Sequences per optimizer step, over all devices."""
+    batch_schedule: Annotated[list[Any], rising_samples()] = field(default_factory=list)
+    """Later sizes of the global batch, [[consumed samples, sequences], ...]: a step that begins at so many samples or
+    more takes so many sequences. Until then it is global_batch_size, which validation always takes."""
     steps: Annotated[int, at_least(0)] = 100
     """Optimizer steps of the whole run; 0 initialises (or loads), saves and ends."""
     epochs: Annotated[int | None, at_least(1)] = None
@@ -290,6 +295,10 @@ class CheckpointConfig:
     resume: Annotated[str, not_blank("must be auto, never or the path of a checkpoint", "auto")] = "auto"
     """auto continues from the newest complete checkpoint in run.dir, never starts from step 0, a path loads that
     checkpoint."""
+    allow: Annotated[list[str], some_of(ALLOWED)] = field(default_factory=list)
+    """In what a run may differ from the checkpoint that it goes on from: data (datasets, blend, split, sequence length,
+    seed), batch (sizes of the global batch), optim (learning rate, schedule, weight decay, clipping). docs/resume.md
+    has every setting."""
     save_last: bool = True
     """Save the last step."""
     export_hf: bool = False

@@ -1,8 +1,7 @@
 """From samples to the micro batches of a rank.
 
-Step n trains on samples n·G .. n·G+G-1 (G the global batch), in every layout: micro batch m of data-parallel rank d
-holds the samples that follow offset (m·dp + d)·(micro batch). So consumed samples are all that a run must remember of
-its data.
+A step trains on the samples that follow those consumed before it, as many as ``plan/batch_schedule.py`` says, in every
+layout: micro batch m of data-parallel rank d holds the samples that follow offset (m·dp + d)·(micro batch).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from megatron_llama.data.mock import MockDataset
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
+from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
@@ -42,13 +42,20 @@ class Batches:
     plan: Plan
     topology: Topology
     device: torch.device
+    schedule: BatchSchedule | None = None
+    """The sizes of the global batches; all trainer.global_batch_size where there is none."""
+
+    def following(self, consumed_samples: int) -> int:
+        """The position after the global batch that starts at ``consumed_samples``."""
+        if self.schedule is None:
+            return consumed_samples + self.plan.config.trainer.global_batch_size
+        return consumed_samples + self.schedule.size_from(consumed_samples)
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
         """This rank's micro batches of the global batch that starts at sample ``consumed_samples``."""
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.dp_rank * size
-        stride = self.topology.dp * size
-        starts = (first + micro * stride for micro in range(self.plan.num_microbatches))
+        starts = range(first, self.following(consumed_samples), self.topology.dp * size)
         return [self._micro_batch(range(start, start + size)) for start in starts]
 
     def _micro_batch(self, indices: range) -> MicroBatch:
@@ -76,7 +83,7 @@ class Data:
 def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     """The run's data. All ranks must call it; raises ConfigError on all of them when a dataset can't be used."""
     trainer = plan.config.trainer
-    train_samples = trainer.steps * trainer.global_batch_size
+    train_samples = plan.batches.after(trainer.steps).samples
     # Compiling ahead uses made-up data instead of a set that would be validated on as a whole: a batch will do.
     validation_samples = (trainer.val_steps or 1) * trainer.global_batch_size if trainer.val_every_steps else 0
     train: Samples
@@ -93,6 +100,6 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     else:
         train, validation = build_datasets(plan, train_samples, validation_samples)
     return Data(
-        train=Batches(train, plan, topology, device),
+        train=Batches(train, plan, topology, device, plan.batches),
         validation=None if validation is None else Batches(validation, plan, topology, device),
     )

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from megatron_llama.config.data_prefixes import record_files, weights_and_paths
 from megatron_llama.config.precision import PRECISIONS
-from megatron_llama.config.settings import Config, DataConfig, TrainerConfig
+from megatron_llama.config.settings import Config
+from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import (
@@ -38,7 +39,7 @@ VALIDATION_STEPS = 4
 
 def derive_plan(config: Config, world_size: int) -> Plan:
     """The plan of a config that breaks no rule. ``config`` is left as it is; the notes are of what was derived."""
-    config, notes = copy.deepcopy(config), []
+    asked, config, notes = config, copy.deepcopy(config), []
     model, data, trainer, finetune = config.model, config.data, config.trainer, config.finetune
     model.num_key_value_heads, model.head_dim = kv_heads(model), head_dim(model)
     if data.cache_dir is None and data.prefixes and not data.mock:
@@ -62,10 +63,11 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     if data.kind != "sft" or data.mock:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:
-        notes.append(_derive_steps(data, trainer, trainer.epochs))
-    _derive_optimizer(config)
+        notes.append(_derive_steps(config, trainer.epochs))
+    derive_optimizer(config)
     return Plan(
         config=config,
+        asked=asked,
         world_size=world_size,
         dp=dp,
         num_microbatches=trainer.global_batch_size // (trainer.micro_batch_size * dp),
@@ -82,19 +84,21 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     )
 
 
-def _derive_steps(data: DataConfig, trainer: TrainerConfig, epochs: int) -> str:
+def _derive_steps(config: Config, epochs: int) -> str:
     """The steps of ``epochs``, which they replace: a resolved config gives a run's length once. Returns the note."""
+    trainer, batches = config.trainer, BatchSchedule.of(config)
     try:
-        samples = samples_per_epoch(data)
+        samples = samples_per_epoch(config.data)
     except (OSError, ValueError):  # a missing or broken dataset is for the checks of files to report
         return f"trainer.epochs={epochs} needs the dataset; this plan is for {trainer.steps} steps"
-    size = trainer.global_batch_size
-    trainer.steps, trainer.epochs = epochs * samples // size, None
+    trainer.steps, trainer.epochs = batches.last_step_within(epochs * samples), None
     passes = f"{epochs} {plural(epochs, 'epoch')}"
-    return f"{passes} of {samples:,} sequences in batches of {size}: {trainer.steps:,} steps"
+    sizes = " to ".join(str(size) for size in dict.fromkeys((trainer.global_batch_size, batches.sizes[-1][1])))
+    return f"{passes} of {samples:,} sequences in batches of {sizes}: {trainer.steps:,} steps"
 
 
-def _derive_optimizer(config: Config) -> None:
+def derive_optimizer(config: Config) -> None:
+    """Fills in what follows from the steps and the learning rate, in place."""
     optim, steps = config.optim, config.trainer.steps
     optim.schedule = optim.schedule or dict(COSINE)
     if optim.min_lr is None:

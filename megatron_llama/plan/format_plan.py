@@ -131,8 +131,12 @@ def _work(plan: Plan, heaviest: RankMemory) -> Iterator[str]:
     batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {plural(whole, 'sequence')}"
     yield _line("batch", batch)
     yield _line("tokens", f"{whole} × {data.seq_length:,} = {plan.tokens_per_step:,} per step")
-    steps = f"{trainer.steps:,} {plural(trainer.steps, 'step')}"
-    yield _line("", f"{steps} · {short_count(plan.tokens_per_step * trainer.steps)} tokens in all · data {data.name}")
+    for samples, size in plan.batches.sizes[1:]:
+        yield _line(
+            "", f"from {samples:,} samples on {size} × {data.seq_length:,} = {size * data.seq_length:,} per step"
+        )
+    steps, tokens = f"{trainer.steps:,} {plural(trainer.steps, 'step')}", plan.batches.after(trainer.steps).tokens
+    yield _line("", f"{steps} · {short_count(tokens)} tokens in all · data {data.name}")
     precision = trainer.precision
     yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))

@@ -69,7 +69,7 @@ def rank_memory(plan: Plan, stage: StageParameters) -> RankMemory:
     working = 0 if trainer.zero == 3 else (stage.held - quantized) * BYTES[precision.compute_dtype] + packed
     # Reduced gradients have the dtype of the parameters. Below ZeRO 2 the sums stay whole until the last micro batch,
     # in the dtype in which they are accumulated.
-    one_micro_batch = plan.num_microbatches == 1
+    one_micro_batch = plan.num_microbatches == 1 and not trainer.batch_schedule
     gradients = param_bytes * shard
     if trainer.zero < 2 and not one_micro_batch:
         gradients = max(gradients, stage.trained * BYTES[precision.grad_accum_dtype])

@@ -30,7 +30,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
         if data.kind == "sft" and trainer.val_every_steps:
             yield from _validation(plan)
         if config.trainer.epochs is None:
-            epochs = epochs_of(data, trainer.steps * trainer.global_batch_size)
+            epochs = epochs_of(data, plan.batches.after(trainer.steps).samples)
             if epochs > 1:
                 which = "the most used dataset" if weights_and_paths(data.prefixes)[0] else "the training data"
                 yield f"{which} is read {epochs:.3g} times, in another order each time"

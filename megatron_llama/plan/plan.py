@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
+from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.shapes import StageParameters
 
 
@@ -17,12 +18,14 @@ class Plan:
     config: Config
     """The settings. Derived ones are no longer None, except facts about the device, run.dir, which depends on the time,
     the cache_dir of made-up data, and val_steps, where None means the whole set."""
+    asked: Config = field(compare=False)
+    """The settings as they were given: what was left to be derived is None."""
     world_size: int
     """Devices, one process each."""
     dp: int
     """Data-parallel size, world_size / (tp * pp)."""
     num_microbatches: int
-    """Micro batches per step and data-parallel rank."""
+    """Micro batches per data-parallel rank and step of trainer.global_batch_size."""
     stage_layers: tuple[tuple[int, ...], ...]
     """Global layer numbers of each virtual stage, pp * vpp entries; virtual stage v * pp + p is chunk v of stage p."""
     padded_vocab_size: int
@@ -37,6 +40,8 @@ class Plan:
     """(setting, path) of the files of records that are still to be prepared."""
     notes: tuple[str, ...] = ()
     """What a user should know about the plan."""
+    start: Position = Position()
+    """Where the run goes on; known when its checkpoint is loaded."""
 
     @property
     def model(self) -> ModelConfig:
@@ -72,8 +77,13 @@ class Plan:
         return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.dp)
 
     @property
+    def batches(self) -> BatchSchedule:
+        """Which samples each step trains on."""
+        return BatchSchedule.of(self.config, self.start)
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens in a global batch."""
+        """Tokens in a global batch of trainer.global_batch_size."""
         return self.config.trainer.global_batch_size * self.config.data.seq_length
 
     @property

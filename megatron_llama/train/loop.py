@@ -35,8 +35,9 @@ def train(
         TrainingFault: a loss or gradient is not finite, or copies of a weight differ.
     """
     trainer = plan.config.trainer
-    checkpointer = Checkpointer(plan, topology, model, optimizer)
-    first = checkpointer.resume() + 1
+    checkpointer = Checkpointer(plan, topology, model, optimizer, data)
+    plan = checkpointer.resume()
+    first = plan.start.step + 1
     check_copies(model.shards)
     peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
@@ -78,16 +79,17 @@ def training_step(
     Raises TrainingFault, before the weights are touched, if loss or gradient norm is not finite and ``finite`` allows
     no skip.
     """
-    size = plan.config.trainer.global_batch_size
     # The position in the data is a number that follows from the step, so resuming needs no state of a data loader.
-    loss = model.forward_backward(batches.at((step - 1) * size))
+    before, after = plan.batches.after(step - 1), plan.batches.after(step)
+    loss = model.forward_backward(batches.at(before.samples))
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     metrics = {
         "step": step,
-        "consumed_samples": step * size,
-        "consumed_tokens": step * plan.tokens_per_step,
+        "consumed_samples": after.samples,
+        "consumed_tokens": after.tokens,
+        "global_batch_size": after.samples - before.samples,
         "reduced_train_loss": loss.item(),
         "lr": optimizer.lr,
         "gradient_norm": norm.item(),

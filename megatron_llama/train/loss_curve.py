@@ -96,9 +96,15 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    """The same axis in tokens; a run's batch is the same in all steps."""
-    per_step = records[-1]["consumed_tokens"] / max(1, records[-1]["step"])
-    top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+    """The same axis in tokens, which rise faster where the batch is larger; beyond the run's ends, as they do there."""
+    import numpy as np
+
+    known = np.array([(0, 0), *((record["step"], record["consumed_tokens"]) for record in records)])
+    before = known[:1] - len(known) * (known[1] - known[0])
+    beyond = known[-1:] + len(known) * (known[-1] - known[-2])
+    steps, counts = np.concatenate((before, known, beyond)).T
+    functions = (lambda at: np.interp(at, steps, counts), lambda at: np.interp(at, counts, steps))
+    top = axes.secondary_xaxis("top", functions=functions)
     top.xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
     top.set_xlabel("tokens", fontsize=9, color=SOFT)
     top.tick_params(colors=SOFT, labelsize=8, length=3)

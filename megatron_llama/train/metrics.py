@@ -22,6 +22,7 @@ EVERY_STEP = (
     "step",
     "consumed_samples",
     "consumed_tokens",
+    "global_batch_size",
     "reduced_train_loss",
     "lr",
     "gradient_norm",
@@ -60,6 +61,7 @@ class MetricsLogger:
         self.plan, self.peak = plan, peak
         self._flops_per_token = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
+        self._sizes: deque[int] = deque(maxlen=THROUGHPUT_STEPS)
         self._last_lines: Sequence[str] = ()
         self._path = plan.run_dir / METRICS_FILE
         self._file = MetricsFile(self._path, start_step)
@@ -102,13 +104,15 @@ class MetricsLogger:
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """All metrics of a step, in their order."""
         seconds = float(measured["step_time_s"] or math.nan)
+        size = int(measured["global_batch_size"] or 0)
         self._step_times.append(seconds)
+        self._sizes.append(size)
         plan, flops, world = self.plan, self._flops_per_token, self.plan.world_size
-        tokens_per_second = plan.tokens_per_step / seconds
+        tokens_per_second = size * plan.config.data.seq_length / seconds
         known = self.peak.flops > 0
         # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).
         derived: dict[str, Value] = {
-            "throughput": plan.config.trainer.global_batch_size * (len(self._step_times) / sum(self._step_times)),
+            "throughput": sum(self._sizes) / sum(self._step_times),
             "tokens_per_second": tokens_per_second,
             "tflops_per_device": flops.causal * tokens_per_second / world / 1e12,
             "mfu": mfu(flops.causal, tokens_per_second, self.peak.flops, world) if known else None,

@@ -64,13 +64,13 @@ def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run
         model = build_model(plan, topology, device, CPU)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, CPU)
-        checkpointer = Checkpointer(plan, topology, model, optimizer)
+        checkpointer = Checkpointer(plan, topology, model, optimizer, data)
         if tamper is not None:
             tamper(checkpointer)
-        result = Run(started_at=checkpointer.resume())
-        size = plan.config.trainer.global_batch_size
+        batches = checkpointer.resume().batches
+        result = Run(started_at=batches.start.step)
         for step in range(result.started_at + 1, until + 1):
-            result.losses[step] = model.forward_backward(data.train.at((step - 1) * size)).item()
+            result.losses[step] = model.forward_backward(data.train.at(batches.after(step - 1).samples)).item()
             optimizer.step(optimizer.gradient_norm())
             checkpointer.after_step(step)
         checkpointer.finish(max(until, result.started_at))

@@ -14,6 +14,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError, load_config
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
@@ -123,8 +124,10 @@ def _import(rank: int, plan: Plan) -> torch.Tensor | None:
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
-        assert checkpointer.resume() == 0
+        checkpointer = Checkpointer(
+            plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)
+        )
+        assert checkpointer.resume().start.step == 0
         checkpointer.finish(0)
         logits = model.logits(TOKENS % plan.model.vocab_size)
         return None if logits is None else logits.detach()
@@ -161,8 +164,10 @@ def _trained_logits(rank: int, plan: Plan) -> torch.Tensor | None:
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
-        assert checkpointer.resume() == 3
+        checkpointer = Checkpointer(
+            plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)
+        )
+        assert checkpointer.resume().start.step == 3
         return model.logits(TOKENS % plan.model.vocab_size)
 
 
@@ -179,7 +184,14 @@ def test_transformers_loads_what_was_trained_here(tmp_path: Path) -> None:
         assert export(find_checkpoint(tmp_path / "run"), hf, dtype=dtype).dtype == dtype
         (theirs,) = run_ranks(_load_with_transformers, 1, hf)
         if ours is None:
-            common = ("data=mock", "device=cpu", "data.seq_length=16", "model=from_hf", f"init_from={hf}")
+            common = (
+                "data=mock",
+                "device=cpu",
+                "data.seq_length=16",
+                "model=from_hf",
+                f"init_from={hf}",
+                "optim.lr=0.003",
+            )
             plan = resolve(load_config([*common, f"run.dir={tmp_path / 'run'}"], CONF), 1)
             (ours,) = run_ranks(_trained_logits, 1, plan)
         assert torch.allclose(ours.transpose(0, 1)[..., :61], theirs, rtol=1e-4, atol=tolerance)
@@ -197,7 +209,9 @@ def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model))
+        checkpointer = Checkpointer(
+            plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)
+        )
         checkpointer.resume()
         assert ".safetensors" not in Path("/proc/self/maps").read_text(), "mapped pages count as this rank's memory"
         held = sum(shard.local[piece.local_slices].numel() for shard in model.shards for piece in shard.pieces)

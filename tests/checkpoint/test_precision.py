@@ -75,12 +75,12 @@ def test_from_fp32_to_bf16_to_nearest_and_back_exactly(tmp_path: Path, capfd: py
     narrow = run(1, tmp_path / "narrow", SR, second, NO_SAVE)
     assert narrow.updates == 2
     assert_same(narrow.tensors, {name: tensor.bfloat16().float() for name, tensor in wide.tensors.items()})
-    assert "saved with trainer.precision=fp32, going on with bf16_sr" in capfd.readouterr().err
+    assert "trainer.precision: from fp32 to bf16_sr" in capfd.readouterr().err
     further = run(1, tmp_path / "narrow", SR, second, until=3)
     third = f"checkpoint.resume={tmp_path}/narrow/checkpoints/step_00000003"
     capfd.readouterr()
     assert_same(run(1, tmp_path / "narrow", SR, third, NO_SAVE).tensors, further.tensors)
-    assert "saved with" not in capfd.readouterr().err
+    assert "trainer.precision" not in capfd.readouterr().err
     assert_same(run(1, tmp_path / "back", FP32, third, NO_SAVE).tensors, further.tensors)
 
 

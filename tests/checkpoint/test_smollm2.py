@@ -10,6 +10,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
@@ -75,7 +76,7 @@ def _answer(rank: int, plan: Plan, prompt: list[int], end: int) -> list[int]:
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU), torch.no_grad():
         model = build_model(plan, topology, device, CPU)
-        Checkpointer(plan, topology, model, build_optimizer(plan, model)).resume()
+        Checkpointer(plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)).resume()
         ids = list(prompt)
         while len(ids) < LENGTH:
             tokens = torch.tensor([ids + [0] * (LENGTH - len(ids))])

@@ -57,6 +57,10 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.shard_group": COUNT,
     "trainer.micro_batch_size": COUNT,
     "trainer.global_batch_size": COUNT,
+    "trainer.batch_schedule": (
+        [[[0, 8]], [[8, 0]], [[8]], [8, 16], [[16, 8], [16, 4]], [[1.5, 8]], [["a", 8]], [[8, True]]],
+        [[], [[1, 1]], [[8, 16], [9, 4]]],
+    ),
     "trainer.steps": COUNT_FROM_0,
     "trainer.epochs": COUNT,
     "trainer.seed": ([-1, 2**31], [0, 2**31 - 1]),
@@ -96,5 +100,6 @@ BOUNDS: dict[str, Bounds] = {
     "checkpoint.every_steps": COUNT,
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT,
+    "checkpoint.allow": ([["lr"], ["data", "data"]], [[], ["data"], ["optim", "batch"]]),
     "checkpoint.resume": (["", " "], ["auto", "never", "runs/one/checkpoints/step_00000010"]),
 }

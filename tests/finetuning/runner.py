@@ -11,7 +11,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
-from megatron_llama.data.batches import Batches
+from megatron_llama.data.batches import Batches, Data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
@@ -80,11 +80,11 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
         optimizer = build_optimizer(plan, model)
         if tamper is not None:
             tamper(model)
-        checkpointer = Checkpointer(plan, topology, model, optimizer)
         batches = Batches(RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size), plan, topology, CPU)
+        checkpointer = Checkpointer(plan, topology, model, optimizer, Data(batches, None))
         tuned = Tuned()
         grads: list[tuple] = []
-        first = checkpointer.resume()
+        first = checkpointer.resume().start.step
         for step in range(first, steps):
             tuned.losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())
             norm = optimizer.gradient_norm()

@@ -16,6 +16,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
@@ -42,7 +43,7 @@ def _our_logits(rank: int, plan: Plan) -> torch.Tensor:
     device, topology = get_device("cpu"), build_topology(plan, rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        Checkpointer(plan, topology, model, build_optimizer(plan, model)).resume()
+        Checkpointer(plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)).resume()
         logits = model.logits(whole_batch(plan, 0)[0])
         assert logits is not None
         return logits.transpose(0, 1)

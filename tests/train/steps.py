@@ -26,6 +26,7 @@ def measured(step: int, **more: float | None) -> dict[str, float | int | None]:
         "step": step,
         "consumed_samples": 8 * step,
         "consumed_tokens": 2048 * step,
+        "global_batch_size": 8,
         "reduced_train_loss": 8.0 / step,
         "lr": 1e-4 * step,
         "gradient_norm": 1.0 + 1 / 3 * step,

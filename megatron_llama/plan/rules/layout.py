@@ -176,7 +176,14 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
         yield Problem("trainer.pipeline_layers", split, rule, advice)
 
 
-@reads("trainer.global_batch_size", "trainer.micro_batch_size", "trainer.tp", "trainer.pp", "trainer.vpp")
+@reads(
+    "trainer.global_batch_size",
+    "trainer.batch_schedule",
+    "trainer.micro_batch_size",
+    "trainer.tp",
+    "trainer.pp",
+    "trainer.vpp",
+)
 def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Problem]:
     """Every data-parallel rank does the same number of micro batches; interleaving needs a multiple of pp of them."""
     trainer, dp = config.trainer, data_parallel(config, world_size)
@@ -184,14 +191,17 @@ def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Pr
         return
     # The interleaved schedule needs a multiple of pp micro batches.
     unit = trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
-    if trainer.global_batch_size % unit == 0:
-        return
     rule = f"must divide by micro_batch_size * dp = {trainer.micro_batch_size} * {dp} = {trainer.micro_batch_size * dp}"
     if trainer.vpp > 1:
         rule += f", and with vpp > 1 by that times pp = {trainer.pp}, which makes {unit}"
-    whole = trainer.global_batch_size // unit * unit
-    advice = nearest_legal("trainer.global_batch_size", trainer.global_batch_size, {whole, whole + unit} - {0})
-    yield Problem("trainer.global_batch_size", trainer.global_batch_size, rule, advice)
+    if trainer.global_batch_size % unit:
+        whole = trainer.global_batch_size // unit * unit
+        advice = nearest_legal("trainer.global_batch_size", trainer.global_batch_size, {whole, whole + unit} - {0})
+        yield Problem("trainer.global_batch_size", trainer.global_batch_size, rule, advice)
+    if any(size % unit for _, size in trainer.batch_schedule):
+        whole_sizes = [[samples, max(unit, size // unit * unit)] for samples, size in trainer.batch_schedule]
+        advice = f"write trainer.batch_schedule={shown(whole_sizes)}"
+        yield Problem("trainer.batch_schedule", trainer.batch_schedule, f"each size {rule}", advice)
 
 
 @reads("trainer.sp", "trainer.tp", "data.seq_length")

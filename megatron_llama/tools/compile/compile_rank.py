@@ -66,10 +66,10 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         # No new graph after a first, a steady and a last micro batch, in whole pipeline rounds.
-        pp = plan.config.trainer.pp
-        count = min(plan.num_microbatches, -(-3 // pp) * pp)
-        for step in range(STEPS):
-            model.forward_backward(data.train.at(step * plan.config.trainer.global_batch_size)[:count])
+        pp, position = plan.config.trainer.pp, plan.batches.position_of_the_largest
+        count = -(-3 // pp) * pp
+        for _ in range(STEPS):
+            model.forward_backward(data.train.at(position)[:count])
             optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
             model.forward_backward(data.validation.at(0)[:count], train=False)

@@ -35,7 +35,7 @@ def count_steps(plan: Plan, rank: int, device: Device, torch_device: torch.devic
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         config = replace(plan.config, run=replace(plan.config.run, dir=folder))
-        checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer)
+        checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
         finite = FiniteCheck(plan.config.trainer.skip_nonfinite_steps)
         with TrafficCounter(axes_of(model)) as counter:
             for step in range(1, STEPS + 1):
