@@ -7,14 +7,16 @@ layout: micro batch m of data-parallel rank d holds the samples that follow offs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from megatron_llama.data.finetuning_set import build_sft
-from megatron_llama.data.indexed import build_datasets
 from megatron_llama.data.mock import MockDataset
+from megatron_llama.data.record import Record, advanced, make_record
+from megatron_llama.data.stream import SampleStream, build_streams, resume_streams
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
@@ -71,13 +73,39 @@ class Batches:
         return MicroBatch(tokens, labels, loss_mask, documents)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Data:
     """What a run trains and validates on."""
 
     train: Batches
     validation: Batches | None
     """The same samples at each validation; None where the run doesn't validate."""
+
+    def resume(self, record: Record | None, consumed_samples: int) -> None:
+        """Goes on after ``consumed_samples`` as the record of a checkpoint says, None for one from before there were
+        records. All ranks must call it, before the first batch. Raises ConfigError on all of them."""
+        train, validation = self.train, self.validation
+        if not isinstance(train.samples, SampleStream):  # made-up data and fine-tuning sets are the same at any length
+            return
+        held_out = validation.samples if validation else None
+        assert held_out is None or isinstance(held_out, SampleStream)
+        streams = resume_streams(train.plan, record, consumed_samples, train.samples, held_out)
+        self.train = replace(train, samples=streams[0])
+        if validation is not None and streams[1] is not None:
+            self.validation = replace(validation, samples=streams[1])
+        # What is no longer read may come back: its facts stay.
+        self._record["datasets"] = {**(record or {}).get("datasets", {}), **self._record["datasets"]}
+
+    def record(self, consumed_samples: int) -> Record:
+        """What a checkpoint after ``consumed_samples`` keeps of the data."""
+        samples = self.train.samples
+        if isinstance(samples, SampleStream):
+            return advanced(self._record, samples.timeline, consumed_samples)
+        return {**self._record, "consumed_samples": consumed_samples}
+
+    @cached_property
+    def _record(self) -> Record:
+        return make_record(self.train.plan)
 
 
 def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
@@ -98,7 +126,7 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     elif plan.config.data.kind == "sft":
         train, validation = build_sft(plan)
     else:
-        train, validation = build_datasets(plan, train_samples, validation_samples)
+        train, validation = build_streams(plan)
     return Data(
         train=Batches(train, plan, topology, device, plan.batches),
         validation=None if validation is None else Batches(validation, plan, topology, device),

@@ -33,15 +33,15 @@ class Blend:
 
     def at(self, number: int) -> tuple[int, int]:
         """(dataset, which of its samples) of sample ``number``, all counted from 0."""
-        first, datasets, samples = self._window(self._find(number))
-        return int(datasets[number - first]), int(samples[number - first])
+        window = self._find(number)
+        place = number - window.first
+        return int(window.datasets[place]), int(window.samples[place])
 
     def counts(self, number: int) -> list[int]:
         """How many of the first ``number`` samples come from each dataset."""
         window = self._find(number)
-        first, datasets, _ = self._window(window)
-        inside = np.bincount(datasets[: number - first], minlength=len(self.shares))
-        return [self._below(i, window * WINDOW) + int(count) for i, count in enumerate(inside)]
+        inside = np.bincount(window.datasets[: number - window.first], minlength=len(self.shares))
+        return [before + int(count) for before, count in zip(window.before, inside, strict=True)]
 
     def _key(self, dataset: int, sample: int) -> float:
         return (sample + self._phases[dataset]) / self.shares[dataset]
@@ -56,29 +56,40 @@ class Blend:
             count += 1
         return count
 
-    def _before(self, window: int) -> int:
-        """Samples before a window."""
-        return sum(self._below(dataset, window * WINDOW) for dataset in range(len(self.shares)))
+    def _find(self, number: int) -> _Window:
+        """The window that sample ``number`` lies in: that of its number, or one nearby."""
+        place = number // WINDOW
+        while True:
+            window = self._window(place)
+            if window.first <= number < window.first + len(window.datasets):
+                return window
+            place += 1 if number >= window.first else -1
 
-    def _find(self, number: int) -> int:
-        """The window of sample ``number``."""
-        window = number // WINDOW
-        while self._before(window) > number:
-            window -= 1
-        while self._before(window + 1) <= number:
-            window += 1
-        return window
-
-    def _sort(self, window: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """(first sample, dataset of each, which of its samples each is) of the samples of a window."""
+    def _sort(self, place: int) -> _Window:
+        """The samples with keys from place · WINDOW on."""
         keys, datasets, samples = [], [], []
+        before = [self._below(dataset, place * WINDOW) for dataset in range(len(self.shares))]
         for dataset, (phase, share) in enumerate(zip(self._phases, self.shares, strict=True)):
-            own = np.arange(self._below(dataset, window * WINDOW), self._below(dataset, (window + 1) * WINDOW))
+            own = np.arange(before[dataset], self._below(dataset, (place + 1) * WINDOW))
             keys.append((own + phase) / share)
             datasets.append(np.full(len(own), dataset))
             samples.append(own)
         order = np.argsort(np.concatenate(keys), kind="stable")  # equal keys: the dataset that is named first
-        return self._before(window), np.concatenate(datasets)[order], np.concatenate(samples)[order]
+        return _Window(before, sum(before), np.concatenate(datasets)[order], np.concatenate(samples)[order])
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A stretch of a blend."""
+
+    before: list[int]
+    """Samples of each dataset before it."""
+    first: int
+    """Its first sample."""
+    datasets: np.ndarray
+    """int64 [samples], the dataset of each."""
+    samples: np.ndarray
+    """int64 [samples], which of its dataset's samples each is."""
 
 
 EPOCHS, MEGATRON = "epochs", "megatron"
@@ -121,18 +132,18 @@ class Timeline:
         return prefix, segment.starts.get(prefix, 0) + sample
 
     def read(self, number: int) -> dict[str, int]:
-        """How many samples of each dataset are among the first ``number``, by prefix."""
+        """How many samples of each dataset are among the first ``number``, by prefix; in the old order of a blend up to
+        a sample or two, as its weights say."""
         which = self.segment_of(max(0, number - 1))
         segment, blend = self.segments[which], self._blends[which]
         counts = zip(segment.weights, blend.counts(number - segment.first), strict=True)
         return {**segment.starts, **{prefix: segment.starts.get(prefix, 0) + count for prefix, count in counts}}
 
-    def switched(self, first: int, weights: Mapping[str, float], read: Mapping[str, int] | None = None) -> Timeline:
+    def switched(self, first: int, weights: Mapping[str, float]) -> Timeline:
         """This timeline up to sample ``first``, then a blend of these weights, in which every dataset goes on where it
-        stood. ``read``: where that is, for what the old order has read."""
+        stood."""
         before = [segment for segment in self.segments if segment.first < first]
-        starts = dict(self.read(first) if read is None else read) if before else {}
-        return Timeline([*before, Segment(first, dict(weights), starts)])
+        return Timeline([*before, Segment(first, dict(weights), self.read(first) if before else {})])
 
     def up_to(self, number: int) -> Timeline:
         """Without the segments that had not begun after the first ``number`` samples."""

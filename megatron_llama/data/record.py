@@ -41,23 +41,26 @@ READING = {
 _SAMPLED_BYTES = 1 << 20
 
 
-def make_record(plan: Plan, timeline: Timeline | None = None, consumed_samples: int = 0) -> Record:
-    """The record of a run after ``consumed_samples``. ``timeline`` is its stream so far; without it, that of a run that
-    starts anew with this plan, later blends included. Raises OSError or ValueError."""
+def make_record(plan: Plan) -> Record:
+    """The record of a run that starts anew with this plan, later blends included. Raises OSError or ValueError."""
     data = plan.config.data
     is_stream = data.kind == "pretrain" and not data.mock
-    if is_stream:
-        timeline = planned_timeline(data) if timeline is None else timeline.up_to(consumed_samples)
-    segments = timeline.segments if is_stream and timeline is not None else ()
     return {
-        "order": segments[-1].order if segments else EPOCHS,
-        "consumed_samples": consumed_samples,
+        "order": EPOCHS,
+        "consumed_samples": 0,
         "kind": "mock" if data.mock else data.kind,
         **{key: getattr(data, key) for key in READING if key not in ("kind", "seed")},
         "seed": plan.config.trainer.seed,
         "datasets": {} if data.mock else {path: dataset_facts(path) for _, path in named_paths(data)},
-        "segments": [asdict(segment) for segment in segments],
+        "segments": [asdict(segment) for segment in planned_timeline(data).segments] if is_stream else [],
     }
+
+
+def advanced(record: Record, timeline: Timeline, consumed_samples: int) -> Record:
+    """A record after ``consumed_samples`` of a stream."""
+    segments = timeline.up_to(consumed_samples).segments
+    stored = [asdict(segment) for segment in segments]
+    return {**record, "order": segments[-1].order, "consumed_samples": consumed_samples, "segments": stored}
 
 
 def old_record(settings: Mapping[str, Any], consumed_samples: int) -> Record:

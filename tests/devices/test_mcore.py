@@ -65,7 +65,7 @@ ACCOUNTED = {
     (
         "datasets.blended_megatron_dataset_builder",
         "BlendedMegatronDatasetBuilder._build_megatron_datasets_parallel",
-    ): "data/indexed.py replaces this method",
+    ): "data/megatron_order.py replaces this method",
     ("pipeline_parallel.utils", "ScheduleNode."): OVERLAP,
     ("pipeline_parallel.utils", "set_streams"): OVERLAP,
     ("pipeline_parallel.utils", "get_comp_stream"): OVERLAP,

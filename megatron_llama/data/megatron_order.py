@@ -1,9 +1,9 @@
-"""Megatron indexed datasets (.bin/.idx) and blends of them, through megatron-core's own classes and index files."""
+"""The order of runs that began before each epoch had an order of its own: megatron-core's, which shuffles all epochs of
+a run together, so that it depends on the run's length. Their checkpoints say so, and they go on with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,11 +12,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
 from megatron_llama.config.data_prefixes import weights_and_paths
-from megatron_llama.data.checks import check_data
 from megatron_llama.data.indexed_format import read_index
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import SPLITS
 
 
 @dataclass
@@ -33,7 +31,7 @@ class _Ids:
 class _Builder(BlendedMegatronDatasetBuilder):
     """megatron-core's builder without its barriers, where ranks would wait for one that has failed until their timeout.
 
-    ``build_datasets`` says who builds when, and every rank hears of a failure.
+    ``build_megatron`` says who builds when, and every rank hears of a failure.
     """
 
     @staticmethod
@@ -47,13 +45,12 @@ class _Builder(BlendedMegatronDatasetBuilder):
         return [list(of_one_split) for of_one_split in zip(*parts, strict=True)]
 
 
-def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> tuple[Any, Any]:
-    """Training and validation samples of the blend; None for a split that is not wanted.
+def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> tuple[Any, Any]:
+    """Training and validation samples of the blend, as a run of ``train_samples`` has them; None for a split that is
+    not wanted. All ranks must call it.
 
-    Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, for a dataset that can't be
-    read, does not fit the model or tokenizer, or has too few documents for the split.
+    Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, where they can't be made.
     """
-    raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
     data = plan.config.data
     weights, prefixes = weights_and_paths(data.prefixes)
     if not weights and len(prefixes) > 1:
@@ -63,7 +60,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
         sequence_length=data.seq_length,
         blend=(prefixes, weights or None),
         split=data.split,
-        path_to_cache=data.cache_dir or str(Path(prefixes[0]).parent / "cache"),
+        path_to_cache=data.cache_dir,
         tokenizer=_Ids(plan.model.vocab_size),  # type: ignore[arg-type]
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -73,15 +70,6 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
     wanted = [train_samples, validation_samples, 0]
     # Not wanted, so not built. And megatron-core would go round for ever in a split without a token.
     config.split_matrix = [part if samples else None for part, samples in zip(config.split_matrix, wanted, strict=True)]
-    # The borders are rounded as megatron-core does.
-    counts = {prefix: len(read_index(prefix)) for prefix in prefixes}
-    empty = [
-        _unusable(plan, f"split {data.split} leaves none of the {count} documents of {prefix} for {name}")
-        for prefix, count in counts.items()
-        for share, name in zip(config.split_matrix, SPLITS, strict=True)
-        if share is not None and round(share[0] * count) == round(share[1] * count)
-    ]
-    raise_together(empty)
     splits: list[Any] = [None, None, None]
     for is_my_turn in (dist.get_rank() == 0, dist.get_rank() != 0):  # the others find rank 0's index files in the cache
         problems = []
@@ -89,15 +77,7 @@ def build_datasets(plan: Plan, train_samples: int, validation_samples: int) -> t
             try:
                 splits = _Builder(GPTDataset, wanted, lambda: True, config).build()
             except Exception as error:  # megatron-core's asserts; a cache folder that can't be written
-                problems.append(_unusable(plan, f"can't be cut into samples: {type(error).__name__}: {error}"))
+                rule = f"can't be read in the order of the checkpoint: {type(error).__name__}: {error}"
+                problems.append(Problem("data.prefixes", data.prefixes, rule, "see that they are as they were"))
         raise_together(problems)
-    for samples, split, name in zip(wanted, splits, SPLITS, strict=True):
-        if samples and (split is None or len(split) < samples):
-            problems.append(_unusable(plan, f"split {data.split} leaves too few documents for {name}"))
-    raise_together(problems)
     return splits[0], splits[1]
-
-
-def _unusable(plan: Plan, rule: str) -> Problem:
-    advice = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=null"
-    return Problem("data.prefixes", plan.config.data.prefixes, rule, advice)

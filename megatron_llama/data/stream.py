@@ -1,0 +1,189 @@
+"""The samples of pretraining: sample n is a function of the seed, the datasets, their weights and n, whatever the
+length of the run, its layout, or where it stopped.
+
+``data/blend.py`` says which sample of which dataset it is, ``data/epoch_index.py`` which tokens those are. What is kept
+in memory does not grow with the run: a window of the blend, and mapped files of one or two epochs of each dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.config import Problem
+from megatron_llama.config.data_prefixes import named_paths
+from megatron_llama.data.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.data.checks import check_data
+from megatron_llama.data.epoch_index import Epoch, open_epoch
+from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.data.megatron_order import build_megatron
+from megatron_llama.data.record import Record, make_record, moved_datasets
+from megatron_llama.parallel.agree import raise_together, together
+from megatron_llama.plan import Plan
+from megatron_llama.plan.epochs import SPLITS, planned_blends, planned_timeline, sequences, split_range
+
+KEPT_EPOCHS = 2  # a global batch may reach into the next
+
+
+class EndlessDataset:
+    """One split of one dataset, epoch after epoch, each in its own order."""
+
+    def __init__(self, plan: Plan, prefix: str, number: int) -> None:
+        """``number``: of the split in ``plan.epochs.SPLITS``. Raises OSError or ValueError."""
+        data = plan.config.data
+        assert data.cache_dir is not None, "a plan with datasets has one"
+        self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)
+        self._span = split_range(data.split, number, len(self._dataset.index))
+        self._length = sequences(data, prefix, number)
+        self._epoch = lru_cache(KEPT_EPOCHS)(self._open)
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self._length
+
+    def text(self, sample: int) -> torch.Tensor:
+        """The seq_length + 1 tokens of a sample of any epoch, int64."""
+        epoch, number = divmod(sample, self._length)
+        return torch.from_numpy(self._epoch(epoch).text(self._dataset, number))
+
+    def _open(self, epoch: int) -> Epoch:
+        length, seed = self._plan.config.data.seq_length, self._plan.config.trainer.seed
+        return open_epoch(self._dataset, self._span, length, seed, epoch, self._cache)
+
+
+class SampleStream:
+    """Samples of ``seq_length`` tokens, without end."""
+
+    def __init__(self, timeline: Timeline, datasets: Mapping[str, EndlessDataset], old: Any = None) -> None:
+        """``old``: the samples of the timeline's segments that are in megatron-core's order."""
+        self.timeline, self.datasets, self._old = timeline, datasets, old
+
+    def __len__(self) -> int:
+        """Samples in which an epoch of each dataset would fit."""
+        return sum(map(len, self.datasets.values()))
+
+    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Sample ``index``. May make the files of an epoch that nobody has read before."""
+        if self.timeline.segments[self.timeline.segment_of(index)].order == MEGATRON:
+            sample = self._old[index]
+            return {key: sample[key] for key in ("tokens", "labels", "loss_mask")}
+        prefix, sample = self.timeline.at(index)
+        text = self.datasets[prefix].text(sample)
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(len(text) - 1)}
+
+
+def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
+    """Samples to train on, and those to validate on where the run validates. All ranks must call it.
+
+    Raises ConfigError, on all ranks, for a dataset that can't be read, does not fit the model or tokenizer, or leaves
+    a split empty, and for a cache folder that can't be written.
+    """
+    raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
+    splits: list[SampleStream | None] = [None, None]
+    problems = _cache_problems(plan)
+    try:
+        for number in range(1 + bool(plan.config.trainer.val_every_steps)):
+            timeline = planned_timeline(plan.config.data, number)
+            prefixes = [path for _, path in named_paths(plan.config.data)]
+            used = [path for path in prefixes if any(path in segment.weights for segment in timeline.segments)]
+            datasets = {path: EndlessDataset(plan, path, number) for path in used}
+            problems += [_too_small(plan, path, number) for path, dataset in datasets.items() if not len(dataset)]
+            splits[number] = SampleStream(timeline, datasets)
+    except (OSError, ValueError) as error:  # rank 0 has read them: this is another machine
+        rule = f"can't be read on {os.uname().nodename}: {error}"
+        problems.append(Problem("data.prefixes", plan.config.data.prefixes, rule, "put it where all machines see it"))
+    raise_together(problems)
+    training, validation = splits
+    assert training is not None
+    return training, validation
+
+
+def resume_streams(
+    plan: Plan, record: Record | None, consumed_samples: int, training: SampleStream, validation: SampleStream | None
+) -> tuple[SampleStream, SampleStream | None]:
+    """The streams of ``build_streams``, going on after ``consumed_samples`` as ``record`` says. All ranks must call it.
+
+    Every dataset goes on where it stood, also where the plan's blend is another one. ``record`` None is a checkpoint
+    from before there were records: its run goes on in megatron-core's order of trainer.steps steps.
+    """
+    trainer = plan.config.trainer
+    with together(OSError, ValueError):
+        timeline = _going_on(plan, _history(plan, record), consumed_samples)
+    began, now = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
+    if began.order != MEGATRON:
+        return SampleStream(timeline, training.datasets), validation
+    assert began.shuffled is not None
+    left = began.shuffled if now.order == MEGATRON else 0
+    if left and dist.get_rank() == 0:
+        text = f"this run shuffled all epochs of its {left:,} samples together, as runs did before, and goes on so"
+        sys.stderr.write(f"data: {text}\n")
+    held_out = (trainer.val_steps or 1) * trainer.global_batch_size if validation is not None else 0
+    old, old_validation = build_megatron(plan, left, held_out)
+    if validation is not None:
+        validation = SampleStream(Timeline([began]), {}, old_validation)
+    return SampleStream(timeline, training.datasets, old), validation
+
+
+def _going_on(plan: Plan, history: Timeline, consumed_samples: int) -> Timeline:
+    """What was read of ``history``, and what the plan reads next."""
+    history = history.up_to(consumed_samples)
+    last, blends = history.segments[-1], planned_blends(plan.config.data)
+    current = [weights for first, weights in blends if first <= consumed_samples][-1]
+    changes = [(first, weights) for first, weights in blends if first > consumed_samples]
+    if not same_shares(last.weights, current):
+        changes.insert(0, (consumed_samples, current))
+    if last.shuffled is not None and (not changes or changes[0][0] > last.shuffled):
+        changes.insert(0, (last.shuffled, dict(last.weights)))  # in the new order, if the run was made longer
+    for first, weights in changes:
+        history = history.switched(first, weights)
+    return history
+
+
+def _history(plan: Plan, record: Record | None) -> Timeline:
+    """The stream that a record describes, with its datasets where they lie now."""
+    if record is None:
+        trainer = plan.config.trainer
+        weights = planned_blends(plan.config.data)[0][1]
+        return Timeline([Segment(0, weights, {}, MEGATRON, trainer.steps * trainer.global_batch_size)])
+    moved = moved_datasets(record, make_record(plan))
+
+    def renamed(by_prefix: Mapping[str, Any]) -> dict[str, Any]:
+        return {moved.get(prefix, prefix): value for prefix, value in by_prefix.items()}
+
+    segments = segments_from_json(record["segments"])
+    return Timeline([replace(s, weights=renamed(s.weights), starts=renamed(s.starts)) for s in segments])
+
+
+def _cache_problems(plan: Plan) -> list[Problem]:
+    """Why no epoch could be shuffled later, in the middle of a run."""
+    folder = plan.config.data.cache_dir
+    assert folder is not None, "a plan with datasets has one"
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return []
+        rule = "can't be written"
+    except OSError as error:
+        rule = f"can't be made: {type(error).__name__}: {error}"
+    advice = "write data.cache_dir=FOLDER, where each epoch's order can be kept"
+    return [Problem("data.cache_dir", folder, rule, advice)]
+
+
+def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
+    data = plan.config.data
+    index = IndexedDataset(prefix).index
+    first, last = split_range(data.split, number, len(index))
+    tokens = index.tokens(first, last)
+    rule = f"split {data.split} leaves none of the {len(index)} documents of {prefix} for {SPLITS[number]}"
+    if first < last:
+        rule = f"split {data.split} leaves {tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"
+    advice = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=null"
+    return Problem("data.prefixes", data.prefixes, rule, advice)

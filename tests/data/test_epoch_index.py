@@ -1,0 +1,138 @@
+"""The order of an epoch is megatron-core's, and its files are never seen half made."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_llama.data import epoch_index
+from megatron_llama.data.epoch_index import make_epoch, open_epoch
+from megatron_llama.data.indexed_format import IndexedDataset
+from tests.data.files import numbered, write_indexed
+from tests.data.megatron import epoch_texts
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_epoch_is_cut_and_shuffled_as_megatron_does(seed: int, tmp_path: Path) -> None:
+    chooser = random.Random(seed)
+    lengths = [chooser.choice([1, 2, 3, 40, chooser.randint(1, 300)]) for _ in range(chooser.randint(20, 150))]
+    ids = iter(range(1, 60000))
+    prefix = write_indexed(tmp_path / "text", [[next(ids) for _ in range(length)] for length in lengths])
+    span, length = (chooser.randint(0, 5), len(lengths) - chooser.randint(0, 5)), chooser.randint(2, 50)
+    dataset = IndexedDataset(prefix)
+    for epoch in range(3):
+        ours = open_epoch(dataset, span, length, seed, epoch, tmp_path / "ours")
+        theirs = epoch_texts(prefix, span, length, [seed, epoch] if epoch else seed, tmp_path / f"theirs{epoch}")
+        assert [ours.text(dataset, sample).tolist() for sample in range(len(ours.order))] == theirs
+        assert len(theirs) == (sum(lengths[slice(*span)]) - 1) // length
+
+
+def test_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
+    lengths = np.full(500, 40, dtype=np.int32)
+    orders = [make_epoch(lengths, 0, 500, 32, seed, epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+    for one in range(len(orders)):
+        for other in range(one):
+            assert not np.array_equal(orders[one].documents, orders[other].documents)
+            assert not np.array_equal(orders[one].order, orders[other].order)
+
+
+def test_a_split_without_a_sequence_has_no_sample() -> None:
+    lengths = np.array([5, 6], dtype=np.int32)
+    for first, last in ((0, 0), (0, 1), (0, 2)):
+        assert len(make_epoch(lengths, first, last, 32, 1, 0).order) == 0
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> IndexedDataset:
+    return IndexedDataset(write_indexed(tmp_path / "text", numbered(200)))
+
+
+def test_files_are_made_once_and_mapped(dataset: IndexedDataset, tmp_path: Path, monkeypatch: Any) -> None:
+    cache = tmp_path / "cache"
+    first = open_epoch(dataset, (0, 160), 32, 7, 3, cache)
+    assert all(isinstance(array, np.memmap) for array in (first.documents, first.borders, first.order))
+    (folder,) = cache.glob("text-epoch3-*[!k]")
+    assert sorted(path.name for path in folder.iterdir()) == ["borders.npy", "documents.npy", "order.npy"]
+    monkeypatch.setattr(epoch_index, "make_epoch", None)  # would be called
+    again = open_epoch(dataset, (0, 160), 32, 7, 3, cache)
+    assert np.array_equal(first.order, again.order)
+    for other in ((0, 161), 32, 7, 3), ((0, 160), 31, 7, 3), ((0, 160), 32, 8, 3), ((0, 160), 32, 7, 4):
+        with pytest.raises(TypeError):  # None is not callable: it would be made
+            open_epoch(dataset, *other, cache)
+    os.utime(dataset.idx_path, (1, 1))  # another dataset was written over it
+    with pytest.raises(TypeError):
+        open_epoch(dataset, (0, 160), 32, 7, 3, cache)
+
+
+@pytest.mark.parametrize("name", ["documents.npy", "borders.npy", "order.npy"])
+def test_files_that_are_not_whole_are_made_again(dataset: IndexedDataset, tmp_path: Path, name: str) -> None:
+    open_epoch(dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    file.write_bytes(file.read_bytes()[:-8])
+    again = open_epoch(dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
+    assert all(map(np.array_equal, astuple(again), astuple(make_epoch(dataset.index.lengths, 0, 160, 32, 7, 0))))
+
+
+def test_a_failure_leaves_nothing(dataset: IndexedDataset, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(epoch_index.np, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        open_epoch(dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_many_processes_and_threads_make_it_together(
+    dataset: IndexedDataset, tmp_path: Path, locks: bool, monkeypatch: Any
+) -> None:
+    """Each of them reads whole files; with locks, one has made them."""
+    if not locks:
+
+        def refused(file: object) -> None:
+            raise OSError(37, "No locks available")
+
+        monkeypatch.setattr(epoch_index, "wait_for_lock", refused)
+    made = multiprocessing.get_context("fork").Value("i", 0)
+    make = epoch_index.make_epoch
+
+    def counted(*args: Any) -> epoch_index.Epoch:
+        with made.get_lock():
+            made.value += 1
+        return make(*args)
+
+    monkeypatch.setattr(epoch_index, "make_epoch", counted)
+    expected = make(dataset.index.lengths, 0, 160, 32, 7, 0)
+    cache, wrong = tmp_path / "cache", multiprocessing.get_context("fork").Value("i", 0)
+
+    def read() -> None:
+        for seed in (7, 8, 9, 10):
+            found = open_epoch(dataset, (0, 160), 32, seed, 0, cache)
+            if seed == 7 and not all(map(np.array_equal, astuple(found), astuple(expected))):
+                wrong.value += 1
+
+    def process() -> None:
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(wrong.value)
+
+    processes = [multiprocessing.get_context("fork").Process(target=process) for _ in range(3)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join(60)
+    assert [one.exitcode for one in processes] == [0] * 3
+    assert made.value == 4 if locks else made.value >= 4
+    assert not list(cache.glob("*.draft")) and not list(cache.glob(".*.draft"))
