@@ -1,4 +1,4 @@
-"""JSONL (plain, .gz, .zst), text folders and OSCAR to Megatron's indexed datasets.
+"""JSONL, .csv, .parquet, .arrow and text, compressed or not, to Megatron's indexed datasets.
 
     python data_prep/preprocess.py --input A.jsonl B.jsonl.zst folder/ 'glob*.json.gz' \\
         --tokenizer-model tokenizer.model --append-eod --output-prefix out/book --workers 8
@@ -17,8 +17,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 
+from data_prep.lib.input_files import TEXT_SUFFIXES
 from data_prep.lib.job import RunOptions, add_run_flags
-from data_prep.lib.sources import TEXT_SUFFIXES
 from data_prep.lib.text_set import TextOptions, make_text_set
 from megatron_llama.system.errors import UserError, run_main
 
@@ -31,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
         epilog="docs/data.md has the formats, what counts as a bad line, and what happens on every kind of failure.",
     )
     data = result.add_argument_group("input")
-    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns; .gz, .zst")
+    data.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns, - for a pipe"
+    )
     data.add_argument(
         "--json-keys", nargs="+", metavar="KEY", help="a dataset for each (default: text; content for OSCAR's own)"
     )

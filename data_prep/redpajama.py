@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from data_prep.lib.download import Item, fetch_all, parse_sums, read_text
+from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import RunOptions, cores
 from data_prep.lib.redpajama_layout import (
     URL_LIST,
@@ -33,7 +34,6 @@ from data_prep.lib.redpajama_layout import (
     subset_of,
     write_conf,
 )
-from data_prep.lib.sources import find_sources
 from data_prep.lib.text_set import TextOptions, make_text_set
 from megatron_llama.config.data_prefixes import bare_name
 from megatron_llama.system.errors import UserError, run_main
@@ -178,7 +178,7 @@ def _filter_v2(folder: str, target: Path, rules: list[Rule]) -> Path:
     if account.exists() and account.read_text().splitlines()[0] != words:
         raise UserError(f"{target} holds documents filtered by other rules: remove it, or choose another --output")
     write_atomically(account, words + "\n")
-    for source in find_sources([folder]):
+    for source in find_sources([folder]).sources:
         relative = os.path.relpath(source.path, folder)
         out = target / os.path.dirname(relative) / (bare_name(os.path.basename(relative)) + "l.zst")
         counted = out.with_name(out.name + ".counts")

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = args.split.split(",")
     if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise UserError(f"--split {args.split}: write two numbers of lines, such as 4463,1000")
-    sources = find_records(args.input, examples, print)
+    sources = find_records(args.input, examples, print).sources
     tables = {examples.is_table(source) for source in sources}
     if len(tables) > 1:
         raise UserError("--split: the input mixes tables and records")

@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep.lib.sources import Source, find_sources, read_lines
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.sources import Source, read_lines
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 
@@ -138,7 +139,10 @@ def main() -> int:
     if args.sample_mib <= 0:
         raise UserError("--sample-mib must be above 0")
     start = time.monotonic()
-    sources = find_sources(args.input)
+    found = find_sources(args.input)
+    for note in found.notes():
+        sys.stderr.write(f"note: {note}\n")
+    sources = found.sources
     # A compressed file holds about three times its bytes on disk.
     available = sum(source.size * (3 if source.compression else 1) for source in sources)
     sentences = sample_sentences(texts(sources, args.json_keys), available, int(args.sample_mib * 2**20))

@@ -26,7 +26,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.lib.sources import find_sources, read_lines
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from scripts.results import ROOT, commit, markdown_table
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(name)
         source = folder / "all.jsonl"
         with open(source, "wb") as file:  # one plain file, which every program here can read
-            lines_of_all = itertools.chain.from_iterable(map(read_lines, find_sources(args.input)))
+            lines_of_all = itertools.chain.from_iterable(map(read_lines, find_sources(args.input).sources))
             file.writelines(line + b"\n" for line in lines_of_all if line.strip())
         lines = [*_heading(args, source), *_peers(args, source, folder), *_scaling(args, source, folder)]
     print("\n".join(lines))

@@ -46,12 +46,13 @@ def identity(args: argparse.Namespace) -> Iterator[str]:
     """One line per input file, and one for all of them in one dataset."""
     import numpy as np
 
-    from data_prep.lib.sources import find_sources, read_lines
+    from data_prep.lib.input_files import find_sources
+    from data_prep.lib.sources import read_lines
     from megatron_llama.text.tokenizer import read_sentencepiece
 
     processor = read_sentencepiece(Path(args.tokenizer_model))
     everything: list[npt.NDArray] = []
-    sources = find_sources([args.input])
+    sources = find_sources([args.input]).sources
     with tempfile.TemporaryDirectory() as name:
         prefix = Path(name) / "x"
         for source in sources:

@@ -1,8 +1,9 @@
 """Cutting the input into blocks of a few MiB that any worker can take, in a fixed order.
 
 A plain file is cut by byte range: the worker that gets [start, end) reads the lines that begin in it, to their ends.
-A compressed file, or one that is a JSON array, is one stream, unpacked once, here, into slots of memory shared with the
-workers, and cut after line feeds. Where the cuts fall never shows in the output, which is all blocks joined in order.
+Parquet and Arrow are cut by their own parts. Any other file (compressed, one JSON array, .csv) is one stream, unpacked
+once, here, into slots of memory shared with the workers, and cut after line feeds. Where the cuts fall never shows in
+the output, which is all blocks joined in order.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from data_prep.lib.columnar import part_lines, part_sizes
 from data_prep.lib.json_lines import BOM
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
 from megatron_llama.system.errors import UserError
@@ -20,7 +22,7 @@ from megatron_llama.system.errors import UserError
 
 @dataclass(frozen=True)
 class Position:
-    """How far the input is done: all sources before `source`, and that one up to byte `offset` (unpacked)."""
+    """How far the input is done: all sources before `source`, and that one up to `offset`, counted as in Segment."""
 
     source: int = 0
     offset: int = 0
@@ -28,7 +30,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of one source: the lines that begin in [start, end), offsets counted in unpacked bytes."""
+    """A part of one source: the lines that begin in [start, end), offsets counted in unpacked bytes of lines; of a
+    source in parts, the parts [start, end)."""
 
     source: int
     start: int
@@ -40,7 +43,9 @@ class Segment:
     inline: bytes | None = None
     """the bytes themselves, where they are more than a slot holds"""
     disk_end: int = 0
-    """bytes on disk that are behind the segment's end; for the progress bar"""
+    """bytes of the source on disk up to the segment's end; for the progress bar"""
+    size: int = 0
+    """about how many bytes a worker has to read"""
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,18 @@ def cut_blocks(
         offset = begin.offset if index == begin.source else 0
         if source.is_stream:
             segments = _cut_stream(source, index, offset, slots, max_line)
+        elif source.in_parts:
+            segments = _cut_parts(source, index, offset, block_bytes)
         else:
             segments = _cut_plain(source, index, offset, block_bytes)
         for segment in segments:
             # an unpacked block holds a slot and goes out at once; what is on disk can wait for company
             on_disk = segment.slot is None and segment.inline is None
-            if waiting and (not on_disk or waiting_bytes + segment.end - segment.start > block_bytes):
+            if waiting and (not on_disk or waiting_bytes + segment.size > block_bytes):
                 yield Block(number, waiting)
                 number, waiting, waiting_bytes = number + 1, [], 0
             waiting.append(segment)
-            waiting_bytes += segment.end - segment.start
+            waiting_bytes += segment.size
             if not on_disk:
                 yield Block(number, waiting)
                 number, waiting, waiting_bytes = number + 1, [], 0
@@ -110,11 +117,26 @@ def cut_blocks(
 def _cut_plain(source: Source, index: int, offset: int, block_bytes: int) -> Iterator[Segment]:
     if source.is_text or not source.size:
         if offset < max(1, source.size):
-            yield Segment(index, 0, max(1, source.size), disk_end=source.size)
+            yield Segment(index, 0, max(1, source.size), disk_end=source.size, size=source.size)
         return
     for start in range(offset, source.size, block_bytes):
         end = min(start + block_bytes, source.size)
-        yield Segment(index, start, end, disk_end=end)
+        yield Segment(index, start, end, disk_end=end, size=end - start)
+
+
+def _cut_parts(source: Source, index: int, offset: int, block_bytes: int) -> Iterator[Segment]:
+    sizes = part_sizes(source.file, source.kind)
+    total = max(1, sum(sizes))
+    start, done = offset, sum(sizes[:offset])
+    while start < max(1, len(sizes)):
+        end, size = start + 1, sum(sizes[start : start + 1])
+        while end < len(sizes) and size + sizes[end] <= block_bytes:
+            size += sizes[end]
+            end += 1
+        done += size
+        # a source without parts still passes, so that the position moves behind it
+        yield Segment(index, start, end, disk_end=source.size * done // total, size=size)
+        start = end
 
 
 def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[Segment]:
@@ -196,6 +218,8 @@ def segment_lines(segment: Segment, source: Source, slots: Slots, max_line: int)
         data = segment.inline
     elif segment.slot is not None:
         data = slots.get(segment.slot, segment.length)
+    elif source.in_parts:
+        return [line[: max_line + 1] for line in part_lines(source.file, source.kind, segment.start, segment.end)]
     else:
         data = _read_range(source, segment, max_line)
     if segment.start == 0:
@@ -211,7 +235,7 @@ def segment_lines(segment: Segment, source: Source, slots: Slots, max_line: int)
 def _read_range(source: Source, segment: Segment, max_line: int) -> bytes:
     """From the first line that begins in the segment to the end of the last."""
     try:
-        with open(source.path, "rb", buffering=0) as file:
+        with open(source.file, "rb", buffering=0) as file:
             if source.is_text:
                 return file.read(min(source.size, max_line + 1))
             before = min(1, segment.start)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from data_prep.lib.blocks import Block, Segment, Slots, segment_lines
+from data_prep.lib.csv_records import bad_columns
 from data_prep.lib.job import BadRecord, Chat, Job, Result
 from data_prep.lib.json_lines import parse_line, parse_object, parse_text
 from data_prep.lib.record_formats import turns_of
@@ -57,6 +58,8 @@ class BlockEncoder(ABC, Generic[Document]):
                 try:
                     if len(line) > max_line:
                         raise Bad("line_too_long", f"more than {max_line:,} bytes")
+                    if source.kind == "csv" and (wrong := bad_columns(line)):
+                        raise Bad("bad_columns", wrong)
                     documents.append(self.parse(line, segment, result))
                 except Bad as bad:
                     raw = line[: BadRecord.KEEP_BAD_BYTES]

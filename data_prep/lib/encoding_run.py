@@ -60,8 +60,8 @@ class EncodingRun:
             worker = ExampleEncoder(job, self.encoder, slots, job.chat)
         position = self.ledger.position
         done = self.disk_before[position.source]
-        if position.source < len(job.sources) and not job.sources[position.source].is_stream:
-            done += position.offset  # a stream's offset is unpacked bytes, and it is unpacked from its start again
+        if position.source < len(job.sources) and job.sources[position.source].kind == "lines":
+            done += 0 if job.sources[position.source].is_stream else position.offset  # else it is no byte on disk
         with handling((signal.SIGINT, signal.SIGTERM), self._note_signal), Pool(options.workers, worker) as pool:
             blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes)
             progress = Progress(self.disk_before[-1], done)
@@ -79,8 +79,7 @@ class EncodingRun:
         for record in result.bad:
             source = self.job.sources[block.segments[record.segment].source]
             line = self.ledger.line_before(block, record.segment, result) + record.line + 1
-            unit = "record" if source.is_array else "line"
-            where = source.path if source.is_text else f"{source.path}, {unit} {line}"
+            where = source.path if source.is_text else f"{source.path}, {source.unit} {line}"
             if self.options.on_bad_line == "error":
                 raise UserError(
                     f"{where}: {record.reason}: {record.detail}. Nothing was written. "
@@ -121,6 +120,9 @@ class EncodingRun:
                 f"{self.options.folder / name}: {ledger.documents_read:,} documents = {counts.written:,} written "
                 f"+ {counts.empty:,} empty + {ledger.documents_skipped:,} skipped; {counts.tokens:,} tokens"
             )
+        if self.job.not_taken:
+            taken, others = len(self.job.sources), len(self.job.not_taken)
+            lines.append(f"{taken + others:,} files found = {taken:,} taken + {others:,} not taken")
         if ledger.skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
             lines.append(f"skipped: {reasons}; see {quarantine_file(self.options.folder, self.workspace.names)}")

@@ -33,6 +33,8 @@ class RunOptions:
     """A longer line is a bad line."""
     workers: int = field(default_factory=cores)
     """Processes that encode."""
+    allow_empty: bool = False
+    """An input without a document is an empty dataset, rather than a mistake."""
     overwrite: bool = False
     """Replace an output that was made with other options."""
     checkpoint_seconds: float = 5.0
@@ -74,6 +76,7 @@ def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup
     data.add_argument(
         "--max-line-mib", type=float, default=RunOptions.max_line_mib, help="a longer line is a bad line (default 64)"
     )
+    data.add_argument("--allow-empty", action="store_true", help="take an input without a document for an empty one")
     output.add_argument("--output-prefix", required=True, metavar="PATH", help=f"writes {writes}")
     output.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
     output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
@@ -118,6 +121,8 @@ class Job:
     append_eod: bool = False
     chat: Chat | None = None
     """For a fine-tuning set: how records become examples."""
+    not_taken: Mapping[str, str] = field(default_factory=dict)
+    """Files that were found in folders and patterns and are no sources: path to reason."""
 
     def names(self, prefix: str) -> list[str]:
         """The outputs' names without their folder."""

@@ -70,6 +70,10 @@ def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[
             workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
             say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
         raise
+    if not (run.ledger.documents_read or options.allow_empty or job.chat is not None):
+        workspace.remove()
+        files = "the one file" if len(job.sources) == 1 else f"all {len(job.sources):,} files"
+        raise UserError(f"the input holds no document: {files} of it are empty; --allow-empty makes a dataset of that")
     if job.chat is not None and not run.ledger.keys[0].written:
         workspace.remove()
         counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(run.ledger.skipped.items()))
@@ -168,6 +172,9 @@ def _manifest(run: EncodingRun, wanted: dict[str, Any], key: int, dtype: str) ->
         "eod": encoder.tokenizer.end if job.append_eod else None,
         "encoder": encoder.name,
         "options": wanted,
+        "files_found": len(job.sources) + len(job.not_taken),
+        "files_taken": len(job.sources),
+        "files_not_taken": {os.path.abspath(path): reason for path, reason in job.not_taken.items()},
         "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
         "quarantine": quarantine_file(Path(), run.workspace.names).name if ledger.skipped else None,
     }

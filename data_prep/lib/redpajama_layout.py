@@ -12,8 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from data_prep.lib.input_files import find_sources
 from data_prep.lib.json_lines import loads
-from data_prep.lib.sources import Source, find_sources, read_lines
+from data_prep.lib.sources import Source, read_lines
 from megatron_llama.config.data_prefixes import RECORD_SUFFIXES, bare_name
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open, write_atomically
@@ -152,7 +153,7 @@ def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str
     signals_file = signals_path(source.path)
     import zstandard
 
-    files = (source, *find_sources([signals_file]))
+    files = (source, *find_sources([signals_file]).sources)
     pairs = zip_longest(*((line for line in read_lines(one) if line.strip()) for one in files))
     with atomic_open(target) as packed, zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as file:
         for number, (line, signals) in enumerate(pairs):

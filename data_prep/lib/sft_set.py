@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.lib.input_files import Found, find_sources
 from data_prep.lib.job import Chat, Job, RunOptions
 from data_prep.lib.make_dataset import make_dataset
-from data_prep.lib.sources import Source, find_sources, with_array
+from data_prep.lib.sources import Source, with_array
 from data_prep.lib.split_lines import header_of
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, is_table
 from megatron_llama.system.errors import UserError
@@ -64,19 +65,19 @@ def make_sft_set(
         MachineError: the disk is full, a worker was killed.
         Stopped: a signal came; the same call goes on.
     """
-    sources = find_records(inputs, examples, say)
-    chat = chat_of(examples, sources)
-    job = Job(sources, KEYS, options.max_line, chat=chat)
+    found = find_records(inputs, examples, say)
+    chat = chat_of(examples, found.sources)
+    job = Job(found.sources, KEYS, options.max_line, chat=chat, not_taken=found.not_taken)
     return make_dataset(job, options, Encoder(chat.tokenizer), say)
 
 
-def find_records(inputs: Sequence[str], examples: ExampleOptions, say: Callable[[str], None]) -> list[Source]:
+def find_records(inputs: Sequence[str], examples: ExampleOptions, say: Callable[[str], None]) -> Found:
     """The input's files. Raises UserError."""
-    left_out: list[str] = []
-    sources = find_sources(inputs, text_suffixes=(), left_out=left_out, arrays=True)
-    for path in left_out:
-        say(f"{path} is left out: it is one JSON value, and no list of records")
-    return [source if examples.is_table(source) else with_array(source) for source in sources]
+    found = find_sources(inputs, text_suffixes=(), arrays=True, tables=examples.template is not None)
+    for note in found.notes():
+        say(note)
+    found.sources = [source if examples.is_table(source) else with_array(source) for source in found.sources]
+    return found
 
 
 def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:

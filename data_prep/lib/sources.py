@@ -1,34 +1,42 @@
-"""Input files: finding them, and reading them as plain bytes whatever their compression.
+"""An input file, and its records as lines of bytes, whatever its format and compression.
 
-The compression is recognised by the first bytes, never by the name: RedPajama's common_crawl is zstd although its
-names end in .json.gz. A compressed file that ends early is an error, always: what was in the rest is unknown.
+What a file is, its first bytes say: RedPajama's common_crawl is zstd although its names end in .json.gz. The name is
+asked only where the bytes can't tell, for .csv and text.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import importlib
-import json
 import os
-import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+import stat
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
 
+from data_prep.lib.columnar import is_columnar, part_lines, part_sizes
+from data_prep.lib.csv_records import row_lines
 from data_prep.lib.json_array import element_lines
 from data_prep.lib.json_lines import BOM
-from megatron_llama.config.data_prefixes import COMPRESSION_SUFFIXES, RECORD_SUFFIXES, bare_name
+from data_prep.lib.pipes import is_pipe, stored
+from data_prep.lib.unpack import compression_of, unpack
+from megatron_llama.config.data_prefixes import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, bare_name
 from megatron_llama.system.errors import UserError
 
-TEXT_SUFFIXES = (".txt",)
-# Small enough that one piece of a well-compressed file does not become hundreds of megabytes.
-READ_BYTES = 1 << 17
-ONE_VALUE_MAX_BYTES = 4 << 20
-# Files packed with a longer window (zstd --long) need that much memory to unpack.
-ZSTD_MAX_WINDOW = 1 << 27
+PIECE_BYTES = 1 << 17
+LARGEST_PART = 1 << 28
+"""Unpacked bytes of a row group that a worker may take whole; a file with a larger one is read as one stream."""
+UNITS = {"text": "file", "array": "record", "csv": "row", "parquet": "row", "arrow": "row"}
+_NOT_READ = {
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"\x04\x22\x4d\x18": "lz4: unpack it, or pack it with zstd",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"ORC": "an ORC file: write it as parquet",
+    b"Obj\x01": "an Avro file: write it as parquet",
+    b"\xff\xfe": "UTF-16: convert it (iconv -t utf-8)",
+    b"\xfe\xff": "UTF-16: convert it (iconv -t utf-8)",
+    b"version https://git-lfs": "a pointer of git-lfs: its content was not fetched (git lfs pull)",
+}
+_HEAD_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -40,179 +48,140 @@ class Source:
     """bytes on disk"""
     mtime_ns: int
     compression: str
-    """"", "gzip" or "zstd" """
-    is_text: bool
-    """the whole file is one document, rather than one record a line"""
-    is_array: bool = False
-    """the file is one JSON array, read as one element a line"""
+    """"", "gzip", "zstd", "xz" or "bz2" """
+    kind: str = "lines"
+    """"lines": a record a line; "text": the whole file is one document; "array": one JSON array; "csv"; "parquet";
+    "arrow". Records of the last four are read as JSON lines."""
+    in_parts: bool = False
+    """of parquet and arrow: whether workers take its parts on their own"""
+    stored_at: str | None = None
+    """of a pipe: the file that took its bytes"""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the whole file is one document."""
+        return self.kind == "text"
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the file is one JSON array."""
+        return self.kind == "array"
 
     @property
     def is_stream(self) -> bool:
         """Whether its lines can only be found from its beginning on."""
-        return bool(self.compression) or self.is_array
+        return not self.in_parts and (bool(self.compression) or self.kind not in ("lines", "text"))
+
+    @property
+    def file(self) -> str:
+        """What to open; ``path`` is what to call it."""
+        return self.stored_at or self.path
+
+    @property
+    def unit(self) -> str:
+        """What its records are called in messages."""
+        return UNITS.get(self.kind, "line")
 
 
-def find_sources(
-    patterns: Sequence[str],
-    text_suffixes: Sequence[str] = TEXT_SUFFIXES,
-    left_out: list[str] | None = None,
-    arrays: bool = False,
-) -> list[Source]:
-    """The input files of the command line, in its order; folders and patterns are sorted by path.
-
-    In a folder, .jsonl, .json, .ndjson and .txt files are taken, compressed or not, at any depth. What is plainly no
-    list of records there goes to `left_out`: a manifest of several lines, a text file beside files of records. With
-    `arrays` a JSON array over several lines is a list of records.
+def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
+    """What the file is. A pipe is read to its end.
 
     Raises:
-        UserError: something is not there, can't be read, or no file is left.
+        UserError: it can't be read, is no kind of file that is read here, or is damaged in a way that shows at once.
     """
-    sources: list[Source] = []
-    seen: set[str] = set()
-    for pattern in patterns:
-        paths = _expand(pattern, tuple(text_suffixes))
-        texts = {path for path in paths if bare_name(path).endswith(tuple(text_suffixes))}
-        has_records = os.path.isdir(pattern) and len(texts) < len(paths)
-        for path in paths:
-            if (has_records and path in texts) or (path != pattern and _is_one_value(path, arrays)):
-                if left_out is not None:
-                    left_out.append(path)
-                continue
-            real = os.path.realpath(path)
-            if real in seen:
-                raise UserError(f"{path} is named twice in --input: its documents would count twice")
-            seen.add(real)
-            sources.append(_inspect(path, tuple(text_suffixes)))
-    return sources
-
-
-def _expand(pattern: str, text_suffixes: tuple[str, ...]) -> list[str]:
-    if os.path.isdir(pattern):
-        wanted = RECORD_SUFFIXES + text_suffixes
-        paths = [
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(pattern, followlinks=True)
-            for name in names
-            if not name.startswith(".") and bare_name(name).endswith(wanted)
-        ]
-        if not paths:
-            raise UserError(f"the folder {pattern} holds no {', '.join(wanted)} file (compressed or not)")
-        return sorted(paths)
-    if os.path.exists(pattern):
-        return [pattern]
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    if not paths:
-        raise UserError(f"there is no file {pattern}" + (" (nothing matches)" if glob.has_magic(pattern) else ""))
-    return paths
-
-
-def _is_one_value(path: str, arrays: bool) -> bool:
-    """Whether a small .json file is one JSON value over several lines: a manifest or a configuration."""
-    if not path.lower().endswith(".json") or os.path.getsize(path) > ONE_VALUE_MAX_BYTES:
-        return False
-    with open(path, "rb") as file:
-        data = file.read().strip()
-    if b"\n" not in data:
-        return False
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return not (arrays and isinstance(value, list))
-
-
-def _inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
-    try:
-        with open(path, "rb") as file:
+        status = os.stat(path)
+        pipe = stored(path) if is_pipe(status) else None
+        if pipe is None and not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is neither a file, a folder nor a pipe")
+        with open(pipe.path if pipe else path, "rb") as file:
             status = os.fstat(file.fileno())
-            head = file.read(4)
+            head = file.read(_HEAD_BYTES)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
-    compression = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head == b"\x28\xb5\x2f\xfd" else ""
+    if what := not_read(head):
+        raise UserError(f"{path} is {what}")
+    compression = compression_of(head)
+    kind = _kind(path, head, compression, text_suffixes)
+    source = Source(path, status.st_size, status.st_mtime_ns, compression, kind)
+    if pipe is not None:
+        source = replace(source, mtime_ns=pipe.identity, stored_at=pipe.path)
+    if kind in ("parquet", "arrow"):
+        source = replace(source, in_parts=max(part_sizes(source.file, kind), default=0) <= LARGEST_PART)
+    return source
+
+
+def _kind(path: str, head: bytes, compression: str, text_suffixes: tuple[str, ...]) -> str:
+    """``Source.kind``. Raises UserError where name and first bytes contradict each other."""
+    if kind := is_columnar(head):
+        return kind
+    name = bare_name(path)
+    if name.endswith(COLUMNAR_SUFFIXES):
+        if compression:
+            raise UserError(f"{path} is compressed as a whole: unpack it; such files compress their own pages")
+        raise UserError(f"{path} is cut off, damaged or no such file: it starts with {head[:8]!r}")
     is_json = head.lstrip(BOM + b" \t\r\n")[:1] in (b"{", b"[", b"")
     if not (compression or is_json) and path.lower().endswith(COMPRESSION_SUFFIXES):
-        raise UserError(f"{path} is neither gzip nor zstd, whatever its name says: it starts with {head!r}")
-    return Source(path, status.st_size, status.st_mtime_ns, compression, bare_name(path).endswith(text_suffixes))
+        kinds = ", ".join(end[1:] for end in COMPRESSION_SUFFIXES)
+        raise UserError(f"{path} is none of {kinds}, whatever its name says: it starts with {head[:8]!r}")
+    return "text" if name.endswith(text_suffixes) else "csv" if name.endswith(CSV_SUFFIXES) else "lines"
+
+
+def not_read(head: bytes) -> str | None:
+    """What a file is that is not read here, by its first bytes, and what to do with it."""
+    return next((what for magic, what in _NOT_READ.items() if head.startswith(magic)), None)
 
 
 def with_array(source: Source) -> Source:
     """The source, read as one JSON array where its first byte, white space aside, says that it is one."""
+    if source.kind != "lines":
+        return source
     with contextlib.closing(_unpacked_pieces(source)) as pieces:
         for number, (piece, _) in enumerate(pieces):
             head = (piece if number else piece.removeprefix(BOM)).lstrip()
             if head:
-                return replace(source, is_array=head.startswith(b"["))
+                return replace(source, kind="array") if head.startswith(b"[") else source
     return source
 
 
 def read_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
-    """The source's bytes, unpacked, in pieces, each with the number of bytes on disk read so far.
+    """The source's lines, unpacked, in pieces, each with the number of bytes on disk read so far.
 
     Raises:
-        UserError: a compressed stream is damaged or cut off, or a JSON array is.
+        UserError: a file that is not plain lines is damaged or cut off.
     """
+    if source.kind in ("parquet", "arrow"):
+        return _columnar_pieces(source)
     pieces = _unpacked_pieces(source)
-    return element_lines(source.path, pieces) if source.is_array else pieces
+    if source.kind == "array":
+        return element_lines(source.path, pieces)
+    return row_lines(source.path, pieces) if source.kind == "csv" else pieces
+
+
+def _columnar_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
+    sizes = part_sizes(source.file, source.kind)
+    done, total = 0, max(1, sum(sizes))
+    for number, part in enumerate(sizes):
+        held: list[bytes] = []
+        size = passed = 0
+        for line in part_lines(source.file, source.kind, number, number + 1):
+            held += (line, b"\n")
+            size += len(line) + 1
+            if size >= PIECE_BYTES:
+                passed += size
+                yield b"".join(held), source.size * (done + min(part, passed)) // total
+                held, size = [], 0
+        done += part
+        if held:
+            yield b"".join(held), source.size * done // total
 
 
 def _unpacked_pieces(source: Source) -> Generator[tuple[bytes, int], None, None]:
-    with open(source.path, "rb") as file:
+    with open(source.file, "rb") as file:
         if source.compression:
-            yield from _unpack(source, file)
+            yield from unpack(source.path, source.compression, file)
         while piece := file.read(1 << 20):  # nothing is left of a compressed file
             yield piece, file.tell()
-
-
-def _unpack(source: Source, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Unpacks all frames of zstd, or all members of gzip, between and after which zeros are padding.
-
-    By hand, because zstandard's stream reader takes a file that is cut off for a shorter one.
-    """
-    path, kind = source.path, source.compression
-    new, errors = _decompressor(path, kind)
-    position = unpacked = 0
-    frame: Any = None
-    packed = b""
-    while True:
-        if not packed:
-            packed = file.read(READ_BYTES)
-            position += len(packed)
-            if not packed:
-                break
-        if frame is None:
-            packed = packed.lstrip(b"\0") if kind == "gzip" else packed
-            if not packed:
-                continue
-            frame = new()
-        try:
-            piece = frame.decompress(packed)
-        except errors as error:
-            raise UserError(f"{path}: damaged {kind} data after {unpacked:,} good bytes: {error}") from None
-        packed = frame.unused_data if frame.eof else b""
-        if frame.eof:
-            frame = None
-        if piece:
-            unpacked += len(piece)
-            yield piece, position
-    if frame is not None:
-        raise UserError(
-            f"{path} is cut off: its {kind} stream ends in the middle, after {unpacked:,} unpacked bytes. "
-            "Fetch it again, or leave it out"
-        )
-
-
-def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
-    """(what makes a decompressor of one frame, the errors that it raises)"""
-    if kind == "gzip":
-        library: Any = zlib
-        with contextlib.suppress(ImportError):
-            library = importlib.import_module("isal.isal_zlib")  # twice as fast
-        return partial(library.decompressobj, 31), (library.error, zlib.error)
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"{path} is zstd: that needs the Python package zstandard (pip install zstandard)") from None
-    return zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW).decompressobj, (zstandard.ZstdError,)
 
 
 def read_lines(source: Source) -> Iterator[bytes]:
@@ -233,7 +202,9 @@ def read_lines(source: Source) -> Iterator[bytes]:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raises UserError where the file was changed since `find_sources` saw it."""
+    """Raises UserError where the file was changed since it was inspected."""
+    if source.stored_at is not None:
+        return
     status = Path(source.path).stat()
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UserError(f"{source.path} was changed while it was read: start again")

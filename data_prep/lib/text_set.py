@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from data_prep.lib.input_files import TEXT_SUFFIXES, find_sources
 from data_prep.lib.input_sample import detect_keys, sample_texts
 from data_prep.lib.job import Job, RunOptions
 from data_prep.lib.make_dataset import make_dataset
-from data_prep.lib.sources import TEXT_SUFFIXES, find_sources
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.encoders import load_encoder
 
@@ -81,13 +81,14 @@ def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], N
         Stopped: a signal came; the same call goes on.
     """
     library, model = text.tokenizer
-    left_out: list[str] = []
-    sources = find_sources(text.input, text.text_suffixes, left_out)
-    keys = text.json_keys or detect_keys(sources)
-    encoder = load_encoder(library, model, text.encoder, sample_texts(sources, keys))
+    found = find_sources(text.input, text.text_suffixes)
+    for note in found.notes():
+        sys.stderr.write(f"note: {note}\n")
+    keys = text.json_keys or detect_keys(found.sources)
+    encoder = load_encoder(library, model, text.encoder, sample_texts(found.sources, keys))
     if text.append_eod and encoder.tokenizer.end is None:
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token")
-    notes = [f"{path} is left out: no records, it seems; to take it, name it" for path in left_out]
-    for note in [*encoder.notes, *notes]:
+    for note in encoder.notes:
         sys.stderr.write(f"note: {note}\n")
-    make_dataset(Job(sources, tuple(keys), options.max_line, text.append_eod), options, encoder, say)
+    job = Job(found.sources, tuple(keys), options.max_line, text.append_eod, not_taken=found.not_taken)
+    make_dataset(job, options, encoder, say)

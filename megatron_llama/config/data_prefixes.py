@@ -9,10 +9,11 @@ from typing import Any
 from megatron_llama.config.limits import is_number
 from megatron_llama.config.settings import Config, DataConfig
 
-RECORD_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".tsv",)
+CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
+RECORD_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
 MASK_SUFFIX = "_mask"
 """Added to a fine-tuning set's prefix, it is the prefix of its loss masks."""
-COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz")
+COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz", ".xz", ".bz2")
 
 
 def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.sources import find_sources, read_lines, with_array
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import bare_name
 from megatron_llama.system.errors import UserError
@@ -77,7 +78,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
 
 def _rows(path: Path) -> Iterator[Record | None]:
     """Each record, None for one that can't be read; data_prep's readers take compressed files and JSON arrays too."""
-    for source in find_sources([str(path)], text_suffixes=(), arrays=True):
+    for source in find_sources([str(path)], text_suffixes=(), arrays=True).sources:
         if bare_name(source.path).endswith(".tsv"):
             lines = (line.decode().rstrip("\r") for line in read_lines(source))
             names = next(lines, "").split("\t")

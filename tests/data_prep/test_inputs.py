@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,17 @@ from tests.data_prep.helpers import Run, assert_refused, listing, manifest, outp
 
 zstandard = pytest.importorskip("zstandard")
 SMALL = ("--block-mib", 0.01)
+CUTS = [("gz", 0.5), ("zst", 0.5), ("xz", 0.5), ("bz2", 0.5), ("gz", 0.999), ("zst", 0.999), ("xz", 0.999)]
+PACKERS = {"gz": partial(gzip.compress, mtime=0), "xz": lzma.compress, "bz2": bz2.compress}
 
 
 def packed(path: Path, kind: str) -> Path:
     """A compressed copy, in two frames or members, as parallel compressors write them."""
     data = path.read_bytes()
     half = len(data) // 2
-    if kind == "gz":
-        target = path.with_name(path.name + ".gz")
-        target.write_bytes(gzip.compress(data[:half], mtime=0) + gzip.compress(data[half:], mtime=0))
+    if kind in PACKERS:
+        target = path.with_name(f"{path.name}.{kind}")
+        target.write_bytes(PACKERS[kind](data[:half]) + PACKERS[kind](data[half:]))
     else:
         target = path.with_name("en_head.json.gz.dedup." + path.name + ".zst")
         compressor = zstandard.ZstdCompressor()
@@ -29,8 +34,9 @@ def packed(path: Path, kind: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["plain", "gz", "zst"])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("plain", 1), ("plain", 3), ("gz", 1), ("gz", 3), ("zst", 3), ("xz", 2), ("bz2", 2)]
+)
 def test_small_blocks_and_any_number_of_workers(
     tmp_path: Path, preprocess: Run, tokenizer: Path, kind: str, workers: int
 ) -> None:
@@ -44,16 +50,20 @@ def test_small_blocks_and_any_number_of_workers(
     assert outputs(tmp_path / "x") == reference(tokenizer, texts)
 
 
-@pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
+@pytest.mark.parametrize("compression", ["", "gzip", "zstd", "xz", "bz2"])
 def test_every_block_size_gives_the_same_lines(tmp_path: Path, compression: str) -> None:
     """The cutting alone, at all block sizes from 1 byte on, resumed at every block's end."""
     from data_prep.lib.blocks import Position, Slots, cut_blocks, segment_lines
-    from data_prep.lib.sources import find_sources
+    from data_prep.lib.input_files import find_sources
 
     data = b"\n".join([b"a", b"", b"bcd", b"e" * 30, b"f\r", b"", b"gh" * 7]) + b"\nlast without a feed"
     path = tmp_path / "a.jsonl"
-    path.write_bytes({"": data, "gzip": gzip.compress(data), "zstd": zstandard.compress(data)}[compression])
-    sources = find_sources([str(path)])
+    path.write_bytes(
+        {"": bytes, "gzip": gzip.compress, "zstd": zstandard.compress, "xz": lzma.compress, "bz2": bz2.compress}[
+            compression
+        ](data)
+    )
+    sources = find_sources([str(path)]).sources
     expected = data.split(b"\n")
     for size in range(1, len(data) + 2):
         lines: list[bytes] = []
@@ -90,7 +100,12 @@ def test_folder_pattern_and_files_in_order(tmp_path: Path, preprocess: Run, toke
     )
     assert done.returncode == 0, done.stderr
     assert outputs(tmp_path / "x") == reference(tokenizer, [text for name in "bcdea" for text in texts[name]])
-    assert "manifest.json is left out" in done.stderr and "README.txt is left out" in done.stderr
+    assert "note: 2 of 7 files found are not taken" in done.stderr
+    assert "manifest.json (one JSON value" in done.stderr and "README.txt (a text beside" in done.stderr
+    assert "7 files found = 5 taken + 2 not taken" in done.stdout
+    account = manifest(tmp_path / "x")
+    assert [Path(path).name for path in account["files_not_taken"]] == ["README.txt", "manifest.json"]
+    assert account["files_found"] == account["files_taken"] + 2 == len(account["sources"]) + 2
 
 
 def test_text_folder_is_one_document_a_file(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
@@ -141,26 +156,26 @@ def test_metadata_that_only_python_reads_is_no_bad_line(tmp_path: Path, preproce
 def test_empty_files_give_an_empty_dataset(tmp_path: Path, preprocess: Run, tokenizer: Path, data: bytes) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(data))
-    done = preprocess("--input", *sorted(tmp_path.glob("*")), "--output-prefix", tmp_path / "x")
+    given = ("--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst", "--output-prefix", tmp_path / "out/x")
+    assert_refused(preprocess(*given), "holds no document", "--allow-empty")
+    assert listing(tmp_path / "out") == []
+    done = preprocess(*given, "--allow-empty")
     assert done.returncode == 0, done.stderr
-    assert outputs(tmp_path / "x") == reference(tokenizer, [])
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, [])
 
 
-@pytest.mark.parametrize(("kind", "where"), [("gz", 0.5), ("zst", 0.5), ("gz", 0.999), ("zst", 0.999)])
-@pytest.mark.parametrize("mode", ["error", "skip"])
-def test_a_cut_off_compressed_file_is_refused(
-    tmp_path: Path, preprocess: Run, kind: str, where: float, mode: str
-) -> None:
+@pytest.mark.parametrize(("kind", "where"), CUTS)
+def test_a_cut_off_compressed_file_is_refused(tmp_path: Path, preprocess: Run, kind: str, where: float) -> None:
     """Also with skip: what was in the rest is unknown, so the account of documents could not add up."""
     path = packed(write_jsonl(tmp_path / "a.jsonl", some_texts(300)), kind)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * where)])
-    done = preprocess("--input", path, "--output-prefix", tmp_path / "out/x", "--on-bad-line", mode, workers=2)
+    done = preprocess("--input", path, "--output-prefix", tmp_path / "out/x", "--on-bad-line", "skip", workers=2)
     assert_refused(done, path.name, "cut off")
     assert listing(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("kind", ["gz", "zst", "xz", "bz2"])
 def test_a_damaged_compressed_file_is_refused(tmp_path: Path, preprocess: Run, kind: str) -> None:
     path = packed(write_jsonl(tmp_path / "a.jsonl", some_texts(300)), kind)
     data = bytearray(path.read_bytes())
@@ -178,9 +193,9 @@ def test_wrong_inputs_are_refused(tmp_path: Path, preprocess: Run) -> None:
     for given, words in [
         ([tmp_path / "none.jsonl"], ["there is no file"]),
         ([tmp_path / "none*.jsonl"], ["nothing matches"]),
-        ([tmp_path / "empty"], ["holds no"]),
+        ([tmp_path / "empty"], ["holds no file to take"]),
         ([source, source], ["twice"]),
-        ([tmp_path / "b.jsonl.gz"], ["neither gzip nor zstd"]),
+        ([tmp_path / "b.jsonl.gz"], ["none of zst, zstd, gz, xz, bz2"]),
     ]:
         assert_refused(preprocess("--input", *given, "--output-prefix", tmp_path / "out/x"), *words)
     assert listing(tmp_path / "out") == []

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from data_prep import sft
+from data_prep.lib.input_files import find_sources
 from data_prep.lib.json_array import element_lines
-from data_prep.lib.sources import find_sources, with_array
+from data_prep.lib.sources import with_array
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import BAD_LINES, GOOD, read
 
@@ -52,10 +53,11 @@ def test_what_is_bad_stays_bad() -> None:
 def test_an_indented_array_in_a_folder_is_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "set.json").write_text("[\n {}\n]")
     (tmp_path / "about.json").write_text("{\n}")
-    left_out: list[str] = []
-    (found,) = find_sources([str(tmp_path)], text_suffixes=(), left_out=left_out, arrays=True)
-    assert with_array(found).is_array and left_out == [str(tmp_path / "about.json")]
-    assert find_sources([str(tmp_path)]) == []  # preprocess.py's rule stays
+    found = find_sources([str(tmp_path)], text_suffixes=(), arrays=True)
+    assert [with_array(source).is_array for source in found.sources] == [True]
+    assert list(found.not_taken) == [str(tmp_path / "about.json")]
+    with pytest.raises(UserError, match="one JSON value"):  # preprocess.py's rule stays
+        find_sources([str(tmp_path)])
 
 
 def prepare(folder: Path, source: Path, prefix: Path, *more: str) -> None:

@@ -182,9 +182,10 @@ def test_redpajama_mini_is_identical_in_every_subset(tmp_path: Path) -> None:
     folder = SHARED / "redpajama_mini"
     if not folder.exists():
         pytest.skip("the folder shared/ beside the repository is not here")
-    from data_prep.lib.sources import find_sources, read_lines
+    from data_prep.lib.input_files import find_sources
+    from data_prep.lib.sources import read_lines
 
-    for source in find_sources([str(folder)]):
+    for source in find_sources([str(folder)]).sources:
         texts: list[str] = []
         for line in read_lines(source):
             texts.append(json.loads(line)["text"])

@@ -1,0 +1,265 @@
+"""Parquet, Arrow, .csv and pipes give what the same records in a .jsonl give; damaged files never pass."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import preprocess
+from data_prep.lib import columnar, sources
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.sources import read_lines
+from megatron_llama.system.errors import UserError
+from tests.data_prep.columns import write_arrow, write_parquet
+from tests.data_prep.helpers import command, listing, manifest, outputs, reference, some_texts, write_jsonl
+
+pa = pytest.importorskip("pyarrow", reason="an extra")
+import pyarrow.parquet as pq  # noqa: E402
+
+Records = list[dict[str, Any]]
+Make = Callable[..., int]
+TEXTS = [text.replace("\r", "") for text in some_texts(120)] + ["long " * 3000, 'a "quoted", one\nof two lines', ""]
+RECORDS: Records = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+
+
+def write_csv(path: Path, records: Records) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["id", "text"])
+        writer.writeheader()
+        writer.writerows(records)
+    return path
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "csv": lambda folder: write_csv(folder / "a.csv", RECORDS),
+    "csv.gz": lambda folder: zipped(write_csv(folder / "a.csv", RECORDS)),
+    "parquet": lambda folder: write_parquet(folder / "a.parquet", RECORDS),
+    "arrow stream": lambda folder: write_arrow(folder / "a.arrow", RECORDS),
+    "arrow file": lambda folder: write_arrow(folder / "a.arrow", RECORDS, stream=False),
+}
+
+
+def zipped(path: Path) -> Path:
+    packed = path.with_name(path.name + ".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    return packed
+
+
+@pytest.fixture
+def make(tokenizer: Path, tmp_path: Path) -> Make:
+    """preprocess.py in this process, writing out/x below tmp_path with blocks of 10 KiB."""
+
+    def run(*given: object, workers: int = 1, prefix: str = "out/x") -> int:
+        common = ["--tokenizer-model", tokenizer, "--append-eod", "--block-mib", 0.01, "--workers", workers]
+        return preprocess.main([*map(str, ["--output-prefix", tmp_path / prefix, *common, "--input", *given])])
+
+    return run
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_each_kind_is_its_records(tmp_path: Path, make: Make, tokenizer: Path, kind: str) -> None:
+    path = WRITERS[kind](tmp_path)
+    assert make(path, workers=2) == 0
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, TEXTS)
+    found = manifest(tmp_path / "out/x")
+    assert found["documents_read"] == len(TEXTS) == found["documents_written"] + found["documents_empty"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow stream", "csv"])
+def test_every_block_is_a_place_to_go_on(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As blocks are cut, so are checkpoints: from each, the rest is exactly what had not come. Also for parquet with a
+    row group that is too large for a worker, which is one stream."""
+    from data_prep.lib.blocks import Position, Slots, cut_blocks, segment_lines
+
+    path = WRITERS[kind](tmp_path)
+    expected = list(read_lines(find_sources([str(path)]).sources[0]))
+    assert [json.loads(line)["text"] for line in expected] == TEXTS
+
+    def lines_from(position: Position, size: int) -> list[tuple[Position, list[bytes]]]:
+        slots, found = Slots(1000, size), find_sources([str(path)]).sources
+        return [
+            (Position(one.source, one.end), segment_lines(one, found[one.source], slots, 1 << 20))
+            for block in cut_blocks(found, position, slots, 1 << 20, size)
+            for one in block.segments
+        ]
+
+    for largest in (sources.LARGEST_PART, 1):
+        monkeypatch.setattr(sources, "LARGEST_PART", largest)
+        for size in (100, 3000, 1 << 20):
+            segments, done = lines_from(Position(), size), 0
+            assert len(segments) > 1 or size == 1 << 20
+            for position, lines in segments:
+                done += len(lines)
+                rest = [line for _, more in lines_from(position, size) for line in more]
+                assert rest == expected[done:], (largest, size, position)
+
+
+def test_a_large_parquet_is_shared_and_a_kill_costs_little(tmp_path: Path, tokenizer: Path) -> None:
+    from tests.data_prep.helpers import killer
+
+    path = write_parquet(tmp_path / "a.parquet", RECORDS)
+    args = ["--input", path, "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer, "--append-eod"]
+    args += ["--workers", 2, "--block-mib", 0.01, "--checkpoint-seconds", 0]
+    script = killer("encoding_run.EncodingRun", "_take", 6)
+    killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, timeout=100)
+    assert killed.returncode == -9, killed.stderr
+    done = subprocess.run(command("preprocess.py", *args), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "going on after" in done.stdout, done.stderr
+    assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
+
+
+def test_bad_rows_have_reasons_and_numbers(tmp_path: Path, make: Make, tokenizer: Path) -> None:
+    wide = tmp_path / "a.csv"
+    wide.write_bytes(b'id,text\n1,good\n2\n3,caf\xe9\n4,"one, two",more\n\n5,"last ""one"""\n')
+    text = pa.array([b"fine", None, b"caf\xe9", "é".encode(), b'"\xff\n"']).cast(pa.binary())
+    view = pa.StringArray.from_buffers(5, text.buffers()[1], text.buffers()[2], text.buffers()[0])
+    pq.write_table(pa.table({"text": view}), tmp_path / "b.parquet", row_group_size=2)
+    other = write_parquet(tmp_path / "c.parquet", [{"body": "no text"}, {"body": "none"}])
+    with pytest.raises(UserError, match=r"a\.csv, row 2: bad_columns: 1 cells"):
+        make(wide)
+    with pytest.raises(UserError, match=r"b\.parquet, row 2: null_text"):
+        make(tmp_path / "b.parquet")
+    assert make(wide, tmp_path / "b.parquet", other, "--on-bad-line", "skip") == 0
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, ["good", 'last "one"', "fine", "é"])
+    found = manifest(tmp_path / "out/x")
+    assert found["skipped"] == {"bad_columns": 2, "bad_utf8": 3, "missing_text": 2, "null_text": 1}
+    assert found["documents_read"] == 12
+    kept = [json.loads(one) for one in (tmp_path / "out" / found["quarantine"]).read_bytes().splitlines()]
+    assert [(Path(one["file"]).name[0], one["line"], one["reason"]) for one in kept] == [
+        *(("a", 2, "bad_columns"), ("a", 3, "bad_utf8"), ("a", 4, "bad_columns")),
+        *(("b", 2, "null_text"), ("b", 3, "bad_utf8"), ("b", 5, "bad_utf8")),
+        *(("c", 1, "missing_text"), ("c", 2, "missing_text")),
+    ]
+
+
+def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    path.write_bytes(change(path.read_bytes()))
+    return path
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "csv with an open quote": (
+        lambda d: damaged(d / "a.csv", lambda _: b'id,text\n1,fine\n2,"never closed\n3,x\n'),
+        "row 2 .*unexpected end of data",
+    ),
+    "csv with text after a quote": (
+        lambda d: damaged(d / "a.csv", lambda _: b'id,text\n1,"a" b\n2,"c"\n'),
+        r"a\.csv, row 1 .*expected after",
+    ),
+    "csv with semicolons": (lambda d: damaged(d / "a.csv", lambda _: b"id;text\n1;a\n"), "holds no comma"),
+    "csv in Latin-1": (lambda d: damaged(d / "a.csv", lambda _: b"id,text\xe9\n1,a\n"), "header is no UTF-8"),
+    "csv in UTF-16": (lambda d: damaged(d / "a.csv", lambda _: "id,text\n1,a\n".encode("utf-16")), "UTF-16"),
+    "csv with a name twice": (lambda d: damaged(d / "a.csv", lambda _: b"text,text\na,b\n"), "'text' twice"),
+    "parquet cut off": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:-200]), r"a\.parquet: damaged parquet"),
+    "parquet without its end": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[: len(b) // 2]), "damaged"),
+    "parquet with damaged pages": (
+        lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:600] + bytes(3000) + b[3600:]),
+        r"a\.parquet: damaged parquet",
+    ),
+    "parquet by name only": (lambda d: damaged(d / "a.parquet", lambda _: b'{"text": "a"}\n'), "no such file"),
+    "parquet in gzip": (lambda d: zipped(WRITERS["parquet"](d)), "compressed as a whole"),
+    "a pointer of git-lfs": (
+        lambda d: damaged(d / "a.parquet", lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        "git lfs pull",
+    ),
+    "arrow stream without its end": (lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[:-8]), "cut off"),
+    "arrow stream cut in a batch": (
+        lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[: len(b) // 2] + columnar.STREAM_END),
+        "damaged arrow",
+    ),
+    "arrow file cut off": (lambda d: damaged(WRITERS["arrow file"](d), lambda b: b[:-9]), "damaged arrow"),
+    "zip": (lambda d: damaged(d / "a.jsonl", lambda _: b"PK\x03\x04 and more"), "a zip archive: unpack it"),
+    "xz by name only": (lambda d: damaged(d / "a.jsonl.xz", lambda _: b"\x00\x01\x02\x03"), "whatever its name says"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_files_are_named(tmp_path: Path, make: Make, kind: str) -> None:
+    """In both modes: after the damage nothing could be counted."""
+    write, words = DAMAGED[kind]
+    for name in ("a.csv", "a.parquet", "a.jsonl", "a.jsonl.xz"):
+        (tmp_path / name).touch()
+    path = write(tmp_path)
+    with pytest.raises(UserError, match=words) as refused:
+        make(path, "--on-bad-line", "skip")
+    assert path.name in str(refused.value) and listing(tmp_path / "out") == []
+
+
+def test_without_pyarrow_the_command_is_named(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = WRITERS["parquet"](tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pip install 'megatron_llama\[parquet\]'"):
+        make(path)
+    assert make(write_jsonl(tmp_path / "b.jsonl", ["a"])) == 0, "nothing else needs it"
+
+
+def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file of a folder, and every match of a pattern, is taken or named with its reason."""
+    folder = tmp_path / "in"
+    write_jsonl(folder / "a.jsonl", ["first"])
+    write_jsonl(folder / "part-00000", ["in a pattern only"])
+    write_jsonl(folder / "i.json.1", ["there too"])
+    write_parquet(folder / "sub/c.parquet", [{"text": "second"}])
+    for name in ("d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt"):
+        (folder / name).write_bytes(b"x")
+    (folder / ".cache").mkdir()
+    write_jsonl(folder / ".cache/b.jsonl", ["hidden"])
+    os.mkfifo(folder / "pipe.jsonl")
+    assert make(folder) == 0
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, ["first", "second"])
+    found = manifest(tmp_path / "out/x")
+    reasons = {Path(path).name: reason for path, reason in found["files_not_taken"].items()}
+    assert set(reasons) == {"d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt", ".cache"} | {
+        "pipe.jsonl",
+        "part-00000",
+        "i.json.1",
+    }
+    assert reasons["pipe.jsonl"].startswith("no file") and reasons[".gitattributes"] == "hidden"
+    assert found["files_found"] == 12 == found["files_taken"] + len(reasons)
+    said = capsys.readouterr()
+    assert "12 files found = 2 taken + 10 not taken" in said.out and "10 of 12 files found" in said.err
+    assert "README.md and 4 more (no suffix that is read)" in said.err
+
+    assert make(f"{folder}/*", prefix="out/y") == 0
+    found = manifest(tmp_path / "out/y")
+    assert [Path(one["path"]).name for one in found["sources"]] == ["a.jsonl", "i.json.1", "part-00000"]
+    reasons = {Path(path).name: reason for path, reason in found["files_not_taken"].items()}
+    assert set(reasons) == {"d.zip", "e.lz4", "README.md", "readme.txt", "t.tsv", "pipe.jsonl", "sub"}
+    assert found["files_found"] == 10
+    with pytest.raises(UserError, match=r"holds no file to take .*README\.md \(no suffix"):
+        make(folder / "*.md")
+
+
+@pytest.mark.parametrize(("by", "packed"), [("stdin", True), ("fifo", False)])
+def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    data = gzip.compress(data) if packed else data
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    args = ["--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--output-prefix", tmp_path / "x"]
+    args += ["--block-mib", 0.01, "--input", "-" if by == "stdin" else pipe]
+    for said in ("documents = ", "complete already"):  # the same content again is the same input
+        writer = threading.Thread(target=pipe.write_bytes, args=(data,), daemon=True)
+        if by == "fifo":
+            writer.start()
+        given = data if by == "stdin" else None
+        done = subprocess.run(command("preprocess.py", *args), input=given, capture_output=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout.decode()
+        assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
+    if by == "fifo":
+        return
+    empty = subprocess.run(command("preprocess.py", *args[:-1], "-", "--overwrite"), input=b"", capture_output=True)
+    assert empty.returncode == 2 and b"holds no document" in empty.stderr
+    nothing = subprocess.run(command("preprocess.py", *args[:-1], "/dev/null", "--overwrite"), capture_output=True)
+    assert nothing.returncode == 2 and b"a terminal or a device" in nothing.stderr

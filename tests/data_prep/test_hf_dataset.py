@@ -1,0 +1,117 @@
+"""Downloaded Hugging Face datasets: the right files of the right split, the others named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_prep.lib.input_files import Found, find_sources
+from data_prep.lib.sources import read_lines
+from megatron_llama.system.errors import UserError
+from tests.data_prep.columns import write_arrow, write_parquet
+
+TRAIN = ["one", "two"], ["three"]
+
+
+def texts(found: Found) -> list[str]:
+    return [json.loads(line)["text"] for source in found.sources for line in read_lines(source)]
+
+
+def reasons(found: Found) -> dict[str, str]:
+    return {Path(path).name: reason for path, reason in found.not_taken.items()}
+
+
+def records(names: list[str]) -> list[dict[str, str]]:
+    return [{"text": name} for name in names]
+
+
+def saved(folder: Path, shards: tuple[list[str], ...]) -> None:
+    """As datasets.save_to_disk writes a split."""
+    names = [f"data-{number:05}-of-{len(shards):05}.arrow" for number in range(len(shards))]
+    for name, part in zip(names, shards, strict=True):
+        write_arrow(folder / name, records(part))
+    state = {"_data_files": [{"filename": name} for name in names], "_format_type": None, "_split": folder.name}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+
+
+def test_what_save_to_disk_writes(tmp_path: Path) -> None:
+    saved(tmp_path / "one", TRAIN)
+    write_arrow(tmp_path / "one/cache-0123456789abcdef.arrow", records(["of a map"]))
+    found = find_sources([str(tmp_path / "one")])
+    assert texts(found) == ["one", "two", "three"]
+    assert reasons(found) == {
+        "cache-0123456789abcdef.arrow": "not among the data files of state.json",
+        "dataset_info.json": "describes the dataset",
+        "state.json": "describes the dataset",
+    }
+    saved(tmp_path / "all/train", TRAIN)
+    saved(tmp_path / "all/test", (["held out"],))
+    (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    found = find_sources([str(tmp_path / "all")])
+    assert texts(found) == ["one", "two", "three"]
+    assert reasons(found)["data-00000-of-00001.arrow"] == "of the split test; the split train is taken"
+    assert texts(find_sources([str(tmp_path / "all/test")])) == ["held out"], "what is named is taken"
+    (tmp_path / "one/data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match="names data-00001-of-00002.arrow, which is not there"):
+        find_sources([str(tmp_path / "one")])
+
+
+def hub(folder: Path, **files: list[str]) -> Path:
+    """As the hub's cache holds a repository: names are links into blobs."""
+    for number, (name, part) in enumerate(files.items()):
+        path = folder / "snapshots/0a1b" / name.replace("__", "/")
+        blob = write_parquet(folder / "blobs" / f"b{number}", records(part))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name + ".parquet").symlink_to(blob)
+    (folder / "snapshots/0a1b/.gitattributes").write_text("*.parquet filter=lfs")
+    return folder / "snapshots/0a1b"
+
+
+SHARDS = {f"data__train-{n:05}-of-00002": part for n, part in enumerate(TRAIN)} | {"data__test-00000-of-00001": ["t"]}
+
+
+def test_shards_by_name(tmp_path: Path) -> None:
+    found = find_sources([str(hub(tmp_path, **SHARDS))])
+    assert texts(found) == ["one", "two", "three"]
+    assert reasons(found) == {
+        ".gitattributes": "hidden",
+        "test-00000-of-00001.parquet": "of the split test; the split train is taken",
+    }
+
+
+def test_configs_of_the_readme(tmp_path: Path) -> None:
+    folder = hub(tmp_path, **SHARDS, more__x=["more"], more__y=["validation"], z=["unknown"])
+    config = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: data/train-*
+  - split: test
+    path: data/test-*
+- config_name: more
+  %s
+  data_files: {train: more/x.parquet, validation: [more/y.parquet]}
+---
+# Dataset
+"""
+    (folder / "README.md").write_text(config % "")
+    with pytest.raises(UserError, match=r"several configs \(main, more\), none of them the default"):
+        find_sources([str(folder)])
+    (folder / "README.md").write_text(config % "default: true")
+    found = find_sources([str(folder)])
+    assert texts(found) == ["more"]
+    assert reasons(found) == {
+        ".gitattributes": "hidden",
+        "README.md": "no suffix that is read",
+        "test-00000-of-00001.parquet": "of the config main; more is taken",
+        "train-00000-of-00002.parquet": "of the config main; more is taken",
+        "train-00001-of-00002.parquet": "of the config main; more is taken",
+        "y.parquet": "of the split validation; the split train is taken",
+        "z.parquet": "no data file of its README.md",
+    }
+    assert texts(find_sources([f"{folder}/data/train-*"])) == ["one", "two", "three"], "a pattern says it itself"
