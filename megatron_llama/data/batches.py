@@ -16,7 +16,7 @@ import torch
 from megatron_llama.data.finetuning_set import build_sft
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, make_record
-from megatron_llama.data.stream import SampleStream, build_streams, resume_streams
+from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
