@@ -46,6 +46,8 @@ class Batches:
     device: torch.device
     schedule: BatchSchedule | None = None
     """The sizes of the global batches; all trainer.global_batch_size where there is none."""
+    pin_memory: bool = False
+    """Whether batches on the host are in pinned memory, from which the device copies while it computes."""
 
     def following(self, consumed_samples: int) -> int:
         """The position after the global batch that starts at ``consumed_samples``."""
@@ -55,22 +57,31 @@ class Batches:
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
         """This rank's micro batches of the global batch that starts at sample ``consumed_samples``."""
+        return self.to_device(self.on_host(consumed_samples))
+
+    def on_host(self, consumed_samples: int) -> list[MicroBatch]:
+        """The micro batches of ``at`` in the host's memory. Any thread may call it, but one at a time."""
+        if self.pin_memory:  # for a device with an index; a new thread would take memory of the first one
+            torch.accelerator.set_device_index(self.device)
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.dp_rank * size
         starts = range(first, self.following(consumed_samples), self.topology.dp * size)
         return [self._micro_batch(range(start, start + size)) for start in starts]
 
+    def to_device(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro batches on the device. From pinned memory the copies are only begun."""
+        return [batch.to(self.device) for batch in microbatches]
+
     def _micro_batch(self, indices: range) -> MicroBatch:
         samples = [self.samples[index] for index in indices]
-        tokens, labels, loss_mask = (
-            torch.stack([sample[key] for sample in samples]).to(self.device, non_blocking=True)
-            for key in ("tokens", "labels", "loss_mask")
-        )
-        documents = None
-        if "documents" in samples[0]:
-            ids = torch.stack([sample["documents"] for sample in samples])
-            documents = Documents(ids.to(self.device, non_blocking=True))
+        tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
+        documents = Documents(self._stack(samples, "documents")) if "documents" in samples[0] else None
         return MicroBatch(tokens, labels, loss_mask, documents)
+
+    def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
+        rows = [sample[key] for sample in samples]
+        out = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype, pin_memory=self.pin_memory)
+        return torch.stack(rows, out=out)
 
 
 @dataclass
@@ -108,7 +119,7 @@ class Data:
         return make_record(self.train.plan)
 
 
-def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
+def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory: bool = False) -> Data:
     """The run's data. All ranks must call it; raises ConfigError on all of them when a dataset can't be used."""
     trainer = plan.config.trainer
     train_samples = plan.batches.after(trainer.steps).samples
@@ -128,6 +139,6 @@ def build_data(plan: Plan, topology: Topology, device: torch.device) -> Data:
     else:
         train, validation = build_streams(plan)
     return Data(
-        train=Batches(train, plan, topology, device, plan.batches),
-        validation=None if validation is None else Batches(validation, plan, topology, device),
+        train=Batches(train, plan, topology, device, plan.batches, pin_memory),
+        validation=None if validation is None else Batches(validation, plan, topology, device, None, pin_memory),
     )

@@ -37,6 +37,8 @@ class Device(ABC):
     """Whether the machine determines the number of devices; the world is then made of those that are visible."""
     forkable: bool
     """Whether ranks may be forked from a parent that has imported torch."""
+    pins_memory: bool = False
+    """Whether it copies from pinned host memory while it computes; batches are then built there."""
     variable_prefixes: tuple[str, ...] = ()
     """What the names of its environment variables begin with; ssh passes these on to other machines."""
 

@@ -44,6 +44,7 @@ class Cuda(Device):
     backend = "nccl"
     is_accelerator = True
     forkable = False  # a CUDA context does not survive a fork
+    pins_memory = True
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
 
     def probe(self) -> str | None:

@@ -18,6 +18,10 @@ class Documents:
     ids: torch.Tensor
     """Number of the example of each token [b, s], int64. Padding tokens have a number of their own."""
 
+    def to(self, device: torch.device) -> Documents:
+        """The same on ``device``."""
+        return Documents(self.ids.to(device, non_blocking=True))
+
     def positions(self) -> torch.Tensor:
         """Positions that restart at 0 with each example [b, s], int64."""
         index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)

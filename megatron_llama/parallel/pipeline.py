@@ -38,6 +38,13 @@ class MicroBatch:
     documents: Documents | None = None
     """Which tokens belong together in packed sequences. Every pipeline stage has it, like the tokens."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
+        tokens, labels, loss_mask = (
+            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.loss_mask)
+        )
+        return MicroBatch(tokens, labels, loss_mask, self.documents and self.documents.to(device))
+
 
 def run_schedule(
     chunks: list[Llama], plan: Plan, microbatches: Sequence[MicroBatch], total_tokens: torch.Tensor, train: bool

@@ -15,6 +15,8 @@ from megatron_llama.devices import Peak
 from megatron_llama.plan import Plan
 
 Value = float | int | None
+WORTH_A_LINE = 0.05
+"""Share of a run's time spent waiting for data from which on the summary says so."""
 
 
 class Progress:
@@ -128,6 +130,10 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
         f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
         f"{median:,.0f} tokens/s (median step), peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
     ]
+    # Not the first step, which waits in any run; nor lines that an older version wrote.
+    waited = sum(record.get("data_time_s") or 0.0 for record in records[1:])
+    if waited > WORTH_A_LINE * seconds:
+        lines.append(f"{waited / seconds:.0%} of the time was spent waiting for data (docs/metrics.md)")
     utilisations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
     if utilisations and peak.flops:
         lines.append(

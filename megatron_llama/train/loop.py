@@ -9,6 +9,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import Batches, Data
+from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
@@ -43,11 +44,12 @@ def train(
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
     watchdog = Watchdog(trainer.hang_timeout_seconds, topology.rank, topology.world_size, plan.run_dir / "hang")
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
-    with StopSignals() as signals, watchdog, metrics_logger as logger:
+    prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
+    with StopSignals() as signals, watchdog, metrics_logger as logger, prefetcher as batches:
         for step in range(first, trainer.steps + 1):
             watchdog.beat(f"step {step}", patient=model.compiler is not None and may_compile(plan, step, first))
             start = time.perf_counter()
-            metrics = training_step(step, plan, model, optimizer, data.train, finite)
+            metrics = training_step(step, plan, model, optimizer, batches, finite)
             device.synchronize()
             metrics["step_time_s"] = time.perf_counter() - start
             metrics["peak_memory_bytes"] = device.peak_memory_bytes()
@@ -72,7 +74,12 @@ def train(
 
 
 def training_step(
-    step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches, finite: FiniteCheck
+    step: int,
+    plan: Plan,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    batches: Batches | Prefetcher,
+    finite: FiniteCheck,
 ) -> dict[str, float]:
     """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
 
@@ -81,7 +88,10 @@ def training_step(
     """
     # The position in the data is a number that follows from the step, so resuming needs no state of a data loader.
     before, after = plan.batches.after(step - 1), plan.batches.after(step)
-    loss = model.forward_backward(batches.at(before.samples))
+    start = time.perf_counter()
+    microbatches = batches.at(before.samples)
+    data_time = time.perf_counter() - start
+    loss = model.forward_backward(microbatches)
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
@@ -93,6 +103,7 @@ def training_step(
         "reduced_train_loss": loss.item(),
         "lr": optimizer.lr,
         "gradient_norm": norm.item(),
+        "data_time_s": data_time,
     }
     if finite.passes(step, metrics["reduced_train_loss"], metrics["gradient_norm"], model.shards):
         optimizer.step(norm)
@@ -107,10 +118,13 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
     Batches are weighted by their tokens with loss: a mean of batch means would overweight short answers.
     """
     trainer = plan.config.trainer
+    size = trainer.global_batch_size
+    end = size * (trainer.val_steps or -(-len(batches.samples) // size))
     losses, counts = [], []
-    for batch in range(trainer.val_steps or -(-len(batches.samples) // trainer.global_batch_size)):
-        microbatches = batches.at(batch * trainer.global_batch_size)
-        counts.append(model.tokens_with_loss(microbatches))
-        losses.append(model.forward_backward(microbatches, train=False))
+    with Prefetcher(batches, end) as ahead:
+        for position in range(0, end, size):
+            microbatches = ahead.at(position)
+            counts.append(model.tokens_with_loss(microbatches))
+            losses.append(model.forward_backward(microbatches, train=False))
     weights = torch.stack(counts).cpu().double()
     return ((torch.stack(losses).cpu().double() * weights).sum() / weights.sum().clamp(min=1)).item()

@@ -32,6 +32,7 @@ EVERY_STEP = (
     "mfu",
     "mfu_full",
     "step_time_s",
+    "data_time_s",
     "peak_memory_bytes",
 )
 SOME_STEPS = ("val_loss", "parameter_norm")

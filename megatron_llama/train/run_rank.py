@@ -32,5 +32,5 @@ def run_rank(plan: Plan) -> None:
         device.seed(plan.config.trainer.seed)  # after the process group: some runtimes must start with it
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
-        data = build_data(plan, topology, torch_device)
+        data = build_data(plan, topology, torch_device, device.pins_memory)
         train(plan, topology, device, model, optimizer, data)

@@ -31,6 +31,7 @@ def measured(step: int, **more: float | None) -> dict[str, float | int | None]:
         "lr": 1e-4 * step,
         "gradient_norm": 1.0 + 1 / 3 * step,
         "step_time_s": 0.5 * step,
+        "data_time_s": 0.01 * step,
         "peak_memory_bytes": 123_456_789,
         **more,
     }

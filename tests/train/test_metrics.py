@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.devices import Peak
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.train.console import Progress, duration
-from megatron_llama.train.metrics import EVERY_STEP, MetricsLogger
+from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import cut_back, read_metrics
+from tests.paths import ROOT
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
 
@@ -39,6 +41,24 @@ def test_tensorboard_says_what_the_file_says(tmp_path: Path) -> None:
         assert [step for step, _ in points] == [step for step, _ in written]
         # TensorBoard keeps single precision.
         assert [value for _, value in points] == pytest.approx([value for _, value in written], rel=1e-6)
+
+
+def test_the_documentation_lists_every_metric_in_its_order() -> None:
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EVERY_STEP, *SOME_STEPS]
+
+
+@pytest.mark.parametrize(("data_time_s", "told"), [(0.001, False), (0.2, True), (None, False)])
+def test_the_summary_says_when_training_waited_for_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data_time_s: float | None, told: bool
+) -> None:
+    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
+        for step in range(1, 5):
+            logger.log_step(measured(step, step_time_s=1.0, data_time_s=100.0 if step == 1 else data_time_s))
+        logger.finish()
+    text = capsys.readouterr().out
+    assert ("15% of the time was spent waiting for data" in text) == told, "0.6 s of 4, without the first step"
+    assert ("waiting for data" in text) == told
 
 
 def test_speeds_and_utilisation(tmp_path: Path) -> None:

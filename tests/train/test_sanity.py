@@ -106,9 +106,9 @@ def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float,
     batches, seen = batches_of(plan, model), []
 
     class Watched(Batches):
-        def at(self, consumed_samples: int) -> Any:
+        def on_host(self, consumed_samples: int) -> Any:
             seen.append(consumed_samples)
-            return super().at(consumed_samples)
+            return super().on_host(consumed_samples)
 
     watched = Watched(batches.samples, plan, batches.topology, model.device)
     first, again = validate(plan, model, watched), validate(plan, model, watched)

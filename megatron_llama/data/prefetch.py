@@ -1,0 +1,78 @@
+"""Builds the next batches on a thread, while the device trains, so that no step waits for its data.
+
+Position in the data stays a number: the thread only guesses which one comes next. What was built for a wrong guess is
+thrown away, so a batch that is asked for is always the one that ``Batches.at`` gives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+from megatron_llama.data.batches import Batches
+from megatron_llama.parallel.pipeline import MicroBatch
+
+AHEAD = 2
+"""Global batches that are built before they are asked for: one would do, two bridge a slow read."""
+_CLOSE_SECONDS = 5.0  # for the batch that is being built when a run ends early; a read that hangs is left behind
+
+_Built = Future[list[MicroBatch]]
+
+
+class Prefetcher:
+    """``Batches`` that are built ahead inside a ``with`` block, which starts the thread: after a fork, in the rank."""
+
+    def __init__(self, batches: Batches, end: int) -> None:
+        """``end`` is the position where the last batch ends; nothing is built ahead from there on."""
+        self.batches, self.end = batches, end
+        self._coming: deque[tuple[int, _Built]] = deque()
+        self._requests: SimpleQueue[tuple[int, _Built] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._build, name="prefetch", daemon=True)
+
+    def __enter__(self) -> Prefetcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._drop()
+        self._requests.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
+        """What ``Batches.at`` gives, and raises: an error in the thread is raised here, with the thread's traceback.
+
+        Copies to the device are issued by the calling thread, in the order of its other work.
+        """
+        if not self._coming or self._coming[0][0] != consumed_samples:
+            self._drop()
+            self._request(consumed_samples)
+        while len(self._coming) <= AHEAD:
+            following = self.batches.following(self._coming[-1][0])
+            if following >= self.end:
+                break
+            self._request(following)
+        _, built = self._coming.popleft()
+        return self.batches.to_device(built.result())
+
+    def _request(self, consumed_samples: int) -> None:
+        built: _Built = Future()
+        self._coming.append((consumed_samples, built))
+        self._requests.put((consumed_samples, built))
+
+    def _drop(self) -> None:
+        """Forgets what was requested; what is not begun is never built."""
+        for _, built in self._coming:
+            built.cancel()
+        self._coming.clear()
+
+    def _build(self) -> None:
+        while (request := self._requests.get()) is not None:
+            consumed_samples, built = request
+            if built.set_running_or_notify_cancel():
+                try:
+                    built.set_result(self.batches.on_host(consumed_samples))
+                except BaseException as error:  # also one that ends a process: it is for the training thread to decide
+                    built.set_exception(error)

@@ -1,0 +1,183 @@
+"""The prefetcher gives what the batches give, whatever is asked for, and ends however the run ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.data import prefetch
+from megatron_llama.data.batches import Batches
+from megatron_llama.data.prefetch import AHEAD, Prefetcher
+from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.topology import build_topology
+from megatron_llama.train.watchdog import Watchdog
+from tests.config.helpers import make
+from tests.model.llamas import CPU
+from tests.ranks import run_ranks
+
+GLOBAL_BATCH = 8
+PATIENCE_SECONDS = 60.0
+
+
+class Watched:
+    """Sample i is i. Records who reads what, waits at a closed gate, and fails where it is told to."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.read: list[int] = []
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.gate.wait()
+        self.threads.add(threading.current_thread().name)
+        if index == self.broken:
+            raise OSError(f"sample {index} can't be read")
+        self.read.append(index)
+        return {"tokens": torch.full((4,), index), "labels": torch.full((4,), -index), "loss_mask": torch.ones(4)}
+
+
+def plan_of(world: int = 1, **settings: int) -> Plan:
+    more = {f"trainer.{name}": value for name, value in settings.items()}
+    return resolve(make(**{"trainer.global_batch_size": GLOBAL_BATCH, **more}), world)
+
+
+def batches_of(samples: Watched, rank: int = 0, plan: Plan | None = None) -> Batches:
+    plan = plan or plan_of()
+    return Batches(samples, plan, build_topology(plan, rank), CPU)
+
+
+def numbers(microbatches: object) -> list[list[int]]:
+    """The samples of each micro batch."""
+    assert isinstance(microbatches, list) and all(isinstance(batch, MicroBatch) for batch in microbatches)
+    return [batch.tokens[:, 0].tolist() for batch in microbatches]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+# A run from its start, one that resumes, one that is asked for other positions than the next, the same one twice, and
+# positions at and after the end.
+JOURNEYS = {
+    "start": [0, 8, 16, 24, 32],
+    "resumed": [24, 32],
+    "jumps": [0, 8, 32, 16, 24, 5, 13, 0],
+    "again": [8, 8, 8],
+    "past the end": [24, 32, 40, 48, 400],
+}
+
+
+@pytest.mark.parametrize("positions", JOURNEYS.values(), ids=JOURNEYS)
+def test_gives_what_the_batches_give(positions: list[int]) -> None:
+    samples = Watched()
+    batches = batches_of(samples)
+    with Prefetcher(batches, end=40) as prefetcher:
+        found = [numbers(prefetcher.at(position)) for position in positions]
+    assert samples.threads == {"prefetch"}, "nothing is built on the training thread"
+    assert found == [numbers(batches.at(position)) for position in positions]
+
+
+def test_a_run_reads_each_sample_once_and_none_after_its_end() -> None:
+    samples = Watched()
+    with Prefetcher(batches_of(samples), end=40) as prefetcher:
+        for position in range(0, 40, GLOBAL_BATCH):
+            prefetcher.at(position)
+    assert samples.read == list(range(40))
+
+
+def test_the_next_batches_are_there_before_they_are_asked_for() -> None:
+    samples = Watched()
+    with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
+        prefetcher.at(0)
+        wait_until(lambda: len(samples.read) == (1 + AHEAD) * GLOBAL_BATCH)
+        samples.gate.clear()  # whoever reads now waits
+        for batch in range(1, 1 + AHEAD):
+            assert numbers(prefetcher.at(batch * GLOBAL_BATCH))[0] == [batch * GLOBAL_BATCH]
+        samples.gate.set()
+    assert len(samples.read) <= (2 + 2 * AHEAD) * GLOBAL_BATCH, "it does not run away"
+
+
+def test_an_error_comes_with_the_batch_it_is_about_and_with_its_own_traceback() -> None:
+    samples = Watched(broken=19)
+    with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
+        prefetcher.at(0)
+        prefetcher.at(8)
+        with pytest.raises(OSError, match="sample 19") as caught:
+            prefetcher.at(16)
+        assert numbers(prefetcher.at(24))[0] == [24], "the thread is still there"
+    names = [frame.name for frame in traceback.extract_tb(caught.tb)]
+    assert "__getitem__" in names and "_micro_batch" in names
+
+
+@pytest.mark.parametrize("how", ["end", "fault"])
+def test_the_thread_ends_with_the_run(how: str) -> None:
+    prefetcher = Prefetcher(batches_of(Watched()), end=10**6)
+    try:
+        with prefetcher:
+            prefetcher.at(0)
+            if how == "fault":
+                raise SystemExit(75)
+    except SystemExit:
+        pass
+    assert not prefetcher._thread.is_alive()
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "_CLOSE_SECONDS", 0.1)
+    samples = Watched()
+    with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
+        prefetcher.at(0)
+        samples.gate.clear()
+    samples.gate.set()
+    assert prefetcher._thread.daemon, "nor the end of the process"
+    prefetcher._thread.join(PATIENCE_SECONDS)
+    assert not prefetcher._thread.is_alive(), "what was not begun is not built"
+
+
+def test_the_watchdog_sees_a_read_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = Watched()
+    samples.gate.clear()
+    seen = tmp_path / "stacks.txt"
+
+    def give_up(self: Watchdog) -> None:
+        with open(seen, "w", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        samples.gate.set()
+
+    monkeypatch.setattr(Watchdog, "_give_up", give_up)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    with Watchdog(0.2, 0, 1, tmp_path) as watchdog, Prefetcher(batches_of(samples), end=8) as prefetcher:
+        watchdog.beat("step 1")
+        prefetcher.at(0)
+    stacks = seen.read_text()
+    assert "in __getitem__" in stacks, "the read that hangs"
+    assert "prefetch.py" in stacks and "in at" in stacks, "and who waits for it"
+
+
+def test_each_forked_rank_has_a_thread_of_its_own() -> None:
+    plan = plan_of(2, tp=1, micro_batch_size=2)
+    assert plan.dp == 2
+    first, second = run_ranks(_rank, 2, plan)
+    assert first == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
+    assert second == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
+
+
+def _rank(rank: int, plan: Plan) -> list[list[list[int]]]:
+    with Prefetcher(batches_of(Watched(), rank, plan), end=16) as prefetcher:
+        return [numbers(prefetcher.at(position)) for position in (0, 8)]
