@@ -132,8 +132,8 @@ class Timeline:
         return prefix, segment.starts.get(prefix, 0) + sample
 
     def read(self, number: int) -> dict[str, int]:
-        """How many samples of each dataset are among the first ``number``, by prefix; in the old order of a blend up to
-        a sample or two, as its weights say."""
+        """How many samples of each dataset are among the first ``number``, by prefix; of a blend in the old order,
+        by its weights, which is right up to a sample or two an epoch."""
         which = self.segment_of(max(0, number - 1))
         segment, blend = self.segments[which], self._blends[which]
         counts = zip(segment.weights, blend.counts(number - segment.first), strict=True)

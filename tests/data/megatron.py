@@ -11,6 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from megatron_llama.plan import Plan
+from tests.ranks import run_ranks
 
 
 class Ids:
@@ -44,10 +45,13 @@ def run_texts(
     plan: Plan, weights: dict[str, float] | None, samples: int, validation: int, cache: Path
 ) -> list[list[list[int]]]:
     """(training, validation) samples of a run of so many, in the order that runs had before: its builder's, which
-    shuffles all of a dataset's epochs together."""
+    shuffles all of a dataset's epochs together. ``weights``: None for one dataset."""
+    return run_ranks(_run_texts, 1, plan, weights, (samples, validation), cache)[0]
+
+
+def _run_texts(rank: int, plan: Plan, weights: dict[str, float] | None, counts: tuple[int, int], cache: Path) -> list:
     data = plan.config.data
     blend = (list(weights), list(weights.values())) if weights else (data.prefixes, None)
     config = config_of(data.seq_length, plan.config.trainer.seed, cache, blend=blend, split=data.split)
-    splits = BlendedMegatronDatasetBuilder(GPTDataset, [samples, validation, 0], lambda: True, config).build()
-    counts = (samples, validation)
+    splits = BlendedMegatronDatasetBuilder(GPTDataset, [*counts, 0], lambda: True, config).build()
     return [[text(split[number]) for number in range(count)] for split, count in zip(splits, counts, strict=False)]

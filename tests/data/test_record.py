@@ -1,0 +1,182 @@
+"""What a checkpoint keeps of the data, and a stream that goes on from it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.data.batches import Data, build_data
+from megatron_llama.data.indexed_format import read_index
+from megatron_llama.data.record import Record, differences, make_record, old_record
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from tests.config.helpers import make
+from tests.data.files import data_plan, numbered, write_indexed
+from tests.data.megatron import run_texts, text
+from tests.model.llamas import CPU
+from tests.ranks import run_ranks
+
+GLOBAL_BATCH = 8  # data_plan's
+Changes = dict[str, Any]
+# (plan, record of the checkpoint or None, consumed samples, whether there is a checkpoint at all, samples to read)
+Part = tuple[Plan, Record | None, int, bool, int]
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> list[str]:
+    """Three datasets of 31, 20 and 13 training sequences."""
+    sizes = {"a": 40, "b": 25, "c": 18}
+    return [
+        write_indexed(tmp_path / name, numbered(size, 1 + 5000 * number))
+        for number, (name, size) in enumerate(sizes.items())
+    ]
+
+
+def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[list[int]], Record]]:
+    """(training samples, validation samples, record at their end) of runs that start or go on, one after the other."""
+    return run_ranks(_read, 1, parts)[0]
+
+
+def _read(rank: int, parts: Sequence[Part]) -> list:
+    found = []
+    for plan, record, consumed, has_checkpoint, count in parts:
+        data = _data(plan, rank)
+        if has_checkpoint:
+            data.resume(record, consumed)
+        training = [text(data.train.samples[consumed + number]) for number in range(count)]
+        validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []
+        found.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))
+    return found
+
+
+def _data(plan: Plan, rank: int) -> Data:
+    return build_data(plan, build_topology(plan, rank), CPU)
+
+
+def test_a_stream_that_stops_anywhere_goes_on(sets: list[str]) -> None:
+    chooser = random.Random(3)
+    blend: list[Any] = [0.2, sets[0], 0.5, sets[1], 0.3, sets[2]]
+    schedule = [{"samples": 100, "prefixes": [sets[2], sets[0]]}]
+    plan = data_plan(blend, **{"data.schedule": schedule})
+    ((whole, _, record),) = read([(plan, None, 0, False, 200)])
+    assert len(record["segments"]) == 2 and record["order"] == "epochs"
+    stops = [0, *sorted(chooser.sample(range(1, 200), 4)), 200]
+    stopped: Record | None = None
+    for first, last in zip(stops, stops[1:], strict=False):
+        another = data_plan(blend, 4, **{"data.schedule": schedule, "trainer.steps": 1 + 9 * last, "trainer.tp": 2})
+        ((samples, _, stopped),) = read([(another, stopped, first, first > 0, last - first)])
+        assert samples == whole[first:last]
+    assert stopped == record
+
+
+def test_another_blend_goes_on_where_each_dataset_stood(sets: list[str]) -> None:
+    a, b, c = sets
+    plans = [data_plan(blend) for blend in ([0.5, a, 0.5, b], [0.2, c, 0.8, a], [b, a])]
+    of_each = read([(data_plan([prefix]), None, 0, False, 200) for prefix in sets])
+    position, counts, record = 0, dict.fromkeys(sets, 0), None
+    for number, (plan, count) in enumerate(zip(plans, (50, 70, 60), strict=True)):
+        ((samples, _, record),) = read([(plan, record, position, number > 0, count)])
+        position += count
+        for sample in samples:
+            which = sets[sample[0] // 5000]
+            assert sample == of_each[sets.index(which)][0][counts[which]]
+            counts[which] += 1
+    assert position == sum(counts.values()) == 180 and min(counts.values()) > 10
+    assert set(record["datasets"]) == set(sets), "what is no longer read may come back"
+
+
+VALIDATE: Changes = {"trainer.val_every_steps": 1, "trainer.val_steps": 1}
+
+
+@pytest.mark.parametrize("kind", ["one", "blend", "unweighted"])
+def test_an_old_run_goes_on_in_its_old_order(sets: list[str], tmp_path: Path, kind: str) -> None:
+    """Through all its epochs; its validation too. Then it is stopped and goes on again."""
+    prefixes: list[Any] = {"one": sets[:1], "blend": [0.25, sets[0], 0.75, sets[1]], "unweighted": sets[:2]}[kind]
+    shares = {"one": {}, "blend": dict(zip(sets, (0.25, 0.75), strict=False))}.get(kind)
+    if shares is None:
+        shares = {prefix: float(read_index(prefix).tokens()) for prefix in prefixes}
+    plan = data_plan(prefixes, **{"trainer.steps": 20, **VALIDATE})
+    count = 20 * GLOBAL_BATCH
+    before, held_out = run_texts(plan, shares, count, 8, tmp_path / "theirs")
+    ((new, _, _),) = read([(plan, None, 0, False, count)])
+    assert new != before, "the orders are the same here: nothing is shown"
+    (samples, validation, record), (again, validation_again, _) = read(
+        [(plan, None, 40, True, 50), (plan, None, 90, True, 70)]
+    )
+    assert samples == before[40:90] and again == before[90:] and validation == validation_again == held_out
+    assert record["order"] == "megatron" and record["segments"][0]["shuffled"] == count
+    stored, longer = record, data_plan(prefixes, **{"trainer.steps": 30, **VALIDATE})
+    ((rest, validation, record),) = read([(longer, stored, 90, True, 150)])
+    assert rest[:70] == before[90:] and validation == held_out
+    assert record["order"] == "epochs" and [s["first"] for s in record["segments"]] == [0, count]
+    # Then each dataset goes on in the new order, where it stood, up to the sample by which blends differ; without
+    # weights, tokens and whole sequences are shares that differ by a sample an epoch.
+    of_each = read([(data_plan([prefix]), None, 0, False, 240) for prefix in sets[:2]])
+    stood = record["segments"][1]["starts"]
+    for number, prefix in enumerate(sets[: 1 if kind == "one" else 2]):
+        assert abs(stood[prefix] - sum(sample[0] // 5000 == number for sample in before)) <= (
+            4 if kind == "unweighted" else 1
+        )
+        of_this = [sample for sample in rest[70:] if sample[0] // 5000 == number]
+        assert of_this == of_each[number][0][stood[prefix] : stood[prefix] + len(of_this)]
+
+
+def test_a_checkpoint_without_a_record_tells_what_its_settings_tell(sets: list[str]) -> None:
+    plan = data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": 20})
+    settings = json.loads(json.dumps(asdict(plan.config)))
+    del settings["data"]["schedule"]  # which that program did not know
+    longer = data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": 50})
+    (told, _, _), (assumed, _, _) = read([(longer, old_record(settings, 90), 90, True, 70), (plan, None, 90, True, 70)])
+    assert told == assumed
+    assert differences(old_record(settings, 90), make_record(longer)) == []
+    unweighted = data_plan(sets)
+    assert differences(old_record(asdict(unweighted.config), 8), make_record(unweighted)) == []
+    assert old_record(asdict(make()), 8)["segments"] == []
+
+
+def test_a_dataset_that_was_moved_is_the_same(sets: list[str], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    plan = data_plan([0.5, sets[0], 0.5, sets[1]])
+    ((whole, _, _), (_, _, record)) = read([(plan, None, 0, False, 100), (plan, None, 0, False, 60)])
+    for suffix in (".bin", ".idx"):
+        shutil.move(sets[0] + suffix, tmp_path / "elsewhere" / ("z" + suffix))
+    moved = str(tmp_path / "elsewhere" / "z")
+    after = data_plan([0.5, moved, 0.5, sets[1]])
+    assert differences(record, make_record(after)) == [("data.prefixes", sets[0], moved, "moved")]
+    ((rest, _, record),) = read([(after, record, 60, True, 40)])
+    assert rest == whole[60:] and len(record["segments"]) == 1
+
+
+def test_differences_are_told_by_what_they_change(sets: list[str], tmp_path: Path) -> None:
+    a, b, c = sets
+    blend: list[Any] = [0.5, a, 0.5, b]
+    record = make_record(data_plan(blend))
+
+    def told(prefixes: list[Any] = blend, **changes: Any) -> list[tuple[str, str]]:
+        found = differences(record, make_record(data_plan(prefixes, **changes)))
+        assert all(saved != now for _, saved, now, _ in found)
+        return [(name, kind) for name, _, _, kind in found]
+
+    assert told() == told([1, b, 1, a]) == []
+    assert told([0.5, a, 0.5, c]) == told([0.4, a, 0.5, b]) == told([a]) == [("data.prefixes", "blend")]
+    assert told(**{"data.split": "1,1,0"}) == [("data.split", "reading")]
+    seed_and_length: Changes = {"trainer.seed": 3, "data.seq_length": 16}
+    assert told(**seed_and_length) == [("trainer.seed", "reading"), ("data.seq_length", "reading")]
+    assert told(**{"data.schedule": [{"samples": 9, "prefixes": [c]}]}) == [], "it has not begun"
+    record["consumed_samples"] = 9
+    assert told(**{"data.schedule": [{"samples": 9, "prefixes": [c]}]}) == [("data.prefixes", "blend")]
+    write_indexed(Path(b), numbered(26, 5001))  # a document was added
+    assert told() == [("data.prefixes", "content")]
+    documents = numbered(26, 5001)
+    documents[3], documents[4] = documents[4], documents[3]
+    write_indexed(Path(b), documents)
+    record = make_record(data_plan(blend))
+    write_indexed(Path(b), numbered(26, 5001))  # as many tokens and documents
+    assert told() == [("data.prefixes", "content")]
