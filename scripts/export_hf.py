@@ -29,11 +29,13 @@ def main() -> int:
     from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
+    from megatron_llama.config.hub import local_folder
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
         largest = int(arguments.max_shard_gb * 1e9)
-        made = export(checkpoint, arguments.out, arguments.dtype, largest, merge=arguments.merge, base=arguments.base)
+        base = None if arguments.base is None else Path(local_folder(str(arguments.base)))
+        made = export(checkpoint, arguments.out, arguments.dtype, largest, merge=arguments.merge, base=base)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -16,6 +16,7 @@ from data_prep.lib.pipes import STDIN
 from data_prep.lib.sources import Source, inspect, not_read
 from data_prep.lib.unpack import compression_of, unpack
 from megatron_llama.config.data_prefixes import RECORD_SUFFIXES, TABLE_SUFFIXES, bare_name
+from megatron_llama.config.hub import DATASET, local_folder, or_fetch_it
 from megatron_llama.system.errors import UserError
 
 TEXT_SUFFIXES = (".txt",)
@@ -66,7 +67,8 @@ def find_sources(
     wanted = RECORD_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
     found = Found()
     seen: set[str] = set()
-    for pattern in patterns:
+    for given in patterns:
+        pattern = local_folder(given, DATASET)
         if os.path.isdir(pattern):
             paths, reasons = _in_folder(pattern, wanted)
         elif pattern == STDIN or os.path.exists(pattern):
@@ -135,7 +137,8 @@ def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
     """(the files that match a pattern and are to be taken, sorted; the rest with reasons)"""
     matches = sorted(glob.glob(pattern, recursive=True))
     if not matches:
-        raise UserError(f"there is no file {pattern}" + (" (nothing matches)" if glob.has_magic(pattern) else ""))
+        what = " (nothing matches)" if glob.has_magic(pattern) else ": name one" + or_fetch_it(pattern, DATASET)
+        raise UserError(f"there is no file {pattern}{what}")
     paths: list[str] = []
     reasons: dict[str, str] = {}
     for path in matches:

@@ -14,6 +14,7 @@ from data_prep.lib.make_dataset import make_dataset
 from data_prep.lib.sources import Source, with_array
 from data_prep.lib.split_lines import header_of
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, is_table
+from megatron_llama.config.hub import local_folder
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, own_template
 from megatron_llama.text.conversation import LABELLED
@@ -86,7 +87,7 @@ def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
     Raises:
         UserError: tokenizer and template don't fit, or a table's template is missing.
     """
-    model, own = examples.tokenizer_model, examples.chat_template == "own"
+    model, own = local_folder(examples.tokenizer_model), examples.chat_template == "own"
     tokenizer = open_tokenizer(Path(model))
     if tokenizer.library == "sentencepiece" and Path(model).is_dir():
         raise UserError(f"{model} has no {FAST_JSON}; name its tokenizer.model as --tokenizer-model")

@@ -12,6 +12,7 @@ from data_prep.lib.input_files import TEXT_SUFFIXES, find_sources
 from data_prep.lib.input_sample import detect_keys, sample_texts
 from data_prep.lib.job import Job, RunOptions
 from data_prep.lib.make_dataset import make_dataset
+from megatron_llama.config.hub import local_folder
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.encoders import load_encoder
 
@@ -58,18 +59,18 @@ class TextOptions:
         library = {"hf": "huggingface", "megatron": ""}.get(library, library)
         if kind and (os.path.exists(kind) or "/" in kind):
             # NeMo: --tokenizer-library huggingface --tokenizer-type FOLDER
-            return library or "huggingface", kind
+            return library or "huggingface", local_folder(kind)
         if not library:
             if kind and kind.lower() not in TOKENIZER_TYPES:
                 known = ", ".join(sorted(TOKENIZER_TYPES))
                 raise UserError(f"--tokenizer-type {kind}: known are a Hugging Face folder, {known}")
-            fallback = "huggingface" if model and os.path.isdir(model) else "sentencepiece"
+            fallback = "huggingface" if model and os.path.isdir(local_folder(model)) else "sentencepiece"
             library = TOKENIZER_TYPES.get(kind.lower(), fallback)
         if library not in TOKENIZER_TYPES.values():
             raise UserError(f"--tokenizer-library {library}: known are sentencepiece, huggingface, tiktoken")
         if not model:
             raise UserError("--tokenizer-model is missing: the tokenizer's .model file, or a Hugging Face folder")
-        return library, model
+        return library, local_folder(model)
 
 
 def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], None]) -> None:

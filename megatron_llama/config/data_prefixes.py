@@ -1,11 +1,13 @@
 """The entries of ``data.prefixes`` and ``data.validation_prefixes``: weights, datasets, and files of records that are
-still to be prepared. Decides by names alone and opens no file."""
+still to be prepared. Decides by names alone and opens no file; ``folder_of_records`` looks whether one is there."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_llama.config.hub import DATASET, local_folder
 from megatron_llama.config.limits import is_number
 from megatron_llama.config.settings import Config, DataConfig
 
@@ -35,12 +37,21 @@ def named_paths(data: DataConfig) -> list[tuple[str, str]]:
 
 
 def record_files(data: DataConfig) -> list[tuple[str, str]]:
-    """(setting, path) of each entry that is a file of records (conversations, tables) for data_prep/sft.py rather than
-    an indexed dataset, each once."""
+    """(setting, path) of each entry that is a file or folder of records (conversations, tables) for data_prep/sft.py
+    rather than an indexed dataset, each once."""
     if data.kind != "sft" or data.mock:
         return []
-    suffixes = RECORD_SUFFIXES + TABLE_SUFFIXES
+    suffixes = (*RECORD_SUFFIXES, *TABLE_SUFFIXES, "/")
     return list(dict.fromkeys((name, path) for name, path in named_paths(data) if bare_name(path).endswith(suffixes)))
+
+
+def folder_of_records(path: str) -> str:
+    """A path, ended by a slash where it is a folder of records, such as a downloaded dataset, or the hub's name of one
+    in the local cache; an indexed dataset of that name goes before both."""
+    if os.path.exists(path + ".idx"):
+        return path
+    found = local_folder(path, DATASET)
+    return os.path.join(found, "") if os.path.isdir(found) else path
 
 
 def is_table(path: str) -> bool:

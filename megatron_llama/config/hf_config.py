@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron_llama.config.hub import or_fetch_it, short_name
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import ModelConfig, RopeScaling
 
@@ -133,13 +134,13 @@ def fill_from_hf(
         content = read_hf_config(folder)
     except ValueError as error:
         instead = "write the folder that holds config.json and the .safetensors files"
-        problems.append(Problem("init_from", folder, str(error), instead))
+        problems.append(Problem("init_from", folder, str(error), instead + or_fetch_it(folder)))
         return
     shape = shape_from_hf(content)
     for name in NEEDED:
         if name not in shape:
             problems.append(Problem("init_from", folder, f"its config.json has no {name}", f"write model.{name}=..."))
-    shape["name"] = os.path.basename(os.path.abspath(folder))
+    shape["name"] = short_name(folder)
     for name, value in shape.items():
         if f"model.{name}" not in given:
             assign(f"model.{name}", value)

@@ -22,8 +22,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_llama.config.data_prefixes import folder_of_records
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
 from megatron_llama.config.hf_config import FROM_HF, fill_from_adapter, fill_from_hf
+from megatron_llama.config.hub import local_folder
+from megatron_llama.config.limits import is_number
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.suggest import suggest, unknown_setting
@@ -73,6 +76,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     def assign(name: str, value: Any) -> None:
         _set(config, name, value, problems)
 
+    _find_in_cache(config)
     if config.model.name == FROM_HF:
         fill_from_hf(config.init_from, given, assign, problems)
     if config.finetune.adapter is not None:
@@ -81,6 +85,19 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     if problems or typed is None:
         raise ConfigError(problems, typed)
     return typed
+
+
+def _find_in_cache(config: DictConfig) -> None:
+    """Replaces the hub's names of models and datasets by folders of the local cache, where that holds them. A folder
+    of records among the datasets then ends in a slash, which is how data_prefixes.py knows it."""
+    for section, name in ((config, "init_from"), (config.data, "tokenizer"), (config.finetune, "adapter")):
+        if section[name] is not None:
+            section[name] = local_folder(section[name])
+    if config.data.kind != "sft":
+        return
+    for name in ("prefixes", "validation_prefixes"):
+        paths = [item if is_number(item) else folder_of_records(str(item)) for item in config.data[name]]
+        config.data[name] = paths
 
 
 def _split_overrides(

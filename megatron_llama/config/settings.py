@@ -105,7 +105,8 @@ class DataConfig:
     """Random tokens of the model's vocabulary instead of files."""
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
     """Indexed datasets, each a path without .bin/.idx; or weight, path, weight, path, ... for a blend (a weight is
-    a share of the samples). For sft also files of records (.jsonl, .tsv; .gz, .zst), prepared at the start."""
+    a share of the samples). For sft also files and folders of records (.jsonl, .parquet, .csv, .tsv, ...) and names of
+    datasets on the Hugging Face hub, prepared at the start."""
     schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
     """Other blends from a number of samples on: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], samples
     ascending. Every dataset goes on where it stood. Validation stays on the first blend. For pretraining."""
@@ -345,6 +346,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
-    """Hugging Face folder whose weights the run starts from."""
+    """Hugging Face folder whose weights the run starts from, or the hub's name of a model in the local cache."""
     dry_run: bool = False
     """Print the plan and start nothing (same as --dry-run)."""

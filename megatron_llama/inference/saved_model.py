@@ -23,6 +23,7 @@ from megatron_llama.config.hf_config import (
     read_hf_config,
     shape_from_hf,
 )
+from megatron_llama.config.hub import local_folder, or_fetch_it
 from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
@@ -57,8 +58,11 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     adapter.
 
     ``base`` is the folder of the weights that LoRA was trained on, where it has moved. Reads headers, and samples for
-    a fingerprint. Raises ConfigError for what is none of them, and CorruptFile.
+    a fingerprint. Both may be names of the hub, whose models are in the local cache. Raises ConfigError for what is
+    none of them, and CorruptFile.
     """
+    path = Path(local_folder(str(path)))
+    base = None if base is None else Path(local_folder(str(base)))
     if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
         return _open_adapter(path, base)
     if (path / "config.json").is_file():
@@ -66,7 +70,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         return _open_hf_folder(path)
     if not path.exists():
         rule, instead = "there is no such folder", "write a checkpoint's, a run's or a Hugging Face model's folder"
-        raise ConfigError([Problem(ARGUMENT, str(path), rule, instead)])
+        raise ConfigError([Problem(ARGUMENT, str(path), rule, instead + or_fetch_it(str(path)))])
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
     manifest.check_sizes()
@@ -129,6 +133,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
             raise ConfigError(problems)
     if base is None:
         named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
+        named = local_folder(named) if isinstance(named, str) else None
         if not named or not (Path(named) / "config.json").is_file():
             rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
             raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])

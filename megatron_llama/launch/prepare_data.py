@@ -21,8 +21,10 @@ from typing import Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
 from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records
+from megatron_llama.config.hub import short_name
 from megatron_llama.launch.rendezvous import LaunchFailed
 from megatron_llama.plan.rules.paths import check_data as missing_data
+from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 
 MOST_BYTES = 256 << 20
@@ -43,14 +45,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Records:
-    """A file of records, and where its dataset is or will be."""
+    """A file or folder of records, and where its dataset is or will be."""
 
     setting: str
     path: str
     tokenizer: str
     folder: Path
-    stamp: tuple[int, int]
-    """The file's size and time when it was read for the folder's name."""
+    stamp: list[tuple[str, int, int]]
+    """Path, size and time of each file when it was read for the folder's name."""
 
     @property
     def prefix(self) -> str:
@@ -114,21 +116,35 @@ def _find_records(
         return found
     for setting, path in files:
         try:
-            status = os.stat(path)
-            if status.st_size > MOST_BYTES:
-                size, most = status.st_size / 2**20, MOST_BYTES >> 20
-                rule = f"has {size:,.0f} MiB; files of up to {most} MiB are prepared at the start"
+            stamp = _stamp(path)
+            if (size := sum(size for _, size, _ in stamp)) > MOST_BYTES:
+                most = MOST_BYTES >> 20
+                rule = f"has {size / 2**20:,.0f} MiB; up to {most} MiB are prepared at the start"
                 instead = f"make a dataset of it: {_command(path, tokenizer, config.data)}"
                 too_large.append(Problem(setting, path, rule, instead))
                 continue
             cache = Path(os.path.abspath(os.path.expanduser(config.data.cache_dir or user_cache("data"))))
-            folder = cache / _key(path, tokenizer, config.data)
+            folder = cache / _key(path, [file for file, _, _ in stamp], tokenizer, config.data)
         except OSError as error:
             rule = f"{error.filename or path} can't be read: {error.strerror}"
             unreadable.append(Problem(setting, path, rule, "make it readable, or name another file"))
             continue
-        found.append(Records(setting, path, tokenizer, folder, (status.st_size, status.st_mtime_ns)))
+        except UserError as error:
+            unreadable.append(Problem(setting, path, str(error), "name a file of records, or a folder that holds some"))
+            continue
+        found.append(Records(setting, path, tokenizer, folder, stamp))
     return found
+
+
+def _stamp(path: str) -> list[tuple[str, int, int]]:
+    """``Records.stamp`` of a file, or of what is taken of a folder. Raises OSError, and UserError for what is not."""
+    files = [path]
+    if os.path.isdir(path):
+        from data_prep.lib.input_files import find_sources
+
+        files = [source.path for source in find_sources([path], text_suffixes=(), arrays=True).sources]
+    status = [os.stat(file) for file in files]
+    return [(file, one.st_size, one.st_mtime_ns) for file, one in zip(files, status, strict=True)]
 
 
 def _with_datasets(config: Config, prepared: list[Records], *, all_prepared: bool) -> Config:
@@ -143,15 +159,16 @@ def _with_datasets(config: Config, prepared: list[Records], *, all_prepared: boo
     return config
 
 
-def _key(path: str, tokenizer: str, data: DataConfig) -> str:
-    """A digest of everything that decides the dataset's content. Raises OSError."""
+def _key(path: str, records: list[str], tokenizer: str, data: DataConfig) -> str:
+    """A digest of everything that decides the dataset's content; ``records`` are the files at ``path``. Raises
+    OSError."""
     own = Path(tokenizer)
     folder = own if own.is_dir() else own.parent
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     files += [] if own.is_dir() else [own]
     content = {
         "version": _VERSION,
-        "records": sha256_file(Path(path)),
+        "records": sha256_file(Path(path)) if records == [path] else [sha256_file(Path(file)) for file in records],
         "table": data.template if is_table(path) else None,
         "tokenizer": [(file.name, sha256_file(file)) for file in files],
         "reads": None if own.is_dir() else own.name,
@@ -196,7 +213,6 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     """Prepares the dataset in the folder ``aside`` and renames that; returns the dataset's manifest."""
     from data_prep.lib.job import RunOptions
     from data_prep.lib.sft_set import ExampleOptions, make_sft_set
-    from megatron_llama.system.errors import MachineError, Stopped, UserError
 
     template = data.template if is_table(records.path) else None
     examples = ExampleOptions(
@@ -216,8 +232,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
         raise LaunchFailed(f"{records.path} could not be prepared: {error}") from error
     except Stopped as error:
         raise PreparationStopped(f"{records.path} is not prepared yet: {str(error).partition('.')[0]}") from None
-    status = os.stat(records.path)
-    if (status.st_size, status.st_mtime_ns) != records.stamp:
+    if _stamp(records.path) != records.stamp:
         instead = "start again when nothing writes to it"
         raise ConfigError([Problem(records.setting, records.path, "was changed while it was read", instead)])
     try:
@@ -230,7 +245,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
 
 def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     """The command that makes a dataset of the file by hand, leaving bad lines out."""
-    name = Path(path).name.partition(".")[0]
+    name = short_name(path).partition(".")[0]
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.seq_length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     words += ["--template", str(data.template)] if is_table(path) and data.template else []

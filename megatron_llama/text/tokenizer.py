@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.hub import or_fetch_it
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import sha256_file
 from megatron_llama.text.sentencepiece_model import special_pieces
@@ -208,7 +209,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     file = tokenizer_file(path)
     if not file.is_file():
         missing = f"has neither {FAST_JSON} nor {PIECES}" if path.is_dir() else "is no such file or folder"
-        raise TokenizerError(path, missing)
+        raise TokenizerError(path, missing + or_fetch_it(str(path)))
     if file.suffix == ".json":
         return HuggingFaceTokenizer(path)
     settings = read_settings(file.parent / SETTINGS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import lzma
 import os
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ import data_prep.sft
 from data_prep.lib import sft_set
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
-from megatron_llama.config.data_prefixes import record_files
+from megatron_llama.config.data_prefixes import folder_of_records, record_files
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.launch import cli, prepare_data
 from megatron_llama.launch.prepare_data import with_finished
@@ -93,6 +95,36 @@ def test_a_table(base: Path, tmp_path: Path) -> None:
     assert made.prefixes == made.validation_prefixes  # the same records, once
     options = ("--template", "qnli", "--chat-template", "plain", "--seq-length", "300")
     assert content(made.prefixes[0]) == by_hand(tmp_path, base, table, *options)
+
+
+def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Path) -> None:
+    """The same records in a .parquet, a .csv, a compressed file and a downloaded dataset give the same set."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="an extra")
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"prompt": question, "completion": answer} for question, answer in TALKS * 4]
+    hub = tmp_path / "hf/hub/datasets--org--talks"
+    for path in (tmp_path / "a.parquet", hub / "blobs/b0"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    (hub / "snapshots/0a1b/data").mkdir(parents=True)
+    (hub / "snapshots/0a1b/data/train-00000-of-00001.parquet").symlink_to(hub / "blobs/b0")
+    (hub / "snapshots/0a1b/data/test-00000-of-00001.parquet").write_bytes(b"not looked at")
+    with open(tmp_path / "b.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(rows)
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(chat.read_bytes()))
+    wanted = by_hand(tmp_path, base, chat)
+    folder = folder_of_records(str(hub / "snapshots/0a1b"))
+    for path in (tmp_path / "a.parquet", tmp_path / "b.csv", tmp_path / "c.jsonl.xz", folder):
+        config = config_of(base, cache=tmp_path / "cache")
+        config.data.prefixes = [str(path)]
+        (prefix,) = with_prepared(config).data.prefixes
+        assert content(prefix) == wanted, path
+        assert with_finished(config).data.prefixes == [prefix]
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"damaged\s+parquet"):
+        with_prepared(config_of(base, tmp_path / "a.parquet", cache=tmp_path / "cache"))
 
 
 def test_what_is_prepared_has_its_templates_in_it(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths, record_files
 from megatron_llama.config.hf_config import different_shape, other_than_llama, read_hf_config
+from megatron_llama.config.hub import DATASET, or_fetch_it
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, DataConfig
@@ -54,7 +55,7 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
     if data.tokenizer is not None and not exists(data.tokenizer):
         instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
-        yield Problem("data.tokenizer", data.tokenizer, no_file, instead)
+        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + or_fetch_it(data.tokenizer))
 
 
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
@@ -70,6 +71,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
         instead = f"make it with: {data.prepare}"
     elif data.kind == "sft":
         instead = "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
+        instead += "" if path.endswith(MASK_SUFFIX) else or_fetch_it(path, DATASET)
     else:
         instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
     yield Problem(name, path, rule, instead)
@@ -82,6 +84,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     if not exists(folder):
         rule = f"there is no such folder (seen from {os.getcwd()})"
         instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
+        instead += or_fetch_it(folder)
         yield Problem("init_from", folder, rule, instead, only_here=True)
         return
     if not exists(os.path.join(folder, "config.json")):
