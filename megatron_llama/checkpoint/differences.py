@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
 from megatron_llama.config.problems import shown, typed
 from megatron_llama.config.settings import ALLOWED
+from megatron_llama.data.record import Record, old_record
+from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.derive import derive_optimizer
 
@@ -44,7 +46,6 @@ SETTINGS = {
     # It is the same run, and yet not to the last bit, or not for somebody who compares its numbers.
     TOLD: {
         "model": "max_position_embeddings",
-        "data": "validation_prefixes",
         "trainer": "steps precision val_steps",
         "finetune": "lora_dropout frozen_dtype",
         "": "init_from",
@@ -58,7 +59,7 @@ SETTINGS = {
         "finetune": "method lora_rank lora_alpha lora_target_modules modules_to_save",
     },
     DATA: {
-        "data": "kind pack mock prefixes chat_template template split seq_length",
+        "data": "kind pack mock prefixes schedule validation_prefixes chat_template template split seq_length",
         "trainer": "seed",
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},
@@ -72,11 +73,13 @@ class Difference:
     """Something that is not what it was in the checkpoint's run."""
 
     name: str
-    """The setting, or the part of the data that a setting names."""
+    """The setting."""
     saved: Any
     now: Any
     kind: str
     """TOLD, FIXED, or one of ALLOWED."""
+    undo: str = ""
+    """How to go on as before; empty where writing ``saved`` does it."""
 
     def __str__(self) -> str:
         return f"{self.name}: from {shown(self.saved)} to {shown(self.now)}"
@@ -93,39 +96,78 @@ def kinds() -> dict[str, str]:
     }
 
 
-def find_differences(plan: Plan, state: State) -> list[Difference]:
+def find_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
     """Every setting that is not what it was, except those that may be anything, or only follow from others.
 
-    At step 0 nothing was trained, so that data, batch and optimizer may be any.
+    ``record`` is that of the plan's data. At step 0 nothing was trained, so that data, batch and optimizer may be any.
     """
-    follows = _as_derived_then(plan.asked, state.settings)
-    lora = "lora" in (plan.config.finetune.method, _saved(state.settings, "finetune.method"))
-    found = []
+    settings, then = state.settings, _as_derived_then(plan.asked, state.settings)
+    lora = "lora" in (plan.config.finetune.method, _saved(settings, "finetune.method"))
+    found = [] if state.step == 0 else _data_differences(plan, state, record)
     for name, kind in kinds().items():
         if kind == FREE or (kind in ALLOWED and state.step == 0) or (name.startswith("finetune.") and not lora):
             continue
-        saved, now = _saved(state.settings, name), get(plan.config, name)
+        saved, now = _saved(settings, name), get(plan.config, name)
         was_derived = name == FREE_DICT or get(plan.asked, name) is None
-        if saved != now and not (name.startswith("optim.") and was_derived and get(follows, name) == saved):
+        follows = name.startswith("optim.") and was_derived and get(then, name) == saved
+        if saved != now and kind != DATA and not follows:
             found.append(Difference(name, saved, now, kind))
-    return found
+    if _sizes_left(settings["trainer"], state) == _sizes_left(vars(plan.config.trainer), state):
+        # What differs is in the past of the schedule, and in the batches of the validation.
+        found = [replace(difference, kind=TOLD) if difference.kind == BATCH else difference for difference in found]
+    order = [*kinds()]
+    return sorted(found, key=lambda difference: order.index(difference.name))
 
 
 def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:
     """Raises ConfigError with all differences that are neither harmless nor allowed."""
     refused = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
-    wanted = {*allow, *(d.kind for d in refused if d.kind != FIXED)}
+    wanted = {*allow, *(difference.kind for difference in refused)}
     setting = f"checkpoint.allow={shown([kind for kind in ALLOWED if kind in wanted])}"
     problems = []
     for difference in refused:
-        back = f"write {difference.name}={typed(difference.saved)}"
-        instead = f"{back} to go on as before, or {setting} to go on with what is written now"
+        undo = difference.undo or f"write {difference.name}={typed(difference.saved)}"
+        instead = f"{undo} to go on as before, or {setting} to go on with what is new"
         if difference.kind == FIXED:
-            instead = f"{back}, or start another run from its weights (scripts/export_hf.py, then init_from)"
+            instead = f"{undo}, or start another run from its weights (scripts/export_hf.py, then init_from)"
         rule = f"the checkpoint {folder} was trained with {shown(difference.saved)}"
         problems.append(Problem(difference.name, difference.now, rule, instead))
     if problems:
         raise ConfigError(problems)
+
+
+def _data_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
+    """The differences of the data, which is known by what is in it: a dataset may lie elsewhere now."""
+    saved = state.data or old_record(state.settings, state.consumed_samples)
+    found = []
+    for name, before, after, how in record_differences(saved, record):
+        if "mock" in (before, after):  # a kind of its own in records
+            name, before, after = "data.mock", before == "mock", after == "mock"
+        if how == "blend":  # weights by prefix
+            before, after = (
+                [item for path, weight in blend.items() for item in (weight, path)] for blend in (before, after)
+            )
+        undo = "put the dataset back that it was trained on" if how == "content" else ""
+        found.append(Difference(name, before, after, TOLD if how == "moved" else DATA, undo))
+    for name in ("data.schedule", "data.validation_prefixes"):
+        then, now = _saved(state.settings, name), get(plan.config, name)
+        if name == "data.schedule":  # the blends before are history
+            then, now = (
+                [entry for entry in entries if entry["samples"] > state.consumed_samples] for entries in (then, now)
+            )
+        if then != now:
+            # Without a set for validation, a part of the training data is taken for it.
+            is_validation = name == "data.validation_prefixes" and then and now
+            found.append(Difference(name, then, now, TOLD if is_validation else DATA))
+    return found
+
+
+def _sizes_left(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:
+    """The global batches after a checkpoint: (consumed samples, size), the first from the checkpoint on."""
+    sizes = [(0, trainer["global_batch_size"]), *map(tuple, trainer.get("batch_schedule", ()))]
+    now = state.consumed_samples
+    current = [size for since, size in sizes if since <= now][-1]
+    return [(now, current), *((since, size) for since, size in sizes if since > now)]
 
 
 def _as_derived_then(asked: Config, saved: Mapping[str, Any]) -> Config:

@@ -1,0 +1,223 @@
+"""For every setting: a run, and a change of that setting in the run that goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.checkpoint.differences import Difference, find_differences, refuse
+from megatron_llama.checkpoint.manifest import State
+from megatron_llama.config import ConfigError
+from megatron_llama.config.problems import shown
+from megatron_llama.data.record import make_record
+from megatron_llama.plan import Plan, resolve
+from tests.config.helpers import everything_exists, make
+from tests.data.files import numbered, write_indexed
+
+STEP = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed setting."""
+
+    now: Any
+    """Its new value. Of the prefixes, names in the folder of the datasets."""
+    base: dict[str, Any] = field(default_factory=dict)
+    """What else the first run has that is not the default."""
+    also: dict[str, Any] = field(default_factory=dict)
+    """What else must change for the new value to be legal."""
+    world: int = 1
+    becomes: dict[str, Any] = field(default_factory=dict)
+    """What the launcher writes in its place: a dataset for files of records."""
+
+    @property
+    def world_before(self) -> int:
+        """The ranks of the first run."""
+        sizes = [self.base.get(name, 1) for name in ("trainer.tp", "trainer.pp", "trainer.dp")]
+        return math.prod(sizes)
+
+
+SFT = {"data.kind": "sft", "data.prefixes": ["a"]}
+VALIDATED = {"trainer.val_every_steps": 10}
+LORA = {"finetune.method": "lora", "init_from": "/models/one"}
+SCALED = {"model.rope_scaling.factor": 8.0}
+CHANGES: dict[str, Change] = {
+    "model.name": Change("other"),
+    "model.vocab_size": Change(20001),
+    "model.hidden_size": Change(200),
+    "model.intermediate_size": Change(500),
+    "model.num_hidden_layers": Change(5),
+    "model.num_attention_heads": Change(6),
+    "model.num_key_value_heads": Change(2),
+    "model.head_dim": Change(40),
+    "model.max_position_embeddings": Change(8192),
+    "model.rms_norm_eps": Change(1e-6),
+    "model.rope_theta": Change(500000.0),
+    "model.rope_scaling.rope_type": Change("llama3"),  # from no scaling at all
+    "model.rope_scaling.factor": Change(4.0, SCALED),
+    "model.rope_scaling.low_freq_factor": Change(2.0, SCALED),
+    "model.rope_scaling.high_freq_factor": Change(8.0, SCALED),
+    "model.rope_scaling.original_max_position_embeddings": Change(4096, SCALED),
+    "model.tie_word_embeddings": Change(True),
+    "model.initializer_range": Change(0.01),
+    "data.name": Change("other"),
+    "data.kind": Change("sft", {"data.prefixes": ["a"]}),
+    "data.pack": Change(True, SFT),
+    "data.mock": Change(True),
+    "data.prefixes": Change([0.25, "a", 0.75, "b"]),
+    "data.schedule": Change([{"samples": 1000, "prefixes": [0.25, "a", 0.75, "b"]}]),
+    "data.validation_prefixes": Change(["b"], {**SFT, **VALIDATED}),
+    "data.chat_template": Change("chatml", SFT, becomes={"data.prefixes": ["b"]}),
+    "data.template": Change("qnli", SFT, becomes={"data.prefixes": ["b"]}),
+    "data.split": Change("70,30,0"),
+    "data.seq_length": Change(16),
+    "data.tokenizer": Change("tokenizer.model"),
+    "data.cache_dir": Change("/elsewhere"),
+    "data.prepare": Change("make it"),
+    "trainer.tp": Change(2, world=2),
+    "trainer.pp": Change(2, world=2),
+    "trainer.vpp": Change(2, {"trainer.pp": 2}, world=2),
+    "trainer.pipeline_layers": Change([1, 3], {"trainer.pp": 2}, world=2),
+    "trainer.sp": Change(False, {"trainer.tp": 2}, world=2),
+    "trainer.zero": Change(3),
+    "trainer.dp": Change(2, world=2),
+    "trainer.shard_group": Change(1, {"trainer.dp": 2}, world=2),
+    "trainer.micro_batch_size": Change(2),
+    "trainer.global_batch_size": Change(16),
+    "trainer.batch_schedule": Change([[1000, 16]]),
+    "trainer.steps": Change(200),
+    "trainer.epochs": Change(3, {"data.prefixes": ["a"]}, {"trainer.steps": 100}),
+    "trainer.seed": Change(1),
+    "trainer.precision": Change("bf16"),
+    "trainer.recompute": Change("full"),
+    "trainer.compile": Change(True),
+    "trainer.compile_strict": Change(True),
+    "trainer.compile_cache": Change("/elsewhere"),
+    "trainer.deterministic": Change(True),
+    "trainer.skip_nonfinite_steps": Change(1),
+    "trainer.hang_timeout_seconds": Change(60.0),
+    "trainer.max_restarts": Change(1),
+    "trainer.val_every_steps": Change(20, VALIDATED),
+    "trainer.val_steps": Change(2, VALIDATED),
+    "optim.name": Change("sgd"),
+    "optim.lr": Change(1e-4, {"optim.min_lr": 1e-5}),
+    "optim.min_lr": Change(1e-6),
+    "optim.warmup_steps": Change(20),
+    "optim.warmup_ratio": Change(0.1),  # which is what it was
+    "optim.constant_steps": Change(5),
+    "optim.betas": Change([0.9, 0.99]),
+    "optim.eps": Change(1e-6),
+    "optim.weight_decay": Change(0.01),
+    "optim.clip": Change(0.5),
+    "optim.schedule": Change({"_target_": "megatron_llama.optim.schedules.Constant", "max_steps": 100}),
+    "finetune.method": Change("lora", {"init_from": "/models/one"}),
+    "finetune.lora_rank": Change(4, LORA),
+    "finetune.lora_alpha": Change(8.0, LORA),
+    "finetune.lora_dropout": Change(0.1, LORA),
+    "finetune.lora_target_modules": Change(["q_proj"], LORA),
+    "finetune.modules_to_save": Change(["norm"], LORA),
+    "finetune.frozen_dtype": Change("bf16", LORA),
+    "finetune.adapter": Change("adapter", LORA),
+    "device.name": Change("cpu"),
+    "device.peak_tflops": Change(1.0),
+    "device.memory_gib": Change(64.0),
+    "logging.every_steps": Change(10),
+    "logging.tensorboard": Change(False),
+    "logging.parameter_norm": Change(True),
+    "logging.sample_prompts": Change(["a"], also={"data.tokenizer": "tokenizer.model"}),
+    "logging.sample_tokens": Change(8),
+    "checkpoint.every_steps": Change(10),
+    "checkpoint.keep": Change(2),
+    "checkpoint.keep_every": Change(100),
+    "checkpoint.keep_best": Change(True, {"trainer.val_every_steps": 100}),
+    "checkpoint.resume": Change("runs/one/checkpoints/step_00000003"),
+    "checkpoint.allow": Change(["optim"]),
+    "checkpoint.save_last": Change(False),
+    "checkpoint.export_hf": Change(True),
+    "checkpoint.asynchronous": Change(False),
+    "launch.hosts": Change(["one", "two"], world=2),
+    "launch.hostfile": Change("hosts.txt"),
+    "launch.ssh": Change("ssh -p 22"),
+    "run.dir": Change("elsewhere"),
+    "init_from": Change("/models/other"),
+    "dry_run": Change(True),
+}
+
+
+def write_datasets(folder: Path) -> None:
+    """The datasets a and b, whose documents also serve as examples."""
+    for name, count, first_id in (("a", 200, 1), ("b", 100, 10000)):
+        examples = [document for document in numbered(count, first_id) if 2 <= len(document) <= 32]
+        write_indexed(folder / name, examples)
+        write_indexed(folder / f"{name}_mask", [[1] * len(document) for document in examples], kind="B")
+
+
+def plan_in(folder: Path, world: int, settings: dict[str, Any]) -> Plan:
+    """The plan of a small run on the datasets in ``folder``."""
+    defaults = {
+        "data.mock": False,
+        "data.prefixes": [0.5, "a", 0.5, "b"],
+        "data.split": "80,20,0",
+        "data.seq_length": 32,
+        "model.vocab_size": 20000,
+        "model.hidden_size": 240,
+        "model.head_dim": 60,
+    }
+    settings = _placed(folder, {**defaults, **settings})
+    return resolve(make(**settings), world, exists=everything_exists)
+
+
+def _placed(folder: Path, value: Any) -> Any:
+    """The names of datasets as paths in ``folder``."""
+    if isinstance(value, dict):
+        return {key: _placed(folder, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_placed(folder, item) for item in value]
+    return str(folder / value) if value in ("a", "b", "moved") else value
+
+
+def checkpoint_of(plan: Plan, step: int = STEP) -> State:
+    """What a checkpoint of the plan's run says, as a file of JSON holds it."""
+    position = plan.batches.after(step)
+    state = State(
+        step=step,
+        consumed_samples=position.samples,
+        optimizer=plan.config.optim.name,
+        updates=step,
+        world_size=plan.world_size,
+        settings=asdict(plan.config),
+        consumed_tokens=position.tokens,
+        data=make_record(plan),
+    )
+    return State(**json.loads(json.dumps(asdict(state))))
+
+
+def found_by(name: str, folder: Path, step: int = STEP) -> tuple[Plan, list[Difference]]:
+    """The plan that goes on with the setting changed, and all differences from its checkpoint."""
+    change = CHANGES[name]
+    before = plan_in(folder, change.world_before, change.base)
+    changed = change.becomes or {**change.also, name: change.now}
+    after = plan_in(folder, change.world, {**change.base, **changed})
+    return after, find_differences(after, checkpoint_of(before, step), make_record(after))
+
+
+def outcome(differences: list[Difference]) -> str:
+    """What the run that goes on does about its differences."""
+    for allow in ([], ["data"], ["batch"], ["optim"]):
+        try:
+            refuse(differences, allow, Path("step_00000003"))
+        except ConfigError:
+            continue
+        return f"allow=[{allow[0]}]" if allow else "told" if differences else "free"
+    return "fixed"
+
+
+def row(name: str, folder: Path) -> tuple[str, str, str]:
+    """The table's line about a setting: its name, the change that was tried, and what came of it."""
+    change = CHANGES[name]
+    _, differences = found_by(name, folder)
+    return name, shown(change.now), outcome(differences)

@@ -1,0 +1,201 @@
+"""Each difference between a checkpoint and the config that goes on from it, one by one: free, told, refused, or allowed
+by one setting."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_llama.checkpoint import differences
+from megatron_llama.checkpoint.differences import Difference, find_differences, refuse
+from megatron_llama.checkpoint.manifest import State
+from megatron_llama.config import ConfigError
+from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.settings import ALLOWED
+from megatron_llama.data.record import make_record
+from megatron_llama.plan import Plan
+from tests.checkpoint.changes import CHANGES, checkpoint_of, found_by, outcome, plan_in, write_datasets
+from tests.data.files import numbered, write_indexed
+from tests.paths import ROOT
+
+ELSEWHERE = {"data.chat_template": "data.prefixes", "data.template": "data.prefixes", "trainer.epochs": "trainer.steps"}
+"""Settings that the launcher and the plan turn into another one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The datasets a and b."""
+    folder = tmp_path_factory.mktemp("datasets")
+    write_datasets(folder)
+    return folder
+
+
+def between(before: Plan, after: Plan, step: int = 3) -> list[Difference]:
+    return find_differences(after, checkpoint_of(before, step), make_record(after))
+
+
+def names(found: Sequence[Difference]) -> list[str]:
+    return [difference.name for difference in found]
+
+
+def test_every_setting_has_a_kind_and_a_change() -> None:
+    listed = [name for of_kind in differences.SETTINGS.values() for text in of_kind.values() for name in text.split()]
+    assert len(listed) == len(differences.kinds()), "a setting is of one kind"
+    assert set(differences.kinds()) == set(settings_by_name()), "give the new setting a kind"
+    assert set(CHANGES) == set(settings_by_name()), "add the new setting to changes.py"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_change(name: str, folder: Path) -> None:
+    kind = differences.kinds()[name]
+    _, found = found_by(name, folder)
+    where = ELSEWHERE.get(name, name)
+    if name == "trainer.epochs":
+        kind = "told"
+    assert outcome(found) == (f"allow=[{kind}]" if kind in ALLOWED else kind)
+    assert names(found) == ([] if kind == "free" else [where]), "that one difference and no other"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind in ALLOWED])
+def test_before_the_first_step_data_batch_and_optimizer_may_be_any(name: str, folder: Path) -> None:
+    _, found = found_by(name, folder, step=0)
+    assert outcome(found) == "free"
+
+
+def test_the_same_run_differs_in_nothing(folder: Path) -> None:
+    plan = plan_in(folder, 1, {})
+    assert between(plan, plan_in(folder, 1, {})) == []
+    # Not even where all that was derived is written out, as in the run's config.yaml.
+    assert between(plan, Plan(**{**vars(plan), "asked": plan.config})) == []
+
+
+def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(folder: Path) -> None:
+    changes = {"data.prefixes": [0.25, "a", 0.75, "b"], "optim.lr": 1e-4, "optim.weight_decay": 0.0}
+    found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))
+    with pytest.raises(ConfigError) as caught:
+        refuse(found, ["batch"], Path("runs/one/step_00000003"))
+    problems = caught.value.problems
+    assert [problem.field for problem in problems] == [
+        *("data.prefixes", "trainer.seed", "optim.lr", "optim.min_lr", "optim.weight_decay")
+    ]
+    assert all("checkpoint.allow=[data,batch,optim]" in problem.instead for problem in problems)
+    assert problems[2].rule == "the checkpoint runs/one/step_00000003 was trained with 0.0003"
+    assert problems[2].instead.startswith("write optim.lr=0.0003 to go on as before, or ")
+    refuse(found, ["data", "batch", "optim"], Path())
+    for missing in (["data"], ["optim"], ["batch"]):
+        with pytest.raises(ConfigError):
+            refuse(found, missing, Path())
+
+
+def test_what_is_fixed_can_not_be_allowed(folder: Path) -> None:
+    found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {"optim.name": "sgd", "optim.lr": 0.1}))
+    with pytest.raises(ConfigError) as caught:
+        refuse(found, ALLOWED, Path("folder"))
+    (problem,) = caught.value.problems
+    assert problem.field == "optim.name" and "init_from" in problem.instead and "allow" not in problem.instead
+
+
+WSD = {
+    "optim.schedule": {"_target_": "megatron_llama.optim.schedules.WarmupStableDecay", "max_steps": "${trainer.steps}"}
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ({}, {"trainer.steps": 200}, ["trainer.steps"]),  # warm-up and schedule follow
+        (WSD, {**WSD, "trainer.steps": 200}, ["trainer.steps"]),
+        ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.03, "trainer.steps": 900}, ["trainer.steps"]),
+        ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.06}, ["optim.warmup_steps"]),
+        ({"optim.warmup_steps": 10}, {"trainer.steps": 200}, ["trainer.steps"]),  # 10 was what is derived from 100
+        ({"optim.warmup_steps": 12}, {"trainer.steps": 200}, ["trainer.steps", "optim.warmup_steps"]),
+        ({"optim.warmup_steps": 12}, {"trainer.steps": 120}, ["trainer.steps"]),  # the same 12
+        ({}, {"optim.lr": 1e-3}, ["optim.lr"]),  # and so min_lr
+        ({}, {"optim.lr": 1e-3, "optim.min_lr": 1e-5}, ["optim.lr", "optim.min_lr"]),
+        ({}, {"optim.warmup_steps": 5}, ["optim.warmup_steps"]),
+    ],
+)
+def test_what_follows_from_another_difference_is_none(
+    before: dict[str, Any], after: dict[str, Any], found: list[str], folder: Path
+) -> None:
+    assert names(between(plan_in(folder, 1, before), plan_in(folder, 1, after))) == found
+
+
+def test_a_batch_schedule_differs_only_in_what_is_still_to_come(folder: Path) -> None:
+    rising = {"trainer.global_batch_size": 8, "trainer.batch_schedule": [[16, 16], [64, 32]]}
+    before = plan_in(folder, 1, rising)  # after three steps 32 samples are consumed
+    same = {"trainer.global_batch_size": 16, "trainer.batch_schedule": [[64, 32]]}
+    assert outcome(between(before, plan_in(folder, 1, same))) == "told"
+    later = {**rising, "trainer.batch_schedule": [[16, 16], [80, 32]]}
+    assert outcome(between(before, plan_in(folder, 1, later))) == "allow=[batch]"
+    assert outcome(between(before, plan_in(folder, 1, {**same, "trainer.batch_schedule": []}))) == "allow=[batch]"
+
+
+def test_a_dataset_that_was_moved_is_the_same_and_one_that_was_replaced_is_not(folder: Path, tmp_path: Path) -> None:
+    before = checkpoint_of(plan_in(folder, 1, {}))
+    for name in ("a", "b"):
+        for path in folder.glob(f"{name}[._]*"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    moved = plan_in(tmp_path, 1, {})
+    found = find_differences(moved, before, make_record(moved))
+    assert outcome(found) == "told" and len(found) == 2
+    write_indexed(tmp_path / "a", numbered(30))
+    replaced = plan_in(tmp_path, 1, {})
+    assert outcome(find_differences(replaced, before, make_record(replaced))) == "allow=[data]"
+
+
+def old_checkpoint(plan: Plan) -> State:
+    """What a checkpoint said before it knew its data."""
+    state = checkpoint_of(plan)
+    state.data = state.consumed_tokens = state.lr = None
+    del (
+        state.settings["trainer"]["batch_schedule"],
+        state.settings["checkpoint"]["allow"],
+        state.settings["data"]["schedule"],
+    )
+    return state
+
+
+@pytest.mark.parametrize(
+    "name", ["data.prefixes", "data.split", "data.seq_length", "trainer.seed", "trainer.global_batch_size"]
+)
+def test_an_old_checkpoint_is_compared_by_its_settings(name: str, folder: Path) -> None:
+    plan, state = plan_in(folder, 1, {}), old_checkpoint(plan_in(folder, 1, {}))
+    assert find_differences(plan, state, make_record(plan)) == []
+    assert state.position.tokens == state.consumed_samples * 32
+    changed = plan_in(folder, 1, {name: CHANGES[name].now})
+    found = find_differences(changed, state, make_record(changed))
+    assert names(found) == [name] and outcome(found) == f"allow=[{differences.kinds()[name]}]"
+
+
+@pytest.fixture
+def resume_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("resume_docs", ROOT / "scripts" / "resume_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_not_stale(resume_docs: ModuleType) -> None:
+    assert resume_docs.main(["--check"]) == 0
+
+
+def test_a_setting_in_another_kind_would_be_seen(
+    resume_docs: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = {kind: dict(by_section) for kind, by_section in differences.SETTINGS.items()}
+    moved["optim"]["optim"] = moved["optim"]["optim"].replace("weight_decay ", "")
+    moved["free"]["optim"] += " weight_decay"
+    monkeypatch.setattr(differences, "SETTINGS", moved)
+    differences.kinds.cache_clear()
+    try:
+        assert outcome(found_by("optim.weight_decay", folder)[1]) == "free"
+        assert resume_docs.main(["--check"]) == 1
+    finally:
+        differences.kinds.cache_clear()
