@@ -13,7 +13,7 @@ import torch
 
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
-from megatron_llama.checkpoint.differences import find_differences, refuse
+from megatron_llama.checkpoint.differences import Difference, find_differences, record_of, refuse
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import BEST, find_checkpoint, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
@@ -42,6 +42,7 @@ class Checkpointer:
         """Bytes that this rank read from files when it was last loaded."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
+        self._differences: list[Difference] = []
         self._val_loss: float | None = None
         self._origin: tuple[str | None, str] = (None, plan.precision.param_dtype)
         self._lora = plan.config.finetune.method == "lora"
@@ -155,7 +156,10 @@ class Checkpointer:
                 read_manifest(folder).check_sizes()
         with together(CorruptFile, ConfigError):
             manifest = read_manifest(folder)
-            refuse(find_differences(self.plan, manifest.state), self.plan.config.checkpoint.allow, folder)
+            self._differences = find_differences(
+                self.plan, manifest.state, self.data.record(manifest.state.consumed_samples)
+            )
+            refuse(self._differences, self.plan.config.checkpoint.allow, folder)
             if manifest.state.base != self._base:
                 rule = f"is not the model that the checkpoint {folder} was trained on"
                 instead = "write init_from=FOLDER with that model"
@@ -164,11 +168,13 @@ class Checkpointer:
         return manifest.state
 
     def _go_on(self, folder: Path, found: State) -> None:
-        """Puts optimizer and plan where the checkpoint's run stood, and tells what differs."""
+        """Puts optimizer, data and plan where the checkpoint's run stood, and tells what differs."""
         self._report(f"going on from {folder}, step {found.step}")
-        for difference in find_differences(self.plan, found):
+        for difference in self._differences:
             self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
         self.optimizer.restore(found.updates, found.step)
+        if found.step > 0:
+            self.data.resume(record_of(found), found.consumed_samples)
         self.plan = replace(self.plan, start=found.position)
         if found.lr is not None and found.lr != self.optimizer.lr:
             self._report(f"the learning rate of step {found.step + 1} is {self.optimizer.lr:g}, not {found.lr:g}")
@@ -214,6 +220,7 @@ class Checkpointer:
             base=self._base,
             lr=self.optimizer.lr,
             consumed_tokens=position.tokens,
+            data=self.data.record(position.samples),
         )
         self.saver.start(tensors, state)
         self._saved = step

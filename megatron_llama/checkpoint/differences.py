@@ -21,7 +21,7 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import Record, old_record
 from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
-from megatron_llama.plan.derive import derive_optimizer
+from megatron_llama.plan.derive import COSINE, derive_optimizer
 
 FREE, TOLD, FIXED = "free", "told", "fixed"
 DATA, BATCH, OPTIM = ALLOWED
@@ -102,10 +102,14 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
     ``record`` is that of the plan's data. At step 0 nothing was trained, so that data, batch and optimizer may be any.
     """
     settings, then = state.settings, _as_derived_then(plan.asked, state.settings)
-    lora = "lora" in (plan.config.finetune.method, _saved(settings, "finetune.method"))
+    unused = []
+    if "lora" not in (plan.config.finetune.method, _saved(settings, "finetune.method")):
+        unused += [name for name in kinds() if name.startswith("finetune.")]
+    if plan.config.trainer.val_every_steps is None:
+        unused.append("trainer.val_steps")
     found = [] if state.step == 0 else _data_differences(plan, state, record)
     for name, kind in kinds().items():
-        if kind == FREE or (kind in ALLOWED and state.step == 0) or (name.startswith("finetune.") and not lora):
+        if kind == FREE or name in unused or (kind in ALLOWED and state.step == 0):
             continue
         saved, now = _saved(settings, name), get(plan.config, name)
         was_derived = name == FREE_DICT or get(plan.asked, name) is None
@@ -117,6 +121,11 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
         found = [replace(difference, kind=TOLD) if difference.kind == BATCH else difference for difference in found]
     order = [*kinds()]
     return sorted(found, key=lambda difference: order.index(difference.name))
+
+
+def record_of(state: State) -> Record:
+    """The record of a checkpoint's data; made from its settings where it has none."""
+    return state.data or old_record(state.settings, state.consumed_samples)
 
 
 def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:
@@ -138,9 +147,8 @@ def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path
 
 def _data_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
     """The differences of the data, which is known by what is in it: a dataset may lie elsewhere now."""
-    saved = state.data or old_record(state.settings, state.consumed_samples)
     found = []
-    for name, before, after, how in record_differences(saved, record):
+    for name, before, after, how in record_differences(record_of(state), record):
         if "mock" in (before, after):  # a kind of its own in records
             name, before, after = "data.mock", before == "mock", after == "mock"
         if how == "blend":  # weights by prefix
@@ -153,7 +161,7 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
         then, now = _saved(state.settings, name), get(plan.config, name)
         if name == "data.schedule":  # the blends before are history
             then, now = (
-                [entry for entry in entries if entry["samples"] > state.consumed_samples] for entries in (then, now)
+                [entry for entry in entries if entry["samples"] >= state.consumed_samples] for entries in (then, now)
             )
         if then != now:
             # Without a set for validation, a part of the training data is taken for it.
@@ -177,13 +185,20 @@ def _as_derived_then(asked: Config, saved: Mapping[str, Any]) -> Config:
     is no difference of its own.
     """
     then = copy.deepcopy(asked)
+    then.optim.schedule = {"_target_": (asked.optim.schedule or COSINE).get("_target_")}
     then.trainer.steps, then.trainer.epochs = _saved(saved, "trainer.steps"), None
-    for name in kinds():
-        section, _, key = name.rpartition(".")
-        # The schedule's own ${...} are derived from the others.
-        if section == "optim" and name != FREE_DICT and getattr(then.optim, key) is not None and key != "warmup_ratio":
-            setattr(then.optim, key, _saved(saved, name))
+    names = [name for name, kind in kinds().items() if kind == OPTIM and name != FREE_DICT]
+    for name in names:
+        if get(then, name) is not None:
+            setattr(then.optim, name.removeprefix("optim."), _saved(saved, name))
     derive_optimizer(then)
+    # The schedule's own ${...} are the other settings as they were saved.
+    schedule = copy.deepcopy(then)
+    schedule.optim.schedule = asked.optim.schedule
+    for name in names:
+        setattr(schedule.optim, name.removeprefix("optim."), _saved(saved, name))
+    derive_optimizer(schedule)
+    then.optim.schedule = schedule.optim.schedule
     return then
 
 

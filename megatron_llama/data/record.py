@@ -5,6 +5,7 @@
      "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
      "chat_template": "own", "template": null,
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256"}},
+     "validation": [prefix],                      sets of their own to validate on
      "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     data/blend.py's, the last one in effect
 
 Datasets are known by what is in them: one that was moved is the same dataset.
@@ -52,6 +53,7 @@ def make_record(plan: Plan) -> Record:
         **{key: getattr(data, key) for key in READING if key not in ("kind", "seed")},
         "seed": plan.config.trainer.seed,
         "datasets": {} if data.mock else {path: dataset_facts(path) for _, path in named_paths(data)},
+        "validation": list(data.validation_prefixes),
         "segments": [asdict(segment) for segment in planned_timeline(data).segments] if is_stream else [],
     }
 
@@ -151,8 +153,11 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
     known = {moved.get(prefix, prefix): weight for prefix, weight in before.items()}
     if before and after and not same_shares(known, after):
         found.append(("data.prefixes", before, after, "blend"))
-    elif not before and not after and [moved.get(path, path) for path in saved["datasets"]] != [*now["datasets"]]:
-        found.append(("data.prefixes", [*saved["datasets"]], [*now["datasets"]], "reading"))
+    ours, theirs = (
+        [path for path in record["datasets"] if path not in record.get("validation", ())] for record in (now, saved)
+    )
+    if not before and not after and [moved.get(path, path) for path in theirs] != ours:
+        found.append(("data.prefixes", theirs, ours, "reading"))
     return found
 
 

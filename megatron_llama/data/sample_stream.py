@@ -115,8 +115,9 @@ def resume_streams(
     from before there were records: its run goes on in megatron-core's order of trainer.steps steps.
     """
     trainer = plan.config.trainer
+    length = record["seq_length"] if record else plan.config.data.seq_length
     with together(OSError, ValueError):
-        timeline = _going_on(plan, _history(plan, record), consumed_samples)
+        timeline = _going_on(plan, _history(plan, record), consumed_samples, length)
     began, now = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
     if began.order != MEGATRON:
         return SampleStream(timeline, training.datasets), validation
@@ -132,12 +133,18 @@ def resume_streams(
     return SampleStream(timeline, training.datasets, old), validation
 
 
-def _going_on(plan: Plan, history: Timeline, consumed_samples: int) -> Timeline:
+def _going_on(plan: Plan, history: Timeline, consumed_samples: int, length: int) -> Timeline:
     """What was read of ``history``, and what the plan reads next."""
-    history = history.up_to(consumed_samples)
-    last, blends = history.segments[-1], planned_blends(plan.config.data)
+    history, blends = history.up_to(consumed_samples), planned_blends(plan.config.data)
     current = [weights for first, weights in blends if first <= consumed_samples][-1]
     changes = [(first, weights) for first, weights in blends if first > consumed_samples]
+    if not history.segments or length != plan.config.data.seq_length:
+        # Samples of another length are other samples: each dataset goes on with the first one that was not read.
+        read = history.read(consumed_samples) if history.segments else {}
+        tokens = {prefix: count * length for prefix, count in read.items()}
+        starts = {prefix: -(-count // plan.config.data.seq_length) for prefix, count in tokens.items()}
+        history = Timeline([*history.segments, Segment(consumed_samples, current, starts)])
+    last = history.segments[-1]
     if not same_shares(last.weights, current):
         changes.insert(0, (consumed_samples, current))
     if last.shuffled is not None and (not changes or changes[0][0] > last.shuffled):

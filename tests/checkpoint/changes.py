@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint.differences import Difference, find_differences, refuse
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
-from megatron_llama.config.problems import shown
 from megatron_llama.data.record import make_record
 from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import everything_exists, make
@@ -196,13 +196,14 @@ def checkpoint_of(plan: Plan, step: int = STEP) -> State:
     return State(**json.loads(json.dumps(asdict(state))))
 
 
-def found_by(name: str, folder: Path, step: int = STEP) -> tuple[Plan, list[Difference]]:
-    """The plan that goes on with the setting changed, and all differences from its checkpoint."""
+@cache
+def found_by(name: str, folder: Path, step: int = STEP) -> list[Difference]:
+    """All differences of the run that goes on with the setting changed."""
     change = CHANGES[name]
     before = plan_in(folder, change.world_before, change.base)
     changed = change.becomes or {**change.also, name: change.now}
     after = plan_in(folder, change.world, {**change.base, **changed})
-    return after, find_differences(after, checkpoint_of(before, step), make_record(after))
+    return find_differences(after, checkpoint_of(before, step), make_record(after))
 
 
 def outcome(differences: list[Difference]) -> str:
@@ -214,10 +215,3 @@ def outcome(differences: list[Difference]) -> str:
             continue
         return f"allow=[{allow[0]}]" if allow else "told" if differences else "free"
     return "fixed"
-
-
-def row(name: str, folder: Path) -> tuple[str, str, str]:
-    """The table's line about a setting: its name, the change that was tried, and what came of it."""
-    change = CHANGES[name]
-    _, differences = found_by(name, folder)
-    return name, shown(change.now), outcome(differences)
