@@ -1,0 +1,216 @@
+"""Runs that go on from a checkpoint with other steps, batches or data than it was trained with."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.manifest import State, read_manifest
+from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.data.mock import MockDataset
+from megatron_llama.data.sample_stream import EndlessDataset
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from tests.checkpoint.jobs import Job, losses
+from tests.checkpoint.runner import CPU, assert_same, make_plan, run
+from tests.data.files import numbered, write_indexed
+from tests.ranks import RankFailed, run_ranks
+
+ADAM = ["optim.lr=0.01", "optim.warmup_steps=2"]
+NO_SAVE = "checkpoint.save_last=false"
+
+
+def state_of(run_dir: Path) -> State:
+    """What the newest checkpoint says."""
+    return read_manifest(find_checkpoint(run_dir)).state
+
+
+def cosine(step: int, steps: int) -> float:
+    """The rate of ADAM's schedule at a step, counted from 0: from 0.01 to 0.001 after two steps of warm-up."""
+    return 0.001 + 0.009 * 0.5 * (1 + math.cos(math.pi * (step - 2) / (steps - 2)))
+
+
+def test_more_steps_go_on_exactly_and_the_jump_of_the_rate_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(1, tmp_path / "run", *ADAM, "trainer.steps=4", until=4)
+    assert state_of(tmp_path / "run").lr == pytest.approx(0.001)  # of a fifth step, after the end of the cosine
+    capfd.readouterr()
+    longer = run(1, tmp_path / "run", *ADAM, "trainer.steps=12", until=5)
+    said = capfd.readouterr().err
+    assert longer.started_at == 4
+    assert "checkpoint: trainer.steps: from 4 to 12\n" in said
+    assert f"the learning rate of step 5 is {cosine(4, 12):g}, not 0.001\n" in said and "schedule:" not in said
+    # A schedule that does not depend on the steps has nothing to tell, and the longer run is the run.
+    constant = [*ADAM, "optim=constant", NO_SAVE]
+    whole = run(1, tmp_path / "whole", *constant, "trainer.steps=12", until=6)
+    run(1, tmp_path / "halves", *constant[:-1], "trainer.steps=3", until=3)
+    capfd.readouterr()
+    rest = run(1, tmp_path / "halves", *constant, "trainer.steps=12", until=6)
+    assert "learning rate" not in capfd.readouterr().err
+    assert {step: whole.losses[step] for step in rest.losses} == rest.losses
+    assert_same(rest.tensors, whole.tensors)
+
+
+def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list[int]]:
+    """Losses of steps on the next so many samples each, in micro batches of one; and the consumed samples."""
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        optimizer = build_optimizer(plan, model)
+        samples = MockDataset(10**6, 16, 64, plan.config.trainer.seed)
+        found, consumed = [], [0]
+        for size in sizes:
+            batch = []
+            for number in range(consumed[-1], consumed[-1] + size):
+                one = samples[number]
+                batch.append(MicroBatch(*(one[key][None] for key in ("tokens", "labels", "loss_mask"))))
+            found.append(model.forward_backward(batch).item())
+            optimizer.step(optimizer.gradient_norm())
+            consumed.append(consumed[-1] + size)
+        return found, consumed[1:]
+
+
+def metrics(run_dir: Path, name: str) -> list[Any]:
+    """A metric of every step."""
+    return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+CONSTANT = [*ADAM, "optim=constant", "trainer.steps=9"]
+RISING = [*CONSTANT, "trainer.global_batch_size=4", "trainer.batch_schedule=[[10,8],[30,2]]"]
+RISING_SIZES = [4, 4, 4, 8, 8, 8, 2, 2, 2]  # 4, 8, 12 (of 10), 20, 28, 36 (of 30), ...
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[list[float], list[int]]:
+    """RISING, batch by batch."""
+    return run_ranks(_by_hand, 1, make_plan(1, Path("unused"), *RISING), RISING_SIZES)[0]
+
+
+def test_a_batch_schedule_takes_the_batches_that_were_counted_by_hand(
+    tmp_path: Path, by_hand: tuple[list[float], list[int]]
+) -> None:
+    expected, consumed = by_hand
+    folder = tmp_path / "run"
+    for more in (["trainer.tp=2", "checkpoint.every_steps=5", "trainer.steps=5"], ["trainer.dp=2"]):
+        job = Job(folder, *RISING, *more)  # the second goes on, in another layout
+        assert job.wait() == 0, job.said
+    assert [loss for _, loss in losses(folder)] == pytest.approx(expected, rel=1e-5)
+    assert metrics(folder, "consumed_samples") == consumed == [4, 8, 12, 20, 28, 36, 38, 40, 42]
+    assert metrics(folder, "consumed_tokens") == [16 * samples for samples in consumed]
+    assert metrics(folder, "global_batch_size") == RISING_SIZES
+    state = state_of(folder)
+    assert (state.step, state.consumed_samples, state.consumed_tokens) == (9, 42, 16 * 42)
+
+
+def test_without_the_schedule_another_run_would_be_seen(by_hand: tuple[list[float], list[int]]) -> None:
+    constant = make_plan(1, Path("unused"), *CONSTANT, "trainer.global_batch_size=4")
+    other, _ = run_ranks(_by_hand, 1, constant, [4] * 9)[0]
+    assert other[:3] == by_hand[0][:3] and other[4] != by_hand[0][4]
+
+
+def test_another_batch_size_goes_on_after_the_consumed_samples(
+    tmp_path: Path, by_hand: tuple[list[float], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = run(1, tmp_path, *CONSTANT, "trainer.global_batch_size=4", until=3)
+    eight = "trainer.global_batch_size=8"
+    with pytest.raises(RankFailed) as refused:
+        run(1, tmp_path, *CONSTANT, eight, until=6)
+    assert "trainer.global_batch_size = 8" in str(refused.value) and "checkpoint.allow=[batch]" in str(refused.value)
+    capfd.readouterr()
+    second = run(1, tmp_path, *CONSTANT, eight, "checkpoint.allow=[batch]", until=5)
+    assert "checkpoint: trainer.global_batch_size: from 4 to 8, allowed\n" in capfd.readouterr().err
+    assert state_of(tmp_path).consumed_samples == 12 + 2 * 8
+    third = run(1, tmp_path, *CONSTANT, eight, until=6)  # its checkpoint knows the new size
+    assert list((first.losses | second.losses | third.losses).values()) == by_hand[0][:6]
+    assert (state_of(tmp_path).consumed_samples, state_of(tmp_path).consumed_tokens) == (36, 36 * 16)
+
+
+Reads = list[tuple[str, int]]
+"""(dataset, which of its samples) in the order of reading."""
+
+
+def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
+    """What a run in ``folder`` trains on until it saves step ``until``."""
+    common = ["data=redpajama", 'data.split="80,20,0"', "data.seq_length=16", "model.vocab_size=20000"]
+    plan = make_plan(1, folder / "run", *common, "trainer.global_batch_size=8", *overrides)
+    return run_ranks(_read, 1, plan, until)[0]
+
+
+def _read(rank: int, plan: Plan, until: int) -> Reads:
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
+        assert isinstance(data.train, Batches)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
+        schedule = checkpointer.resume().batches
+        known: dict[tuple[int, ...], tuple[str, int]] = {}
+        for path in data.train.samples.datasets:  # type: ignore[attr-defined]
+            one = EndlessDataset(plan, path, 0)
+            known |= {tuple(one.text(number).tolist()): (Path(path).name, number) for number in range(200)}
+        found = []
+        for step in range(schedule.start.step + 1, until + 1):
+            for batch in data.train.at(schedule.after(step - 1).samples):
+                for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+                    found.append(known[tuple(torch.cat((tokens, labels[-1:])).tolist())])
+            checkpointer.after_step(step)
+        checkpointer.finish(until)
+        return found
+
+
+def of(name: str, reads: Reads) -> list[int]:
+    """The samples of one dataset."""
+    return [number for dataset, number in reads if dataset == name]
+
+
+@pytest.fixture
+def datasets(tmp_path: Path) -> Path:
+    """The datasets a, b and c in a folder."""
+    for name, first_id in (("a", 1), ("b", 6000), ("c", 12000)):
+        write_indexed(tmp_path / name, numbered(150, first_id))
+    return tmp_path
+
+
+def blend(folder: Path, *items: object) -> str:
+    """data.prefixes with these weights and datasets."""
+    return f"data.prefixes=[{','.join(str(folder / item) if isinstance(item, str) else str(item) for item in items)}]"
+
+
+def test_each_dataset_goes_on_where_it_stood(datasets: Path) -> None:
+    allow = "checkpoint.allow=[data]"
+    first = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "b"), until=4)
+    assert len(of("a", first)) == len(of("b", first)) == 16
+    with pytest.raises(RankFailed, match="data.prefixes"):
+        reads_of(datasets, blend(datasets, 0.25, "a", 0.75, "b"), until=5)
+    second = reads_of(datasets, blend(datasets, 0.25, "a", 0.75, "b"), allow, until=8)
+    assert (len(of("a", second)), len(of("b", second))) == (8, 24)
+    third = reads_of(datasets, blend(datasets, 0.5, "c", 0.5, "b"), allow, until=10)  # a rests, c is new
+    assert (len(of("c", third)), len(of("b", third))) == (8, 8)
+    fourth = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "c"), allow, until=12)
+    fifth = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "c"), until=13)  # the same blend: nothing to allow
+    reads = first + second + third + fourth + fifth
+    for name, count in (("a", 16 + 8 + 8 + 4), ("b", 16 + 24 + 8), ("c", 8 + 8 + 4)):
+        assert of(name, reads) == list(range(count)), f"{name}: a sample was left out or read twice"
+
+
+def test_another_sequence_length_goes_on_at_the_token(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = blend(datasets, 1, "a")
+    assert of("a", reads_of(datasets, one, until=3)) == list(range(24))
+    longer = ["data.seq_length=20", "checkpoint.allow=[data]"]
+    capfd.readouterr()
+    assert of("a", reads_of(datasets, one, *longer, until=4))[0] == math.ceil(24 * 16 / 20)
+    assert "data.seq_length: from 16 to 20, allowed" in capfd.readouterr().err
+    state = state_of(datasets / "run")
+    assert (state.consumed_samples, state.consumed_tokens) == (32, 24 * 16 + 8 * 20)
+    assert of("a", reads_of(datasets, one, *longer, until=5)) == list(range(28, 36))  # no second rounding
