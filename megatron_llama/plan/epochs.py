@@ -1,4 +1,4 @@
-"""How many training sequences a dataset makes: the length of an epoch. Reads .idx files only.
+"""How many training sequences a dataset makes, and how many of them a run reads. Reads .idx files only.
 
 Numpy, which takes longer to import than a plan takes to make, is imported where a dataset is opened."""
 
@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config.data_prefixes import weights_and_paths
+from megatron_llama.config.data_prefixes import named_paths, weights_and_paths
 from megatron_llama.config.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
     Pretraining drops the last, incomplete one.
     """
     if data.kind == "pretrain":
-        return sum(_pretraining_samples(data, number))
+        return sum(sequences(data, prefix, number) for prefix in weights_and_paths(data.prefixes)[1])
     import numpy as np
 
     from megatron_llama.data.indexed_format import read_index
@@ -101,21 +102,43 @@ def sequences(data: DataConfig, prefix: str, number: int = 0) -> int:
     return max(0, index.tokens(first, last) - 1) // data.seq_length
 
 
-def epochs_of(data: DataConfig, samples: int) -> float:
-    """How often ``samples`` training sequences go through the training split; of a blend with weights, through the
-    dataset that is gone through most often. Raises OSError or ValueError."""
-    weights = weights_and_paths(data.prefixes)[0]
-    if data.kind != "pretrain" or not weights:
-        return samples / max(1, samples_per_epoch(data))
-    sizes = _pretraining_samples(data, 0)
-    return max(samples * weight / sum(weights) / max(1, size) for weight, size in zip(weights, sizes, strict=True))
+@dataclass(frozen=True)
+class Reading:
+    """What a run that starts anew reads of one dataset."""
+
+    prefix: str
+    sequences: int
+    """Training sequences in an epoch; for fine-tuning sets, examples."""
+    tokens: int
+    """Of those, in an epoch."""
+    read: int
+    """Sequences or examples that the run reads, over all epochs."""
+    share: float
+    """Of all that the run reads."""
+
+    @property
+    def epochs(self) -> float:
+        """How often the run goes through the dataset."""
+        return self.read / max(1, self.sequences)
 
 
-def _pretraining_samples(data: DataConfig, number: int) -> list[int]:
-    """Of each dataset: sequences in documents that follow each other; the last label needs one token more."""
+def readings(data: DataConfig, samples: int) -> tuple[Reading, ...]:
+    """What a run of ``samples`` reads of each training dataset. Raises OSError or ValueError."""
     from megatron_llama.data.indexed_format import read_index
 
-    return [
-        max(0, read_index(prefix).tokens(first, last) - 1) // data.seq_length
-        for prefix, (first, last) in parts_of(data, number)
-    ]
+    if data.kind == "pretrain":
+        found = []
+        read = planned_timeline(data).read(samples)
+        for _, prefix in named_paths(data):
+            count = sequences(data, prefix)
+            share = read.get(prefix, 0) / max(1, samples)
+            found.append(Reading(prefix, count, count * data.seq_length, read.get(prefix, 0), share))
+        return tuple(dict.fromkeys(found))
+    epochs = samples / max(1, samples_per_epoch(data))
+    parts = [(prefix, read_index(prefix), span) for prefix, span in parts_of(data, 0)]
+    examples = sum(last - first for _, _, (first, last) in parts)
+    return tuple(
+        Reading(prefix, n, index.tokens(*span), round(n * epochs), n / max(1, examples))
+        for prefix, index, span in parts
+        for n in (span[1] - span[0],)
+    )

@@ -14,6 +14,7 @@ WIDTH = 96
 LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
+MOST_LETTERS = 24  # of a dataset's path, from its end
 SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}
 
 
@@ -26,6 +27,7 @@ def format_plan(plan: Plan) -> str:
         _grid(plan),
         _table(plan, memory),
         _work(plan, heaviest),
+        _readings(plan),
         [fill(_line("" if number else "note", ""), note, WIDTH) for number, note in enumerate(plan.notes)],
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
@@ -89,10 +91,17 @@ def _table(plan: Plan, memory: list[RankMemory]) -> list[str]:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         if sum(widths) + 3 * len(widths) - 1 <= WIDTH:
             break
-    # Names to the left, numbers to the right, and a rule under the header.
-    aligns = ["<", "<"] + [">"] * (len(widths) - 2)
-    rows.insert(1, ["─" * width for width in widths])
-    cells = [[f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)] for row in rows]
+    return _aligned(rows, left=2)
+
+
+def _aligned(rows: list[list[str]], left: int) -> list[str]:
+    """``rows``, the first the header, which gets a rule below it, as lines; ``left`` columns of names, then numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligns = ["<"] * left + [">"] * (len(widths) - left)
+    ruled = [rows[0], ["─" * width for width in widths], *rows[1:]]
+    cells = [
+        [f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)] for row in ruled
+    ]
     return [("  " + "   ".join(row)).rstrip() for row in cells]
 
 
@@ -157,6 +166,24 @@ def _work(plan: Plan, heaviest: RankMemory) -> Iterator[str]:
     yield _line("", "on the heaviest rank, before activations")
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
+
+
+def _readings(plan: Plan) -> list[str]:
+    """One row per dataset: its epoch, and what the run reads of it."""
+    if not plan.readings:
+        return []
+    unit = "sequences" if plan.config.data.kind == "pretrain" else "examples"
+    rows = [[f"dataset, in {unit}", "per epoch", "tokens", "share", "read", "tokens", "epochs"]]
+    for number in _some(len(plan.readings), MOST_ROWS):
+        if number is None:
+            rows.append(["…"] + [""] * (len(rows[0]) - 1))
+            continue
+        reading = plan.readings[number]
+        name = reading.prefix if len(reading.prefix) <= MOST_LETTERS else "…" + reading.prefix[1 - MOST_LETTERS :]
+        tokens = short_count(reading.tokens), short_count(reading.tokens * reading.epochs)
+        amounts = f"{reading.sequences:,}", tokens[0], f"{100 * reading.share:.3g} %", f"{reading.read:,}", tokens[1]
+        rows.append([name, *amounts, f"{reading.epochs:.3g}"])
+    return _aligned(rows, left=1)
 
 
 def _sharding(plan: Plan) -> str:

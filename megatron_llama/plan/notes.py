@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.epochs import epochs_of, samples_per_epoch
+from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
 
 
@@ -29,13 +29,11 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
     try:
         if data.kind == "sft" and trainer.val_every_steps:
             yield from _validation(plan)
-        if config.trainer.epochs is None:
-            epochs = epochs_of(data, plan.batches.after(trainer.steps).samples)
-            if epochs > 1:
-                which = "the most used dataset" if weights_and_paths(data.prefixes)[0] else "the training data"
-                yield f"{which} is read {epochs:.3g} times, in another order each time"
     except (OSError, ValueError):  # a missing or broken dataset is for the checks of files to report
         return
+    weights, paths = weights_and_paths(data.prefixes)
+    if data.kind == "pretrain" and len(paths) > 1 and not weights:
+        yield "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
 
 
 def _validation(plan: Plan) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
+from megatron_llama.plan.epochs import Reading
 from megatron_llama.plan.shapes import StageParameters
 
 
@@ -38,6 +39,8 @@ class Plan:
     """What one rank of each pipeline stage holds."""
     record_files: tuple[tuple[str, str], ...]
     """(setting, path) of the files of records that are still to be prepared."""
+    readings: tuple[Reading, ...] = ()
+    """What the run reads of each training dataset; empty for made-up data, and where a dataset is not there."""
     notes: tuple[str, ...] = ()
     """What a user should know about the plan."""
     start: Position = Position()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from megatron_llama.config.fields import check_limits, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.derive import derive_plan
+from megatron_llama.plan.epochs import Reading, readings
 from megatron_llama.plan.memory import Machine, check_memory
 from megatron_llama.plan.notes import notes_on
 from megatron_llama.plan.plan import Plan
@@ -58,4 +60,8 @@ def resolve(
     if problems or plan is None:
         raise ConfigError(problems)
     refusals = [f"a run would be refused here: {problem}" for problem in noted]
-    return replace(plan, notes=(*plan.notes, *refusals, *notes_on(sanitized, plan)))
+    read: tuple[Reading, ...] = ()
+    if not plan.config.data.mock:
+        with contextlib.suppress(OSError, ValueError):  # a missing or broken dataset is for the checks of files
+            read = readings(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
+    return replace(plan, readings=read, notes=(*plan.notes, *refusals, *notes_on(sanitized, plan)))

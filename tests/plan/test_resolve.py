@@ -6,7 +6,6 @@ import copy
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import resolve
 from megatron_llama.plan.derive import COSINE, split_layers
 from tests.config.helpers import make
-from tests.data.files import numbered, write_indexed
 from tests.paths import CONF
 
 
@@ -212,20 +210,3 @@ def test_what_never_happens_is_noted() -> None:
         "data.mock=true makes tokens up: data.prefixes is not read",
     )
     assert not resolve(make(**{"trainer.val_every_steps": 100, "data.mock": True}), 1).notes
-
-
-def test_data_that_is_read_again_is_noted(tmp_path: Path) -> None:
-    small, large = (write_indexed(tmp_path / name, numbered(count)) for name, count in (("a", 50), ("b", 500)))
-    tokens = sum(map(len, numbered(50)))
-    base = {"data.seq_length": 16, "data.mock": False, "data.split": "1,0,0", "trainer.global_batch_size": 1}
-
-    def notes(prefixes: list[object], steps: int) -> tuple[str, ...]:
-        return resolve(make(**{**base, "data.prefixes": prefixes, "trainer.steps": steps}), 1).notes
-
-    once = (tokens - 1) // 16
-    assert notes([small], once) == ()
-    assert notes([small], 3 * once) == ("the training data is read 3 times, in another order each time",)
-    assert notes([small, large], 3 * once) == ()
-    assert notes([0.5, small, 0.5, large], 3 * once) == (
-        "the most used dataset is read 1.5 times, in another order each time",
-    )

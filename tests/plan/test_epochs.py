@@ -1,0 +1,102 @@
+"""What a run reads of each dataset: the plan's numbers are those of the stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.plan import Plan, format_plan, resolve
+from megatron_llama.plan.epochs import planned_timeline, split_range
+from tests.config.helpers import make
+from tests.data.files import data_plan, numbered, write_indexed
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> tuple[str, str]:
+    small, large = (write_indexed(tmp_path / name, numbered(size)) for name, size in (("small", 50), ("large", 500)))
+    return small, large
+
+
+def page_rows(plan: Plan) -> list[list[str]]:
+    """The cells of the plan's table of datasets."""
+    lines = format_plan(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("  dataset")]
+    end = next(number for number in range(start, len(lines) + 1) if number == len(lines) or not lines[number])
+    return [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in lines[start + 2 : end]]
+
+
+def test_a_blend(sets: tuple[str, str]) -> None:
+    small, large = sets
+    schedule = [{"samples": 300, "prefixes": [large]}, {"samples": 10_000, "prefixes": [small]}]
+    plan = data_plan([0.25, small, 0.75, large], **{"trainer.steps": 60, "data.schedule": schedule})
+    total, timeline = 60 * 8, planned_timeline(plan.config.data)
+    counted = Counter(timeline.at(number)[0] for number in range(total))
+    tokens = {
+        prefix: sum(map(len, numbered(count)[: count * 8 // 10])) for prefix, count in ((small, 50), (large, 500))
+    }
+    for reading in plan.readings:
+        assert reading.read == counted[reading.prefix]
+        assert reading.sequences == (tokens[reading.prefix] - 1) // 32
+        assert reading.tokens == 32 * reading.sequences
+        assert reading.epochs == reading.read / reading.sequences
+        assert reading.share == reading.read / total
+    assert sum(reading.read for reading in plan.readings) == total
+    first, second = page_rows(plan)
+    assert first[0].endswith("small") and second[0].endswith("large")
+    assert first[1:] == ["37", "1.184 k", "15.6 %", "75", "2.4 k", "2.03"]
+
+
+def test_without_weights_it_is_said_what_counts(sets: tuple[str, str]) -> None:
+    plan = data_plan(list(sets))
+    assert [note for note in plan.notes if "no weights" in note] == [
+        "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
+    ]
+    assert len({round(reading.epochs, 1) for reading in plan.readings}) == 1
+    assert not data_plan([sets[0]]).notes and not data_plan([1, sets[0], 1, sets[1]]).notes
+
+
+def test_many_datasets_are_abbreviated(sets: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / ("long" * 20)).mkdir()
+    many: list[Any] = []
+    for number in range(30):
+        many += [1, write_indexed(tmp_path / ("long" * 20) / f"set{number}", numbered(5))]
+    rows = page_rows(data_plan(many))
+    assert len(rows) < 20 and rows[0][0].endswith("/set0") and rows[-1][0].endswith("/set29")
+    assert rows[-2] == ["…"]
+
+
+def test_data_that_is_not_there_has_no_row() -> None:
+    changes: dict[str, Any] = {"data.mock": False, "data.prefixes": ["nowhere/a", "nowhere/b"]}
+    plan = resolve(make(**changes), 1, exists=lambda path: True)
+    assert plan.readings == () and "epochs" not in format_plan(plan)
+    assert resolve(make(), 1).readings == ()
+
+
+def test_fine_tuning_sets_are_read_equally_often(sets: tuple[str, str]) -> None:
+    changes: dict[str, Any] = {"data.kind": "sft", "trainer.steps": 100}
+    for prefix in sets:
+        masks = [[1] * len(document) for document in numbered(50 if prefix.endswith("small") else 500)]
+        write_indexed(Path(prefix + "_mask"), masks, "B")
+    plan = data_plan(list(sets), **changes)
+    small, large = plan.readings
+    assert (small.sequences, large.sequences) == (40, 400)
+    assert (small.read, large.read) == (73, 727) and small.epochs == pytest.approx(large.epochs, rel=0.01)
+    assert small.tokens == sum(map(len, numbered(50)[:40]))
+    assert "dataset, in examples" in format_plan(plan)
+
+
+@pytest.mark.parametrize("count", [1, 7, 10, 99, 1000, 12345])
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,0", "0.5,0.25,0.25", "80,20,0"])
+def test_splits_are_rounded_as_megatron_does(split: str, count: int) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
+    from megatron.core.datasets.utils import normalize
+
+    matrix = convert_split_vector_to_split_matrix(normalize([float(share) for share in split.split(",")]))
+    for number, part in enumerate(matrix):
+        first, last = split_range(split, number, count)
+        if part is not None and first != last:
+            assert (first, last) == (round(part[0] * count), round(part[1] * count))
