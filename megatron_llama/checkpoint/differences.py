@@ -41,7 +41,7 @@ SETTINGS = {
         "checkpoint": "every_steps keep keep_every keep_best resume allow save_last export_hf asynchronous",
         "launch": "hosts hostfile ssh",
         "run": "dir",
-        "": "dry_run",
+        "": "dry_run allow_targets",
     },
     # It is the same run, and yet not to the last bit, or not for somebody who compares its numbers.
     TOLD: {

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron_llama.config.fields import KINDS, settings_by_name
 from megatron_llama.config.hub import or_fetch_it, short_name
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import ModelConfig, RopeScaling
 
 FROM_HF = "from_hf"
+CONFIG = "config.json"
+NAME_A_FOLDER = "write the folder that holds config.json and the .safetensors files"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What config.json may leave out, and what transformers' LlamaConfig takes then.
 _DEFAULTS: dict[str, Any] = {
@@ -26,6 +29,7 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 OPTIONAL = ("num_key_value_heads", "head_dim")
 # Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
 _SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
     "model_type": "llama",
@@ -58,8 +62,12 @@ _IRRELEVANT = (
 )
 
 
-def read_hf_config(folder: str, name: str = "config.json") -> dict[str, Any]:
-    """The folder's config.json or ADAPTER_CONFIG. Raises ValueError where it can't be read or is no JSON object."""
+def read_hf_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
+    """The folder's config.json or ADAPTER_CONFIG.
+
+    Raises ValueError where it can't be read or is no JSON object, and for values of config.json that are none of a
+    model, all at once: texts instead of numbers, negative sizes.
+    """
     path = os.path.join(folder, name)
     try:
         with open(path, encoding="utf-8") as file:
@@ -70,7 +78,28 @@ def read_hf_config(folder: str, name: str = "config.json") -> dict[str, Any]:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
+    if name == CONFIG and (wrong := list(_malformed(content))):
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
     return content
+
+
+def _malformed(content: dict[str, Any]) -> Iterator[str]:
+    """A clause for each value that can be no model's, by the types and limits of our settings."""
+    ropes = {name: content[name] for name in ("rope_scaling", "rope_parameters") if content.get(name)}
+    yield from (f"{name} is {shown(rope)}, not a mapping" for name, rope in ropes.items() if not isinstance(rope, dict))
+    scalings = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
+    known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
+    known += [(n, rope.get(n), f"model.rope_scaling.{n}") for rope in scalings for n in _ROPE_NUMBERS]
+    for name, value, ours in known:
+        if value is None:
+            continue
+        setting = settings_by_name()[ours]
+        kinds = (int, float) if setting.kind is float else (setting.kind,)
+        if type(value) not in kinds:
+            yield f"{name} is {value!r}, not {KINDS[setting.kind]}"
+        elif problem := setting.problem(value):
+            yield f"{name} is {value!r}, which {problem.rule}"
 
 
 def different_shape(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -133,8 +162,7 @@ def fill_from_hf(
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        instead = "write the folder that holds config.json and the .safetensors files"
-        problems.append(Problem("init_from", folder, str(error), instead + or_fetch_it(folder)))
+        problems.append(Problem("init_from", folder, str(error), NAME_A_FOLDER + or_fetch_it(folder)))
         return
     shape = shape_from_hf(content)
     for name in NEEDED:
@@ -209,8 +237,9 @@ def other_than_lora(content: dict[str, Any]) -> list[str]:
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the spelling of transformers 5, from any of their spellings."""
-    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    """Rotary settings in the spelling of transformers 5, from any of their spellings. Where both are given rope_scaling
+    counts, as in transformers' RotaryEmbeddingConfigMixin."""
+    rope = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
     if "rope_type" not in rope and "type" in rope:
         rope["rope_type"] = rope["type"]
     if content.get("rope_theta") is not None:

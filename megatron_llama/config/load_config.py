@@ -30,6 +30,7 @@ from megatron_llama.config.limits import is_number
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.suggest import suggest, unknown_setting
+from megatron_llama.system.bounded_yaml import check_yaml
 
 # conf/config.yaml names the dataclasses so, and files in conf/ are checked against them.
 SCHEMA = "settings"
@@ -55,6 +56,11 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([*problems, _problem_in_files(error, choices)]) from error
+    if config.allow_targets:
+        rule = "is set in a file, and files must not choose what may run"
+        instead = "take it out of the file; if you trust the classes, write allow_targets=[...] on the command line"
+        problems.append(Problem("allow_targets", list(config.allow_targets), rule, instead))
+        config.allow_targets = []
     for override in values:
         if override.is_delete():
             _delete(config, override.key_or_group, problems)
@@ -197,7 +203,11 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     if _is_file(EXPERIMENT, choices.get(EXPERIMENT, "")):
         # Hydra gets a user's file as if it were in conf/experiment/.
         path = Path(choices[EXPERIMENT])
-        node = OmegaConf.load(path)
+        try:
+            check_yaml(path)
+            node = OmegaConf.load(path)
+        except (ValueError, OSError) as error:
+            raise OmegaConfBaseException(f"In '{path}': {error}") from error
         if not isinstance(node, DictConfig):
             raise OmegaConfBaseException(f"In '{path}': holds no settings")
         ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")

@@ -34,6 +34,8 @@ SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_att
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
 ALLOWED = ("data", "batch", "optim")
+MOST_LAYERS = 10_000
+"""The plan lists layers one by one; the deepest published Llama has 126."""
 LARGEST_SEED = 2**31 - 1
 """Ranks add to the seed, and libraries take 32 bits of it."""
 
@@ -67,7 +69,7 @@ class ModelConfig:
     """Width of the residual stream."""
     intermediate_size: Annotated[int, at_least(1)] = 512
     """Width of the SwiGLU feed-forward."""
-    num_hidden_layers: Annotated[int, at_least(1)] = 4
+    num_hidden_layers: Annotated[int, between(1, MOST_LAYERS)] = 4
     """Transformer blocks."""
     num_attention_heads: Annotated[int, at_least(1)] = 4
     """Query heads."""
@@ -347,5 +349,8 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
     """Hugging Face folder whose weights the run starts from, or the hub's name of a model in the local cache."""
+    allow_targets: list[str] = field(default_factory=list)
+    """Classes that optim.schedule may name as a _target_ besides the schedules of torch, NeMo and this project. On the
+    command line only, never in a file: a recipe must not run programs."""
     dry_run: bool = False
     """Print the plan and start nothing (same as --dry-run)."""

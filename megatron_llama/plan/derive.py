@@ -112,11 +112,17 @@ def derive_optimizer(config: Config) -> None:
         optim.constant_steps = min(math.ceil(steps / 10), left) if decays_at_the_end else 0
     if optim.warmup_steps is None:  # a tenth of the steps, and no more than the constant steps leave
         optim.warmup_steps = min(steps // 10, LONGEST_WARMUP_STEPS, max(steps - optim.constant_steps, 0))
-    if "${" in str(optim.schedule):
-        from omegaconf import OmegaConf  # here, not above: a config made in Python needs no OmegaConf
+    optim.schedule = resolved_schedule(config)
 
-        resolved = OmegaConf.to_container(OmegaConf.structured(config).optim.schedule, resolve=True)
-        optim.schedule = cast("dict[str, Any]", resolved)
+
+def resolved_schedule(config: Config) -> dict[str, Any]:
+    """``optim.schedule`` with the values of other settings in place of ``${...}``."""
+    if "${" not in str(config.optim.schedule):
+        return config.optim.schedule
+    from omegaconf import OmegaConf  # here, not above: a config made in Python needs no OmegaConf
+
+    resolved = OmegaConf.to_container(OmegaConf.structured(config).optim.schedule, resolve=True)
+    return cast("dict[str, Any]", resolved)
 
 
 def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:

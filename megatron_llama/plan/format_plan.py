@@ -156,10 +156,13 @@ def _work(plan: Plan, heaviest: RankMemory) -> Iterator[str]:
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
     rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
     yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
-    schedule = str(optim.schedule.get("_target_", "")).rpartition(".")[2]
+    target = str(optim.schedule.get("_target_", ""))
+    schedule = target.removeprefix("megatron_llama.optim.schedules.")
     warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
     end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
     yield _line("schedule", f"{schedule} · {warmup}{end}")
+    if plan.config.allow_targets:
+        yield _line("", f"may also run {', '.join(plan.config.allow_targets)} (allow_targets)")
     parts = {"weights": heaviest.weights, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
     terms = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
     yield _line("memory", f"{terms} = {gib(heaviest.total)}")

@@ -56,7 +56,7 @@ def resolve(
     found = check_paths(sanitized, exists) + (check_memory(plan, machine) if plan else [])
     # A dry run is about what a run would be, perhaps elsewhere: what only this machine lacks is a note there.
     noted = [problem for problem in found if sanitized.dry_run and problem.only_here]
-    problems += [problem for problem in found if problem not in noted]
+    problems += [problem for problem in found if problem not in (*noted, *known)]
     if problems or plan is None:
         raise ConfigError(problems)
     refusals = [f"a run would be refused here: {problem}" for problem in noted]

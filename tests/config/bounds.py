@@ -14,7 +14,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.vocab_size": ([1, 0], [2]),
     "model.hidden_size": COUNT,
     "model.intermediate_size": COUNT,
-    "model.num_hidden_layers": COUNT,
+    "model.num_hidden_layers": ([0, -1, 10_001], [1, 2, 10_000]),
     "model.num_attention_heads": COUNT,
     "model.num_key_value_heads": COUNT,
     "model.head_dim": COUNT,

@@ -27,7 +27,7 @@ LAYOUTS = [
     ("pp4", 4, ["trainer.pp=4"], []),
     ("pp4, uneven", 4, ["trainer.pp=4", "trainer.pipeline_layers=[2,1,2,1]"], [SIX]),
     ("pp2·dp2, zero 3, tied", 4, ["trainer.pp=2", "trainer.zero=3"], ["model.tie_word_embeddings=true"]),
-    ("tp2·pp2+sp", 4, ["trainer.tp=2", "trainer.pp=2"], []),
+    ("tp2·pp2+sp", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.micro_batch_size=2"], []),
     ("pp2·vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"], []),
     ("pp4·vpp2", 4, ["trainer.pp=4", "trainer.vpp=2"], [EIGHT]),
 ]

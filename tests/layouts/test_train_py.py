@@ -16,7 +16,7 @@ TOLERANCE = 1e-4  # relative, over 20 steps
 LAYOUTS = {
     # Larger micro batches where ranks meet at each matrix: they are slow to on two cores.
     "tp2": ["trainer.tp=2", "trainer.sp=false", "trainer.micro_batch_size=2"],
-    "tp2+sp": ["trainer.tp=2", "trainer.micro_batch_size=2"],
+    "tp2+sp": ["trainer.tp=2", "trainer.micro_batch_size=4"],
     "tp4+sp, kv heads < tp": ["trainer.tp=4", "trainer.micro_batch_size=4"],
     "pp2": ["trainer.pp=2"],
     "pp2, uneven": ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"],

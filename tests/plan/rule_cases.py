@@ -266,6 +266,13 @@ CASES = [
         {"optim.schedule": {"_target_": "megatron_llama.optim.schedules.Constant"}},
         "optim=cosine",
     ),
+    Case(
+        "schedule_may_be_built",
+        1,
+        {"optim.schedule": {"_target_": "torch.optim.lr_scheduler.LambdaLR", "lr_lambda": [{"_target_": "os.abort"}]}},
+        {"optim.schedule": {"_target_": "torch.optim.lr_scheduler.LambdaLR"}},
+        "allow_targets=[os.abort]",
+    ),
     Case("data_is_there", 1, {"data.mock": False}, {"data.mock": True}, "data=mock"),
     Case(
         "validation_has_documents",

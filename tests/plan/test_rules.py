@@ -14,7 +14,7 @@ from megatron_llama.plan.rules.rule import Rule, check_rules
 from tests.config.helpers import as_typed, everything_exists, make, problems_of, put
 from tests.plan.rule_cases import CASES, Case
 
-ADVISED = re.compile(r"""([a-z_]+(?:\.[a-z_]+)+)=(\[[^\]]*\]|'".*?"'|[^\s,;]+)""")
+ADVISED = re.compile(r"""([a-z_]+(?:\.[a-z_]+)+|allow_targets)=(\[[^\]]*\]|'".*?"'|[^\s,;]+)""")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{'-'.join(map(str, case.bad.values()))}")

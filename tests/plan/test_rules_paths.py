@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import Config, RopeScaling, load_config
+from megatron_llama.config import Config, ConfigError, RopeScaling, load_config
 from megatron_llama.plan import resolve
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
@@ -120,6 +120,37 @@ def test_llama_3_scaling_is_read_in_both_spellings(tmp_path: Path) -> None:
     assert "model.rope_scaling=null" in problem.instead
 
 
+def test_where_both_spellings_are_given_transformers_reading_counts(tmp_path: Path) -> None:
+    llama_config = pytest.importorskip("transformers").LlamaConfig
+    default, linear = {"rope_type": "default", "rope_theta": 10000.0}, {"type": "linear", "factor": 4.0}
+    theirs = llama_config(rope_scaling=dict(linear), rope_parameters=dict(default)).rope_parameters
+    assert theirs["rope_type"] == "linear" and theirs["factor"] == 4.0
+    folder = hugging_face_folder(tmp_path, rope_scaling=linear, rope_parameters=default)
+    assert "rope_type is 'linear'" in " ".join(p.rule for p in problems_of(make(**{"init_from": str(folder)})))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("hidden_size", "192", "hidden_size is '192', not a whole number"),
+        ("num_hidden_layers", -4, "num_hidden_layers is -4, which must be between 1 and"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which must be between 1 and"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is nan, which must be above 0"),
+        ("num_attention_heads", True, "not a whole number"),
+        ("rope_scaling", 5, "rope_scaling is 5, not a mapping"),
+        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x', not a number"),
+    ],
+)
+def test_a_value_that_is_no_models_is_named_once(name: str, value: object, words: str, tmp_path: Path) -> None:
+    folder = hugging_face_folder(tmp_path, **{name: value})
+    (problem,) = problems_of(make(**{"init_from": str(folder)}))
+    assert problem.field == "init_from" and words in problem.rule
+    with pytest.raises(ConfigError) as caught:
+        config = load_config(["model=from_hf", f"init_from={folder}", "data=mock", "device=cpu"], CONF)
+        resolve(config, 1)
+    assert [(p.field, words in p.rule) for p in caught.value.problems] == [("init_from", True)]
+
+
 @pytest.mark.parametrize(
     ("theirs", "advice"),
     [
@@ -141,7 +172,8 @@ def test_starting_weights_of_another_shape(theirs: dict[str, object], advice: st
 
 
 def test_a_schedule_of_a_package_that_is_not_installed() -> None:
-    (problem,) = problems_of(make(**{"optim.schedule": {"_target_": "no_such_package.schedules.Cosine"}}))
+    target = "no_such_package.schedules.Cosine"
+    (problem,) = problems_of(make(**{"optim.schedule": {"_target_": target}, "allow_targets": [target]}))
     assert problem.field == "optim.schedule._target_" and "no_such_package is not installed" in problem.rule
     assert problems_of(make(**{"optim.schedule": {"_target_": "torch.optim.lr_scheduler.LinearLR"}})) == []
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths, record_files
-from megatron_llama.config.hf_config import different_shape, other_than_llama, read_hf_config
+from megatron_llama.config.hf_config import NAME_A_FOLDER, different_shape, other_than_llama, read_hf_config
 from megatron_llama.config.hub import DATASET, or_fetch_it
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
@@ -89,12 +89,15 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         return
     if not exists(os.path.join(folder, "config.json")):
         rule = "there is no config.json in it, so it is no Hugging Face model folder"
-        yield Problem("init_from", folder, rule, "write the folder that holds config.json and the .safetensors files")
+        yield Problem("init_from", folder, rule, NAME_A_FOLDER)
         return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        return  # this plan is for another machine
     ours = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
     try:
         content = read_hf_config(folder)
-    except ValueError:  # loading reports it better
+    except ValueError as error:
+        yield Problem("init_from", folder, str(error), NAME_A_FOLDER + or_fetch_it(folder))
         return
     for clause in other_than_llama(content):
         yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")

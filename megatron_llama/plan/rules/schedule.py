@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.problems import Problem, two_lengths
 from megatron_llama.config.settings import Config, TrainerConfig
+from megatron_llama.plan.derive import resolved_schedule
 from megatron_llama.plan.rules.rule import reads
+
+SCHEDULE_MODULES = ("torch.optim.lr_scheduler", "nemo.core.optim.lr_scheduler", "megatron_llama.optim.schedules")
+"""Their classes are what a schedule may be built of."""
 
 
 @reads("optim.warmup_steps", "optim.constant_steps", "trainer.steps")
@@ -66,6 +71,29 @@ def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
     if schedule and not str(schedule.get("_target_") or ""):
         advice = "write optim=cosine, linear, constant or wsd, or optim.schedule._target_=package.module.Class"
         yield Problem("optim.schedule", schedule, "needs _target_, the class of the schedule", advice)
+
+
+@reads("optim.schedule", "allow_targets")
+def schedule_may_be_built(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hydra imports and calls whatever a _target_ names, at any depth, so a recipe could run any program."""
+    for target in _targets(resolved_schedule(config)):
+        module, _, name = target.rpartition(".")
+        if target in config.allow_targets or (module in SCHEDULE_MODULES and name[:1].isupper()):
+            continue
+        rule = f"names {target} as a _target_, which is no class of {', '.join(SCHEDULE_MODULES)}"
+        advice = f"take a class of theirs, or, if you trust this one, add allow_targets=[{target}] to the command line"
+        yield Problem("optim.schedule", target, rule, advice)
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """Every _target_ in a schedule, at any depth."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield str(node["_target_"])
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for item in node:
+            yield from _targets(item)
 
 
 @reads(

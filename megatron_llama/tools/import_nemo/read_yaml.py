@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.system.bounded_yaml import check_yaml
 
 
 def load(path: Path, overrides: Sequence[str]) -> DictConfig:
@@ -20,6 +21,7 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
     problems: list[Problem] = []
     config = OmegaConf.create({})  # where the file is of no use, the overrides are still checked
     try:
+        check_yaml(path)
         content = OmegaConf.create(path.read_text(encoding="utf-8"))
         if isinstance(content, DictConfig) and isinstance(content.get("model"), DictConfig):
             config = content

@@ -1,0 +1,42 @@
+"""Bounds on YAML files that may come from strangers, checked before anything is built from them.
+
+Aliases share nodes, so a file of a few hundred bytes can stand for billions of values ("billion laughs"). YAML's own
+reader makes shared objects of them, but OmegaConf copies each one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+MOST_BYTES = 256 << 10
+MOST_VALUES = 50_000
+"""Scalars, lists and mappings, aliases written out."""
+
+
+def check_yaml(path: Path) -> None:
+    """Raises ValueError for a file that is too large, too deep, or stands for too many values; OSError, YAMLError."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes; a YAML file may have {MOST_BYTES:,}")
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # libyaml crashes on deep nesting
+        count = _values(root, {}) if root is not None else 0
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply, or holds itself") from None
+    if count > MOST_VALUES:
+        raise ValueError(
+            f"{path} stands for {count:,} values once its aliases are written out; {MOST_VALUES:,} are allowed"
+        )
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values below a node, itself included; each shared node is counted as often as it is used, but visited once."""
+    if id(node) not in known:
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]

@@ -1,0 +1,78 @@
+"""A recipe is data: it comes from a stranger, and reading it runs nothing and ends soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import ConfigError, load_config
+from megatron_llama.plan import resolve
+from tests.paths import CONF
+
+RUNS_A_PROGRAM = """\
+data: {{mock: true}}
+optim:
+  schedule:
+    _target_: torch.optim.lr_scheduler.LambdaLR
+    lr_lambda:
+      _target_: {target}
+      _args_: [touch {file}]
+"""
+
+
+def refusal(*overrides: str) -> str:
+    """The message of a config that must be refused when it is read or planned."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(overrides, CONF), 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "setuptools._distutils.spawn.spawn",
+        "torch.hub.load",
+        "pathlib.Path.write_text",
+        "torch.optim.lr_scheduler.warnings.sys.exit",
+        "${oc.decode:os.system}",
+    ],
+)
+def test_a_recipe_can_not_name_a_program(target: str, tmp_path: Path) -> None:
+    recipe, file = tmp_path / "recipe.yaml", tmp_path / "ran"
+    recipe.write_text(RUNS_A_PROGRAM.format(target=f"'{target}'", file=file), encoding="utf-8")
+    for dry in ([], ["dry_run=true"]):
+        message = refusal("device=cpu", f"experiment={recipe}", *dry)
+        assert "optim.schedule" in message and "_target_" in message and "allow_targets" in message
+    assert not file.exists()
+
+
+def test_a_recipe_can_not_allow_itself(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    text = RUNS_A_PROGRAM.format(target="os.system", file=tmp_path / "ran")
+    recipe.write_text(text + "allow_targets: [os.system]\n", encoding="utf-8")
+    assert "set in a file" in refusal("device=cpu", f"experiment={recipe}")
+
+
+def test_the_command_line_allows_a_class_and_the_plan_shows_it(tmp_path: Path) -> None:
+    from megatron_llama.plan import format_plan
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {mock: true}\noptim: {schedule: {_target_: mine.Schedule}}\n", encoding="utf-8")
+    message = refusal(f"experiment={recipe}", "device=cpu")
+    assert "allow_targets=[mine.Schedule]" in message
+    config = load_config([f"experiment={recipe}", "device=cpu", "allow_targets=[mine.Schedule]", "dry_run=true"], CONF)
+    with pytest.raises(ConfigError, match="the package mine is not installed"):
+        resolve(config, 1)
+    config.optim.schedule["_target_"] = "tests.config.test_recipes.Schedule"
+    config.allow_targets = [config.optim.schedule["_target_"]]
+    assert "may also run tests.config.test_recipes.Schedule" in format_plan(resolve(config, 1))
+
+
+def test_a_bomb_is_a_mistake_in_the_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    lines = ["a0: &a0 [x,x]", *(f"a{i}: &a{i} [*a{i - 1},*a{i - 1}]" for i in range(1, 60))]
+    recipe.write_text("\n".join(lines), encoding="utf-8")
+    message = refusal(f"experiment={recipe}")
+    assert "recipe.yaml" in message and "stands for" in message
