@@ -144,6 +144,7 @@ CHANGES: dict[str, Change] = {
     "launch.ssh": Change("ssh -p 22"),
     "run.dir": Change("elsewhere"),
     "init_from": Change("/models/other"),
+    "allow_targets": Change(["a.Class"]),
     "dry_run": Change(True),
 }
 
