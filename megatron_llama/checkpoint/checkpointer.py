@@ -28,6 +28,7 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.agree import from_rank_0, together
 from megatron_llama.plan import Plan
+from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.topology import Topology
 
 
@@ -176,6 +177,11 @@ class Checkpointer:
         if found.step > 0:
             self.data.resume(record_of(found), found.consumed_samples)
         self.plan = replace(self.plan, start=found.position)
+        steps, batches = self.plan.config.trainer.steps, self.plan.batches
+        planned, ends = BatchSchedule.of(self.plan.config).after(steps).samples, batches.after(max(steps, found.step))
+        if self.plan.asked.trainer.epochs is not None and ends.samples != planned:
+            instead = f"for {planned:,} write trainer.steps={batches.last_step_within(planned)}"
+            self._report(f"the {steps} steps of trainer.epochs now end at sample {ends.samples:,}; {instead}")
         if found.lr is not None and found.lr != self.optimizer.lr:
             self._report(f"the learning rate of step {found.step + 1} is {self.optimizer.lr:g}, not {found.lr:g}")
 

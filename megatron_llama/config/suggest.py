@@ -42,6 +42,7 @@ ADVICE = {
     "fp16": "write trainer.precision=bf16; there is no fp16, which needs a loss scale",
     "gradient_accumulation": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
     "gradient_accumulation_steps": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
+    "rampup_batch_size": "write trainer.batch_schedule=[[samples,size],...]: from so many consumed samples, that size",
     "context_parallel_size": "leave it out: there is no context parallelism; trainer.sp shares the sequence among tp",
     "cp": "leave it out: there is no context parallelism; trainer.sp shares the sequence among tp",
 }

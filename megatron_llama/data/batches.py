@@ -92,9 +92,9 @@ class Data:
     validation: Batches | None
     """The same samples at each validation; None where the run doesn't validate."""
 
-    def resume(self, record: Record | None, consumed_samples: int) -> None:
-        """Goes on after ``consumed_samples`` as the record of a checkpoint says, None for one from before there were
-        records. All ranks must call it, before the first batch. Raises ConfigError on all of them."""
+    def resume(self, record: Record, consumed_samples: int) -> None:
+        """Goes on after ``consumed_samples`` as the record of a checkpoint says. All ranks must call it, before the
+        first batch. Raises ConfigError on all of them."""
         train, validation = self.train, self.validation
         if not isinstance(train.samples, SampleStream):  # made-up data and fine-tuning sets are the same at any length
             return
@@ -105,7 +105,7 @@ class Data:
         if validation is not None and streams[1] is not None:
             self.validation = replace(validation, samples=streams[1])
         # What is no longer read may come back: its facts stay.
-        self._record["datasets"] = {**(record or {}).get("datasets", {}), **self._record["datasets"]}
+        self._record["datasets"] = {**record["datasets"], **self._record["datasets"]}
 
     def record(self, consumed_samples: int) -> Record:
         """What a checkpoint after ``consumed_samples`` keeps of the data."""

@@ -25,7 +25,7 @@ from megatron_llama.data.checks import check_data
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.data.record import Record, make_record, moved_datasets
+from megatron_llama.data.record import Record, differences, make_record, moved_datasets
 from megatron_llama.parallel.agree import raise_together, together
 from megatron_llama.plan import Plan
 from megatron_llama.plan.epochs import SPLITS, planned_blends, planned_timeline, sequences, split_range
@@ -107,17 +107,15 @@ def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
 
 
 def resume_streams(
-    plan: Plan, record: Record | None, consumed_samples: int, training: SampleStream, validation: SampleStream | None
+    plan: Plan, record: Record, consumed_samples: int, training: SampleStream, validation: SampleStream | None
 ) -> tuple[SampleStream, SampleStream | None]:
     """The streams of ``build_streams``, going on after ``consumed_samples`` as ``record`` says. All ranks must call it.
 
-    Every dataset goes on where it stood, also where the plan's blend is another one. ``record`` None is a checkpoint
-    from before there were records: its run goes on in megatron-core's order of trainer.steps steps.
+    Every dataset goes on where it stood, also where the plan's blend is another one.
     """
     trainer = plan.config.trainer
-    length = record["seq_length"] if record else plan.config.data.seq_length
     with together(OSError, ValueError):
-        timeline = _going_on(plan, _history(plan, record), consumed_samples, length)
+        timeline = _going_on(plan, record, consumed_samples)
     began, now = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
     if began.order != MEGATRON:
         return SampleStream(timeline, training.datasets), validation
@@ -133,16 +131,17 @@ def resume_streams(
     return SampleStream(timeline, training.datasets, old), validation
 
 
-def _going_on(plan: Plan, history: Timeline, consumed_samples: int, length: int) -> Timeline:
-    """What was read of ``history``, and what the plan reads next."""
-    history, blends = history.up_to(consumed_samples), planned_blends(plan.config.data)
+def _going_on(plan: Plan, record: Record, consumed_samples: int) -> Timeline:
+    """What was read by ``record``, and what the plan reads next."""
+    now, blends = make_record(plan), planned_blends(plan.config.data)
+    history = _history(record, now).up_to(consumed_samples)
     current = [weights for first, weights in blends if first <= consumed_samples][-1]
     changes = [(first, weights) for first, weights in blends if first > consumed_samples]
-    if not history.segments or length != plan.config.data.seq_length:
-        # Samples of another length are other samples: each dataset goes on with the first one that was not read.
+    if any(kind == "reading" for *_, kind in differences(record, now)):
+        # Samples of another length, seed or split are other samples: each dataset goes on after as many tokens.
         read = history.read(consumed_samples) if history.segments else {}
-        tokens = {prefix: count * length for prefix, count in read.items()}
-        starts = {prefix: -(-count // plan.config.data.seq_length) for prefix, count in tokens.items()}
+        tokens = {prefix: count * record["seq_length"] for prefix, count in read.items()}
+        starts = {prefix: -(-count // now["seq_length"]) for prefix, count in tokens.items()}
         history = Timeline([*history.segments, Segment(consumed_samples, current, starts)])
     last = history.segments[-1]
     if not same_shares(last.weights, current):
@@ -154,13 +153,9 @@ def _going_on(plan: Plan, history: Timeline, consumed_samples: int, length: int)
     return history
 
 
-def _history(plan: Plan, record: Record | None) -> Timeline:
+def _history(record: Record, now: Record) -> Timeline:
     """The stream that a record describes, with its datasets where they lie now."""
-    if record is None:
-        trainer = plan.config.trainer
-        weights = planned_blends(plan.config.data)[0][1]
-        return Timeline([Segment(0, weights, {}, MEGATRON, trainer.steps * trainer.global_batch_size)])
-    moved = moved_datasets(record, make_record(plan))
+    moved = moved_datasets(record, now)
 
     def renamed(by_prefix: Mapping[str, Any]) -> dict[str, Any]:
         return {moved.get(prefix, prefix): value for prefix, value in by_prefix.items()}

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_llama.checkpoint import manifest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State, read_manifest
 from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.sample_stream import EndlessDataset
 from megatron_llama.devices import get_device
@@ -137,14 +139,14 @@ def test_another_batch_size_goes_on_after_the_consumed_samples(
     assert (state_of(tmp_path).consumed_samples, state_of(tmp_path).consumed_tokens) == (36, 36 * 16)
 
 
+ON_FILES = ["data=redpajama", 'data.split="80,20,0"', "data.seq_length=16", "model.vocab_size=20000"]
 Reads = list[tuple[str, int]]
 """(dataset, which of its samples) in the order of reading."""
 
 
 def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
     """What a run in ``folder`` trains on until it saves step ``until``."""
-    common = ["data=redpajama", 'data.split="80,20,0"', "data.seq_length=16", "model.vocab_size=20000"]
-    plan = make_plan(1, folder / "run", *common, "trainer.global_batch_size=8", *overrides)
+    plan = make_plan(1, folder / "run", *ON_FILES, *overrides)
     return run_ranks(_read, 1, plan, until)[0]
 
 
@@ -202,6 +204,51 @@ def test_each_dataset_goes_on_where_it_stood(datasets: Path) -> None:
     reads = first + second + third + fourth + fifth
     for name, count in (("a", 16 + 8 + 8 + 4), ("b", 16 + 24 + 8), ("c", 8 + 8 + 4)):
         assert of(name, reads) == list(range(count)), f"{name}: a sample was left out or read twice"
+
+
+def _next_texts(rank: int, plan: Plan, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The samples that a run goes on with; and those that it would have, had it begun in megatron-core's order."""
+    device, topology = get_device("cpu"), build_topology(plan, rank)
+    with process_groups(plan, topology, device, CPU):
+        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
+        position = checkpointer.resume().start.samples
+        old, _ = build_megatron(plan, 50 * 8, 0)
+        numbers = range(position, position + count)
+        return [data.train.samples[n]["tokens"].tolist() for n in numbers], [old[n]["tokens"].tolist() for n in numbers]
+
+
+def forget_the_data(run_dir: Path) -> None:
+    """Makes the newest checkpoint one that was saved before checkpoints knew their data."""
+    path = find_checkpoint(run_dir) / manifest.NAME
+    body = json.loads(path.read_text())
+    for key in ("data", "lr", "consumed_tokens"):
+        del body["state"][key]
+    del (
+        body["state"]["settings"]["data"]["schedule"],
+        body["state"]["settings"]["trainer"]["batch_schedule"],
+        body["checksum"],
+    )
+    path.write_text(json.dumps({**body, "checksum": manifest._checksum(body)}))
+
+
+def test_an_old_checkpoint_goes_on_in_its_order_however_long_the_run(datasets: Path) -> None:
+    one = [*ON_FILES, blend(datasets, 1, "a"), "trainer.steps=80"]
+    reads_of(datasets, blend(datasets, 1, "a"), "trainer.steps=50", until=3)  # more than an epoch was planned
+    new, old = run_ranks(_next_texts, 1, make_plan(1, datasets / "run", *one), 8)[0]
+    assert new != old, "the orders are the same, and nothing is compared"
+    forget_the_data(datasets / "run")
+    went_on, old = run_ranks(_next_texts, 1, make_plan(1, datasets / "run", *one), 8)[0]
+    assert went_on == old
+
+
+def test_another_seed_is_another_order_of_what_was_not_read(datasets: Path) -> None:
+    one, seed = blend(datasets, 1, "a"), "trainer.seed=5"
+    reads_of(datasets, one, until=3)
+    with pytest.raises(RankFailed, match="trainer.seed"):
+        reads_of(datasets, one, seed, until=4)
+    # Numbers are of the new seed's order: 24 samples of the epoch were read.
+    assert of("a", reads_of(datasets, one, seed, "checkpoint.allow=[data]", until=4)) == list(range(24, 32))
 
 
 def test_another_sequence_length_goes_on_at_the_token(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:

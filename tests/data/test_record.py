@@ -49,7 +49,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
     for plan, record, consumed, has_checkpoint, count in parts:
         data = _data(plan, rank)
         if has_checkpoint:
-            data.resume(record, consumed)
+            data.resume(record or old_record(asdict(plan.config), consumed), consumed)
         training = [text(data.train.samples[consumed + number]) for number in range(count)]
         validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []
         found.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))

@@ -90,7 +90,7 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp16_lm_cross_entropy", (False,), "the loss is computed in fp32"),
     ("fp8", (False,), "this converter does not support fp8"),
     ("add_position_embedding", (True,), "positions are rotary"),
-    ("rampup_batch_size", (), "the batch size is constant"),
+    ("rampup_batch_size", (), "write trainer.batch_schedule=[[samples, size], ...]"),
     ("hidden_size_per_head", (), "write model.kv_channels"),
     ("flexible_pipeline_parallel_stages", (), "write trainer.pipeline_layers=[...], the layers of each stage"),
     ("context_parallel_size", (1,), "there is no context parallelism"),
