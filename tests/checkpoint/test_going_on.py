@@ -14,6 +14,7 @@ from megatron_llama.checkpoint import manifest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State, read_manifest
+from megatron_llama.config import load_config
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.mock import MockDataset
@@ -22,11 +23,12 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.pipeline import MicroBatch
-from megatron_llama.plan import Plan
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.checkpoint.jobs import Job, losses
-from tests.checkpoint.runner import CPU, assert_same, make_plan, run
+from tests.checkpoint.runner import CPU, SMALL, assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
+from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 
 ADAM = ["optim.lr=0.01", "optim.warmup_steps=2"]
@@ -91,6 +93,7 @@ def metrics(run_dir: Path, name: str) -> list[Any]:
 
 CONSTANT = [*ADAM, "optim=constant", "trainer.steps=9"]
 RISING = [*CONSTANT, "trainer.global_batch_size=4", "trainer.batch_schedule=[[10,8],[30,2]]"]
+SIZES = (["trainer.global_batch_size=4"], ["trainer.global_batch_size=16", "checkpoint.allow=[batch]"])
 RISING_SIZES = [4, 4, 4, 8, 8, 8, 2, 2, 2]  # 4, 8, 12 (of 10), 20, 28, 36 (of 30), ...
 
 
@@ -249,6 +252,20 @@ def test_another_seed_is_another_order_of_what_was_not_read(datasets: Path) -> N
         reads_of(datasets, one, seed, until=4)
     # Numbers are of the new seed's order: 24 samples of the epoch were read.
     assert of("a", reads_of(datasets, one, seed, "checkpoint.allow=[data]", until=4)) == list(range(24, 32))
+
+
+def test_epochs_in_other_batches_say_where_they_end(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    common = [item for item in SMALL if "trainer.steps" not in item]
+    common += [*ON_FILES, f"data.prefixes=[{datasets}/a]", "trainer.epochs=1", f"run.dir={datasets}/run"]
+    (small, large) = (resolve(load_config([*common, *size], CONF), 1) for size in SIZES)
+    run_ranks(_read, 1, small, 2)
+    capfd.readouterr()
+    run_ranks(_read, 1, large, 3)
+    planned = large.config.trainer.steps * 16
+    ends, right = 8 + (large.config.trainer.steps - 2) * 16, 2 + (planned - 8) // 16
+    said = capfd.readouterr().err
+    assert f"the {large.config.trainer.steps} steps of trainer.epochs now end at sample {ends}; " in said
+    assert f"for {planned} write trainer.steps={right}\n" in said
 
 
 def test_another_sequence_length_goes_on_at_the_token(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:
