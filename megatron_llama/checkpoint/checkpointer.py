@@ -45,6 +45,7 @@ class Checkpointer:
         self._saved: int | None = None
         self._differences: list[Difference] = []
         self._val_loss: float | None = None
+        self._tokens: int | None = None
         self._origin: tuple[str | None, str] = (None, plan.precision.param_dtype)
         self._lora = plan.config.finetune.method == "lora"
         self._base: str | None = None
@@ -86,14 +87,18 @@ class Checkpointer:
             self._start_from("init_from", self.plan.config.init_from, self._load_weights)
         return self.plan
 
-    def after_step(self, step: int, stop: bool = False, val_loss: float | None = None) -> bool:
+    def after_step(
+        self, step: int, stop: bool = False, val_loss: float | None = None, consumed_tokens: int | None = None
+    ) -> bool:
         """Saves if the step is due. True when ``stop`` is true on any rank: then all ranks have saved the step.
 
-        ``val_loss`` is the validation loss after the step, where it was validated.
+        ``val_loss`` is the validation loss after the step, where it was validated; ``consumed_tokens`` are the run's
+        tokens so far, where they were counted.
         Raises SaveFailed on all ranks when a checkpoint could not be written.
         """
         # NaN would compare as neither better nor worse than any other loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
+        self._tokens = consumed_tokens
         stop = self.saver.advance(stop)
         every = self.plan.config.checkpoint.every_steps
         if stop or (every and step % every == 0):
@@ -225,7 +230,7 @@ class Checkpointer:
             val_loss=self._val_loss,
             base=self._base,
             lr=self.optimizer.lr,
-            consumed_tokens=position.tokens,
+            consumed_tokens=position.tokens if self._tokens is None else self._tokens,
             data=self.data.record(position.samples),
         )
         self.saver.start(tensors, state)

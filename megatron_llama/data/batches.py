@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_llama.data.finetuning_set import build_sft
+from megatron_llama.data.finetuning_set import PADDING, build_sft
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
@@ -29,7 +29,8 @@ MOCK_EXAMPLES = 4
 
 class Samples(Protocol):
     """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]; where examples are
-    packed, also ``documents``, the example of each token (int64)."""
+    packed, also ``documents`` [s], the example of each token, or PADDING (int64); where there is padding behind a
+    single example, ``num_tokens``, its length (int64 scalar)."""
 
     def __len__(self) -> int: ...
 
@@ -76,12 +77,23 @@ class Batches:
         samples = [self.samples[index] for index in indices]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents(self._stack(samples, "documents")) if "documents" in samples[0] else None
-        return MicroBatch(tokens, labels, loss_mask, documents)
+        sizes = torch.tensor([_sizes(sample) for sample in samples]).sum(dim=0)
+        return MicroBatch(tokens, labels, loss_mask, sizes.pin_memory() if self.pin_memory else sizes, documents)
 
     def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
         rows = [sample[key] for sample in samples]
         out = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype, pin_memory=self.pin_memory)
         return torch.stack(rows, out=out)
+
+
+def _sizes(sample: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """(tokens that are not padding, sum of the squares of the documents' lengths) of a sample."""
+    if "documents" in sample:
+        ids = sample["documents"]
+        _, lengths = ids[ids != PADDING].unique_consecutive(return_counts=True)
+        return int(lengths.sum()), int(lengths.square().sum())
+    tokens = int(sample.get("num_tokens", len(sample["tokens"])))
+    return tokens, tokens**2
 
 
 @dataclass

@@ -63,7 +63,7 @@ class SFTDataset:
         return len(self.order)
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Sample ``index`` of any epoch; with ``documents`` where examples are packed."""
+        """Sample ``index`` of any epoch; with ``documents`` where examples are packed, else with ``num_tokens``."""
         tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
         documents = np.full(self.seq_length, PADDING, dtype="int64")
         position = 0
@@ -77,6 +77,8 @@ class SFTDataset:
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if isinstance(self.order, Packed):
             sample["documents"] = documents
+        else:
+            sample["num_tokens"] = np.array(position)
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 

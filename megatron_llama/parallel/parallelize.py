@@ -24,7 +24,7 @@ from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import data_mesh, shard_chunk
-from megatron_llama.parallel.pipeline import MicroBatch, run_logits, run_schedule
+from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
@@ -49,12 +49,15 @@ class ParallelModel:
         """The shards that get gradients and updates; all of them, except with LoRA."""
         return [shard for shard in self.shards if shard.is_trained]
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], *, train: bool = True) -> torch.Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], counts: Counts | None = None, *, train: bool = True
+    ) -> torch.Tensor:
         """Forward over the global batch, of which ``microbatches`` are this rank's; with ``train`` also backward.
 
-        Returns the mean loss per token with loss, fp32 scalar, the same on all ranks.
+        ``counts`` are the batch's, from a caller who has counted it already. Returns the mean loss per token with loss,
+        fp32 scalar, the same on all ranks.
         """
-        total = self.tokens_with_loss(microbatches).clamp(min=1)
+        total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
         loss = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)
@@ -76,12 +79,14 @@ class ParallelModel:
         for shard in self.shards:
             shard.parameter.grad = None
 
-    def tokens_with_loss(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Tokens with loss in the global batch, int64 scalar."""
-        count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
-        dist.all_reduce(count)
+    def count(self, microbatches: Sequence[MicroBatch]) -> Counts:
+        """What the global batch holds. One collective, and nothing that the host waits for."""
+        with_loss = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
+        sizes = torch.stack([batch.sizes for batch in microbatches]).sum(dim=0)
+        counts = torch.cat((with_loss[None], sizes))
+        dist.all_reduce(counts)
         # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches.
-        return count // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)
+        return Counts(*(counts // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)).unbind())
 
 
 def build_model(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -35,15 +35,27 @@ class MicroBatch:
     """Ids of the next tokens [b, s], int64."""
     loss_mask: torch.Tensor
     """1 for tokens with loss, else 0 [b, s], fp32."""
+    sizes: torch.Tensor
+    """(tokens that are not padding, sum of the squares of the documents' lengths) [2], int64."""
     documents: Documents | None = None
     """Which tokens belong together in packed sequences. Every pipeline stage has it, like the tokens."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
-        tokens, labels, loss_mask = (
-            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.loss_mask)
-        )
-        return MicroBatch(tokens, labels, loss_mask, self.documents and self.documents.to(device))
+        host = (self.tokens, self.labels, self.loss_mask, self.sizes)
+        tokens, labels, loss_mask, sizes = (tensor.to(device, non_blocking=True) for tensor in host)
+        return MicroBatch(tokens, labels, loss_mask, sizes, self.documents and self.documents.to(device))
+
+
+class Counts(NamedTuple):
+    """What a global batch holds, each an int64 scalar."""
+
+    with_loss: torch.Tensor
+    """Tokens with loss."""
+    tokens: torch.Tensor
+    """Tokens that are not padding."""
+    attended: torch.Tensor
+    """The sum of the squares of the documents' lengths, which attention's work is proportional to."""
 
 
 def run_schedule(

@@ -21,7 +21,7 @@ class Position:
     samples: int = 0
     """Samples consumed, which is also the number of the next one."""
     tokens: int = 0
-    """Tokens in them."""
+    """Tokens in them. A plan does not know which will be padding, and takes sequences to be full."""
 
 
 @dataclass(frozen=True)

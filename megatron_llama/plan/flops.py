@@ -22,9 +22,9 @@ CAUSAL, FULL = 6, 12
 class FlopsPerToken:
     """FLOPs of forward and backward for one token of training, in both conventions."""
 
-    causal: int
+    causal: float
     """Attention counted where it is not masked."""
-    full: int
+    full: float
     """Attention counted as the whole square."""
 
 
@@ -33,8 +33,12 @@ def matmul_parameters(model: ModelConfig) -> int:
     return model.num_hidden_layers * matrices_per_layer(model) + model.vocab_size * model.hidden_size
 
 
-def flops_per_token(model: ModelConfig, seq_length: int, finetune: FinetuneConfig | None = None) -> FlopsPerToken:
-    """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is not counted."""
+def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneConfig | None = None) -> FlopsPerToken:
+    """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is not counted.
+
+    Where sequences are packed or padded, ``seq_length`` is the length of a token's own document, averaged over the
+    tokens: Σ n² / Σ n for documents of n tokens. Attention then counts inside documents, and padding not at all.
+    """
     products = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
     if finetune is not None and finetune.method == "lora":
         head = model.vocab_size * model.hidden_size if "lm_head" in finetune.modules_to_save else 0

@@ -123,12 +123,15 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
         return []
     first, last = records[0], records[-1]
     speeds = sorted(record["tokens_per_second"] for record in records)
-    median = speeds[len(speeds) // 2]
+    median = f"{speeds[len(speeds) // 2]:,.0f} tokens/s"
+    with_padding = sorted(record.get("padded_tokens_per_second", record["tokens_per_second"]) for record in records)
+    if with_padding != speeds:
+        median += f", {with_padding[len(speeds) // 2]:,.0f} with padding"
     seconds = sum(record["step_time_s"] for record in records)
     lines = [
         f"[bold]loss {first['reduced_train_loss']:.3f} → {last['reduced_train_loss']:.3f}[/]"
         f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
-        f"{median:,.0f} tokens/s (median step), peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
+        f"{median} (median step), peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
     ]
     # Not the first step, which waits in any run; nor lines that an older version wrote.
     waited = sum(record.get("data_time_s") or 0.0 for record in records[1:])

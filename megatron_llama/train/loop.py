@@ -38,7 +38,7 @@ def train(
     trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer, data)
     plan = checkpointer.resume()
-    first = plan.start.step + 1
+    first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     check_copies(model.shards)
     peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
@@ -50,6 +50,8 @@ def train(
             watchdog.beat(f"step {step}", patient=model.compiler is not None and may_compile(plan, step, first))
             start = time.perf_counter()
             metrics = training_step(step, plan, model, optimizer, batches, finite)
+            consumed_tokens += int(metrics["tokens"])
+            metrics["consumed_tokens"] = consumed_tokens
             device.synchronize()
             metrics["step_time_s"] = time.perf_counter() - start
             metrics["peak_memory_bytes"] = device.peak_memory_bytes()
@@ -61,7 +63,7 @@ def train(
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
                 report_graphs(plan, model.compiler, logger)
-            if checkpointer.after_step(step, signals.received, metrics.get("val_loss")):
+            if checkpointer.after_step(step, signals.received, metrics.get("val_loss"), consumed_tokens):
                 raise SystemExit(EXIT_RESTART)
         watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))
@@ -91,19 +93,21 @@ def training_step(
     start = time.perf_counter()
     microbatches = batches.at(before.samples)
     data_time = time.perf_counter() - start
-    loss = model.forward_backward(microbatches)
+    counts = model.count(microbatches)
+    loss = model.forward_backward(microbatches, counts)
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     metrics = {
         "step": step,
         "consumed_samples": after.samples,
-        "consumed_tokens": after.tokens,
         "global_batch_size": after.samples - before.samples,
         "reduced_train_loss": loss.item(),
         "lr": optimizer.lr,
         "gradient_norm": norm.item(),
         "data_time_s": data_time,
+        "tokens": counts.tokens.item(),
+        "attended": counts.attended.item(),
     }
     if finite.passes(step, metrics["reduced_train_loss"], metrics["gradient_norm"], model.shards):
         optimizer.step(norm)
@@ -124,7 +128,8 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
             microbatches = ahead.at(position)
-            counts.append(model.tokens_with_loss(microbatches))
-            losses.append(model.forward_backward(microbatches, train=False))
+            batch = model.count(microbatches)
+            counts.append(batch.with_loss)
+            losses.append(model.forward_backward(microbatches, batch, train=False))
     weights = torch.stack(counts).cpu().double()
     return ((torch.stack(losses).cpu().double() * weights).sum() / weights.sum().clamp(min=1)).item()

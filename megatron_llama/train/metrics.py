@@ -35,7 +35,7 @@ EVERY_STEP = (
     "data_time_s",
     "peak_memory_bytes",
 )
-SOME_STEPS = ("val_loss", "parameter_norm")
+SOME_STEPS = ("padded_tokens_per_second", "val_loss", "parameter_norm")
 THROUGHPUT_STEPS = 10
 TENSORBOARD_FLUSH_SECONDS = 10
 
@@ -60,7 +60,6 @@ class MetricsLogger:
     def __init__(self, plan: Plan, peak: Peak, start_step: int = 0) -> None:
         """Opens the files of a run that resumes after ``start_step``; what was logged later is removed."""
         self.plan, self.peak = plan, peak
-        self._flops_per_token = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._sizes: deque[int] = deque(maxlen=THROUGHPUT_STEPS)
         self._last_lines: Sequence[str] = ()
@@ -105,11 +104,13 @@ class MetricsLogger:
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """All metrics of a step, in their order."""
         seconds = float(measured["step_time_s"] or math.nan)
-        size = int(measured["global_batch_size"] or 0)
+        size, tokens = int(measured["global_batch_size"] or 0), int(measured["tokens"] or 0)
         self._step_times.append(seconds)
         self._sizes.append(size)
-        plan, flops, world = self.plan, self._flops_per_token, self.plan.world_size
-        tokens_per_second = size * plan.config.data.seq_length / seconds
+        plan, world, padded = self.plan, self.plan.world_size, size * self.plan.config.data.seq_length
+        tokens_per_second = tokens / seconds
+        document_length = float(measured["attended"] or 0) / max(1, tokens)
+        flops = flops_per_token(plan.model, document_length, plan.config.finetune)
         known = self.peak.flops > 0
         # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).
         derived: dict[str, Value] = {
@@ -119,6 +120,8 @@ class MetricsLogger:
             "mfu": mfu(flops.causal, tokens_per_second, self.peak.flops, world) if known else None,
             "mfu_full": mfu(flops.full, tokens_per_second, self.peak.flops, world) if known else None,
         }
+        if tokens != padded:
+            derived["padded_tokens_per_second"] = padded / seconds
         metrics = {**measured, **derived}
         names = [*EVERY_STEP, *(name for name in SOME_STEPS if name in metrics)]
         return {name: _finite(metrics[name]) for name in names}

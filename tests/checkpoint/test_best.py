@@ -29,7 +29,7 @@ def validating(losses: dict[int, float]) -> Callable[[Checkpointer], None]:
     def tamper(checkpointer: Checkpointer) -> None:
         after_step = checkpointer.after_step
 
-        def noted(step: int, stop: bool = False, val_loss: float | None = None) -> bool:
+        def noted(step: int, stop: bool = False, *_: object) -> bool:
             return after_step(step, stop, losses.get(step))
 
         checkpointer.after_step = noted  # type: ignore[method-assign]

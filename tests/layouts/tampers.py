@@ -3,13 +3,14 @@ the test process alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 import megatron_llama.model.llama as llama
 from megatron_llama.parallel import ParallelModel, Shard
+from megatron_llama.parallel.pipeline import Counts, MicroBatch
 
 
 def no_sequence_parallel_sum(model: ParallelModel) -> None:
@@ -35,8 +36,13 @@ def replicated_gradients_twice(model: ParallelModel) -> None:
 
 
 def local_token_count(model: ParallelModel) -> None:
-    ranks = dist.get_world_size()
-    model.tokens_with_loss = lambda batches: ranks * sum(b.loss_mask.sum() for b in batches)  # type: ignore[method-assign, assignment, return-value]
+    ranks, count = dist.get_world_size(), model.count
+
+    def local(batches: Sequence[MicroBatch]) -> Counts:
+        own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+        return count(batches)._replace(with_loss=ranks * own)
+
+    model.count = local  # type: ignore[method-assign]
 
 
 def mean_over_data_parallel_ranks(model: ParallelModel) -> None:

@@ -25,6 +25,8 @@ def measured(step: int, **more: float | None) -> dict[str, float | int | None]:
     return {
         "step": step,
         "consumed_samples": 8 * step,
+        "tokens": 2048,
+        "attended": 2048 * 256,
         "consumed_tokens": 2048 * step,
         "global_batch_size": 8,
         "reduced_train_loss": 8.0 / step,

@@ -114,7 +114,7 @@ def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float,
     first, again = validate(plan, model, watched), validate(plan, model, watched)
     gradients = sum(shard.grad is not None for shard in model.shards)
     losses = [model.forward_backward(batches.at(at), train=False).item() for at in (0, 8)]
-    counts = [model.tokens_with_loss(batches.at(at)).item() for at in (0, 8)]
+    counts = [model.count(batches.at(at)).with_loss.item() for at in (0, 8)]
     mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     training_step(1, plan, model, build_optimizer(plan, model), batches, FiniteCheck(0))
     return first, again, validate(plan, model, watched), mean, seen, gradients
