@@ -92,7 +92,7 @@ def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks),
         *_replicated_gradients(plan, chunks, shard_rank),
-        Operation("tokens of the batch", world, 1, INT64),
+        Operation("tokens of the batch, with loss and without padding, and their documents", world, 1, 3 * INT64),
         Operation("loss", world, 1, FP32),
         Operation("gradient norm", world, 1, FP32),
         Operation("weight norm", world, int(plan.config.logging.parameter_norm), FP32),

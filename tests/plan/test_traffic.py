@@ -46,7 +46,7 @@ def test_llama7b_by_hand() -> None:
     held = (6_738_415_616 - norms) // 8 + norms
     assert found[Line("dp", "all_gather", 4)] == (33, 2 * held)
     assert found[Line("dp", "reduce_scatter", 4)] == (33, 4 * held)
-    assert found[Line("world", "all_reduce", 32)] == (4, 8 + 4 + 4 + 12)
+    assert found[Line("world", "all_reduce", 32)] == (4, 24 + 4 + 4 + 12)
     assert len(found) == 6
 
 
