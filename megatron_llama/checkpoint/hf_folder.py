@@ -68,6 +68,8 @@ class SafetensorsFiles(Stored):
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
     """safetensors' ``safe_open``; its errors, and the operating system's, become a CorruptFile that names the file."""
+    if path.exists() and not path.is_file():
+        raise CorruptFile(f"{path}: is no regular file")  # to open a pipe is to wait for its writer
     try:
         with safe_open(path, framework="pt") as content:
             yield content

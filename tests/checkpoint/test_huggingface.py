@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.hf_folder import tensors_of
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
@@ -283,3 +286,9 @@ def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:
         assert theirs(sample)["input_ids"] == ours.encode(sample)
     assert theirs.eos_token_id == ours.eos_id()
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ours.eos_id()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CorruptFile, match="no regular file"):
+        tensors_of(tmp_path / "model.safetensors")
