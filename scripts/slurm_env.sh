@@ -1,4 +1,4 @@
-# Sourced by run.slurm and compile.slurm, in the repository's root: the environment that matters on a cluster, and the
+# Sourced by run.slurm, compile.slurm and prepare.slurm, in the repository's root: the environment that matters on a cluster, and the
 # step that starts the ranks. What you have set yourself (before sbatch, which hands it on) always wins.
 
 # SIGUSR1 comes before the time limit, SIGTERM when the job is cancelled or preempted; each may come at any moment. To

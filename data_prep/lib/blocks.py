@@ -28,6 +28,9 @@ class Position:
     offset: int = 0
 
 
+START = Position()
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of one source: the lines that begin in [start, end), offsets counted in unpacked bytes of lines; of a
@@ -79,9 +82,16 @@ class Slots:
 
 
 def cut_blocks(
-    sources: Sequence[Source], begin: Position, slots: Slots, max_line: int, block_bytes: int
+    sources: Sequence[Source],
+    begin: Position,
+    slots: Slots,
+    max_line: int,
+    block_bytes: int,
+    until: Position | None = None,
 ) -> Iterator[Block]:
-    """All blocks from `begin` on, in order. Waits for a free slot before each unpacked block.
+    """All blocks from `begin` on, or up to `until`, in order. Waits for a free slot before each unpacked block.
+
+    `until` is at the begin of a source that is one stream or one text, never inside.
 
     Raises:
         UserError: a source has changed since it was found, or a compressed one is damaged or cut off.
@@ -89,16 +99,18 @@ def cut_blocks(
     number = 0
     waiting: list[Segment] = []
     waiting_bytes = 0
-    for index in range(begin.source, len(sources)):
+    until = until or Position(len(sources))
+    for index in range(begin.source, until.source + (until.offset > 0)):
         source = sources[index]
         check_unchanged(source)
         offset = begin.offset if index == begin.source else 0
+        end = until.offset if index == until.source else None
         if source.is_stream:
             segments = _cut_stream(source, index, offset, slots, max_line)
         elif source.in_parts:
-            segments = _cut_parts(source, index, offset, block_bytes)
+            segments = _cut_parts(source, index, offset, end, block_bytes)
         else:
-            segments = _cut_plain(source, index, offset, block_bytes)
+            segments = _cut_plain(source, index, offset, end, block_bytes)
         for segment in segments:
             # an unpacked block holds a slot and goes out at once; what is on disk can wait for company
             on_disk = segment.slot is None and segment.inline is None
@@ -114,29 +126,33 @@ def cut_blocks(
         yield Block(number, waiting)
 
 
-def _cut_plain(source: Source, index: int, offset: int, block_bytes: int) -> Iterator[Segment]:
+def _cut_plain(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[Segment]:
+    """Byte ranges from ``offset`` to ``end``, or to the file's end; a text is one."""
     if source.is_text or not source.size:
         if offset < max(1, source.size):
             yield Segment(index, 0, max(1, source.size), disk_end=source.size, size=source.size)
         return
-    for start in range(offset, source.size, block_bytes):
-        end = min(start + block_bytes, source.size)
-        yield Segment(index, start, end, disk_end=end, size=end - start)
+    last = source.size if end is None else end
+    for start in range(offset, last, block_bytes):
+        stop = min(start + block_bytes, last)
+        yield Segment(index, start, stop, disk_end=stop, size=stop - start)
 
 
-def _cut_parts(source: Source, index: int, offset: int, block_bytes: int) -> Iterator[Segment]:
+def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[Segment]:
+    """Row groups or record batches from ``offset`` to ``end``, or to the file's end."""
     sizes = part_sizes(source.file, source.kind)
+    last = max(1, len(sizes)) if end is None else end
     total = max(1, sum(sizes))
     start, done = offset, sum(sizes[:offset])
-    while start < max(1, len(sizes)):
-        end, size = start + 1, sum(sizes[start : start + 1])
-        while end < len(sizes) and size + sizes[end] <= block_bytes:
-            size += sizes[end]
-            end += 1
+    while start < last:
+        stop, size = start + 1, sum(sizes[start : start + 1])
+        while stop < last and size + sizes[stop] <= block_bytes:
+            size += sizes[stop]
+            stop += 1
         done += size
         # a source without parts still passes, so that the position moves behind it
-        yield Segment(index, start, end, disk_end=source.size * done // total, size=size)
-        start = end
+        yield Segment(index, start, stop, disk_end=source.size * done // total, size=size)
+        start = stop
 
 
 def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[Segment]:

@@ -35,6 +35,8 @@ class RunOptions:
     """Processes that encode."""
     allow_empty: bool = False
     """An input without a document is an empty dataset, rather than a mistake."""
+    part: str | None = None
+    """K/N: do the K-th of N parts only; the last to be done joins them."""
     overwrite: bool = False
     """Replace an output that was made with other options."""
     checkpoint_seconds: float = 5.0
@@ -52,6 +54,10 @@ class RunOptions:
             raise UserError("--block-mib must be between 1/1024 and 256")
         if self.checkpoint_seconds < 0:
             raise UserError("--checkpoint-seconds must not be negative")
+        if self.part is not None:
+            number, slash, count = self.part.partition("/")
+            if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+                raise UserError(f"--part {self.part}: write K/N, the K-th of N parts, such as 1/16 to 16/16")
         if os.path.basename(self.output_prefix) in ("", ".", ".."):
             raise UserError(f"--output-prefix {self.output_prefix}: it must end in a name, not in a folder")
 
@@ -79,6 +85,11 @@ def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup
     data.add_argument("--allow-empty", action="store_true", help="take an input without a document for an empty one")
     output.add_argument("--output-prefix", required=True, metavar="PATH", help=f"writes {writes}")
     output.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
+    output.add_argument(
+        "--part",
+        metavar="K/N",
+        help="do the K-th of N parts, here or elsewhere; the last to be done joins them",
+    )
     output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
     output.add_argument(
         "--checkpoint-seconds",

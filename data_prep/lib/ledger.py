@@ -57,6 +57,20 @@ class Ledger:
             counts.tokens += int(lengths.sum(dtype=np.int64))
         self.check()
 
+    def add_ledger(self, other: Ledger) -> None:
+        """Takes the account of another part of the same input in; position and lines stay."""
+        self.documents_read += other.documents_read
+        self.text_bytes += other.text_bytes
+        self.learned += other.learned
+        for mine, theirs in ((self.skipped, other.skipped), (self.notes, other.notes)):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+        for counts, more in zip(self.keys, other.keys, strict=True):
+            counts.written += more.written
+            counts.empty += more.empty
+            counts.tokens += more.tokens
+        self.check()
+
     def line_before(self, block: Block, index: int, result: Result) -> int:
         """Lines of a segment's source before that segment of a block not yet added."""
         source = block.segments[index].source

@@ -5,17 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.lib.encoding_run import EncodingRun
+from data_prep.lib.blocks import START, Position
+from data_prep.lib.encoding_run import EncodingRun, account
 from data_prep.lib.job import Job, RunOptions
 from data_prep.lib.ledger import KeyCounts, Ledger
+from data_prep.lib.parts import (
+    Finished,
+    Part,
+    Range,
+    finished_part,
+    join,
+    numbers_in_words,
+    ranges,
+    remove_parts,
+)
 from data_prep.lib.publish import differences, publish, quarantine_file, read_finished, write_outputs
-from data_prep.lib.workspace import Workspace
+from data_prep.lib.workspace import Locked, Workspace
 from megatron_llama.data.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.encoders import Encoder, EncoderMismatch
@@ -41,22 +52,30 @@ def identity(job: Job, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any]:
-    """Does the run, or what is left of it; returns the manifest of the first output.
+def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Does the run, or what is left of it; returns the manifest of the first output, None where other parts of the run
+    are still to be done.
 
     Raises:
         UserError, MachineError, Stopped: as their names say; the final names stay untouched.
     """
     wanted, names = identity(job, encoder), job.names(options.output_prefix)
-    folder = options.folder / f".{'+'.join(names)}.partial"
-    begun_by = _publish_rest(folder, names, options, say)
-    finished = None if options.overwrite and begun_by != wanted else _finished(names, options, wanted)
+    if options.part is not None:
+        return _make_part(job, options, encoder, Part.parse(options.part), say)
+    finished = _done_before(names, options, wanted, say)
     if finished is not None:
-        say(f"{options.output_prefix}: complete already, nothing to do")
         return finished
-    workspace = Workspace(folder, names)
-    ledger = _open(workspace, wanted, options, say)
-    run = EncodingRun(job, options, encoder, workspace, ledger)
+    workspace = Workspace(_work_folder(options, names), names)
+    run = EncodingRun(job, options, encoder, workspace, _open(workspace, wanted, options, say))
+    _encode(run, say)
+    manifest = _write(job, options, encoder, encoder.name, workspace, run.ledger)
+    say("\n".join([*account(job, options, run.ledger), run.speed()]))
+    return manifest
+
+
+def _encode(run: EncodingRun, say: Callable[[str], None]) -> None:
+    """Encodes all of a run's range; where that fails, keeps or removes what was done."""
+    workspace = run.workspace
     try:
         run.encode()
     except EncoderMismatch:
@@ -70,24 +89,118 @@ def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[
             workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
             say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
         raise
-    if not (run.ledger.documents_read or options.allow_empty or job.chat is not None):
+
+
+def _make_part(
+    job: Job, options: RunOptions, encoder: Encoder, part: Part, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Does one part of the run, and joins all where it is the last to be done."""
+    wanted, names = identity(job, encoder), job.names(options.output_prefix)
+    if any(source.stored_at for source in job.sources):
+        raise UserError("--part: all parts read the input, and a pipe can be read only once")
+    own = finished_part(part, options.folder, names)
+    try:
+        finished = _done_before(names, options, wanted, say)
+    except Locked:
+        if own is None:
+            raise
+        say(f"part {part} is done, and another process joins all parts")
+        return None
+    if finished is not None:
+        remove_parts(options.folder, names)
+        return finished
+    cuts = ranges(job.sources, part.count)
+    if own is None or own.identity != wanted:
+        workspace = Workspace(part.folder(options.folder, names), names)
+        cut = cuts[part.number - 1]
+        ledger = _open(workspace, {**wanted, "part": str(part)}, options, say, cut.begin)
+        run = EncodingRun(job, options, encoder, workspace, ledger, cut)
+        _encode(run, say)
+        workspace.checkpoint(run.ledger, part_done=True, encoder=encoder.name)
+        workspace.close()
+        workspace.unlock()
+        say(f"part {part}: {run.ledger.documents_read:,} documents, {run.ledger.tokens:,} tokens\n{run.speed()}")
+    else:
+        say(f"part {part}: complete already")
+    done = [finished_part(Part(number, part.count), options.folder, names) for number in range(1, part.count + 1)]
+    missing = [number for number, one in enumerate(done, start=1) if one is None]
+    if missing:
+        finished = _done_before(names, options, wanted, say)  # another joined them meanwhile
+        if finished is None:
+            say(f"still to be done, of {part.count} parts: {numbers_in_words(missing)}")
+        return finished
+    return _join([one for one in done if one is not None], job, options, encoder, cuts, say)
+
+
+def _join(
+    parts: Sequence[Finished],
+    job: Job,
+    options: RunOptions,
+    encoder: Encoder,
+    cuts: Sequence[Range],
+    say: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """Writes the dataset of all parts."""
+    wanted, names = identity(job, encoder), job.names(options.output_prefix)
+    for one in parts:
+        if different := differences(one.identity, wanted):
+            raise UserError(f"part {one.part} was made with other options: {'; '.join(different)}. Do it again")
+        if one.ledger.skipped and options.on_bad_line == "error":
+            raise UserError(f"part {one.part} skipped bad lines: go on with --on-bad-line skip")
+    try:
+        workspace = Workspace(_work_folder(options, names), names)
+    except Locked:
+        say("all parts are done, and another process joins them")
+        return None
+    if not parts[0].folder.exists():  # it was faster, and is done
+        workspace.remove()
+        return _finished(names, options, wanted)
+    workspace.begin(wanted)
+    ledger = join(parts, workspace, job.sources, cuts)
+    encoders = ", ".join(sorted({str(one.checkpoint["encoder"]) for one in parts}))
+    manifest = _write(job, options, encoder, encoders, workspace, ledger)
+    remove_parts(options.folder, names)
+    say("\n".join([f"all {len(parts)} parts are joined", *account(job, options, ledger)]))
+    return manifest
+
+
+def _write(
+    job: Job, options: RunOptions, encoder: Encoder, encoder_name: str, workspace: Workspace, ledger: Ledger
+) -> dict[str, Any]:
+    """Publishes what the workspace holds. Raises UserError where that is nothing."""
+    if not (ledger.documents_read or options.allow_empty or job.chat is not None):
         workspace.remove()
         files = "the one file" if len(job.sources) == 1 else f"all {len(job.sources):,} files"
         raise UserError(f"the input holds no document: {files} of it are empty; --allow-empty makes a dataset of that")
-    if job.chat is not None and not run.ledger.keys[0].written:
+    if job.chat is not None and not ledger.keys[0].written:
         workspace.remove()
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(run.ledger.skipped.items()))
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
         advice = "without --on-bad-line skip the first is named with its reason"
         why = f"all its records are bad ({counts}); {advice}" if counts else "it holds no record"
         raise UserError(f"{options.output_prefix}: no example was made of the input: {why}")
-    dtypes = [token_dtype(encoder.tokenizer.size)] * len(names)
+    dtypes = [token_dtype(encoder.tokenizer.size)] * len(workspace.names)
     if job.chat is not None:
         dtypes[1] = np.dtype(MASK_DTYPE)
-    manifests = [_manifest(run, wanted, key, str(dtype)) for key, dtype in enumerate(dtypes)]
-    write_outputs(workspace, dtypes, manifests, run.ledger)
-    say(run.summary())
+    made_by = (encoder, encoder_name)
+    manifests = [_manifest(job, made_by, workspace.names, ledger, key, str(dtype)) for key, dtype in enumerate(dtypes)]
+    write_outputs(workspace, dtypes, manifests, ledger)
     workspace.remove()
     return manifests[0]
+
+
+def _work_folder(options: RunOptions, names: Sequence[str]) -> Path:
+    return options.folder / f".{'+'.join(names)}.partial"
+
+
+def _done_before(
+    names: list[str], options: RunOptions, wanted: dict[str, Any], say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The manifest, where an earlier run has made this output, or all of it but the final names."""
+    begun_by = _publish_rest(_work_folder(options, names), names, options, say)
+    finished = None if options.overwrite and begun_by != wanted else _finished(names, options, wanted)
+    if finished is not None:
+        say(f"{options.output_prefix}: complete already, nothing to do")
+    return finished
 
 
 def _finished(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> dict[str, Any] | None:
@@ -126,8 +239,14 @@ def _publish_rest(
     return None
 
 
-def _open(workspace: Workspace, wanted: dict[str, Any], options: RunOptions, say: Callable[[str], None]) -> Ledger:
-    """Resumes what was begun, or starts from nothing."""
+def _open(
+    workspace: Workspace,
+    wanted: dict[str, Any],
+    options: RunOptions,
+    say: Callable[[str], None],
+    begin: Position = START,
+) -> Ledger:
+    """Resumes what was begun, or starts from nothing, at ``begin``."""
     begun, checkpoints = workspace.read_journal()
     different = differences(begun, wanted) if begun is not None else []
     if different and not options.overwrite:
@@ -149,12 +268,14 @@ def _open(workspace: Workspace, wanted: dict[str, Any], options: RunOptions, say
             return ledger
         say("the unfinished run's files are damaged: starting over")
     workspace.begin(wanted)
-    return Ledger([KeyCounts() for _ in workspace.names])
+    return Ledger([KeyCounts() for _ in workspace.names], begin)
 
 
-def _manifest(run: EncodingRun, wanted: dict[str, Any], key: int, dtype: str) -> dict[str, Any]:
+def _manifest(
+    job: Job, made_by: tuple[Encoder, str], names: list[str], ledger: Ledger, key: int, dtype: str
+) -> dict[str, Any]:
     """What the output is and where it comes from. Nothing in it depends on time, machine or number of workers."""
-    job, encoder, ledger = run.job, run.encoder, run.ledger
+    encoder, encoder_name = made_by
     counts = ledger.keys[key]
     manifest = {
         "documents_read": ledger.documents_read,
@@ -170,13 +291,13 @@ def _manifest(run: EncodingRun, wanted: dict[str, Any], key: int, dtype: str) ->
         "tokenizer_sha256": encoder.tokenizer.sha256,
         "vocab_size": encoder.tokenizer.size,
         "eod": encoder.tokenizer.end if job.append_eod else None,
-        "encoder": encoder.name,
-        "options": wanted,
+        "encoder": encoder_name,
+        "options": identity(job, encoder),
         "files_found": len(job.sources) + len(job.not_taken),
         "files_taken": len(job.sources),
         "files_not_taken": {os.path.abspath(path): reason for path, reason in job.not_taken.items()},
         "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
-        "quarantine": quarantine_file(Path(), run.workspace.names).name if ledger.skipped else None,
+        "quarantine": quarantine_file(Path(), names).name if ledger.skipped else None,
     }
     if job.chat is not None:
         manifest |= {

@@ -58,8 +58,8 @@ class ExampleOptions:
 
 def make_sft_set(
     inputs: Sequence[str], examples: ExampleOptions, options: RunOptions, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Makes the set; returns the manifest of its tokens.
+) -> dict[str, Any] | None:
+    """Makes the set; returns the manifest of its tokens, None where other parts of the run are still to be done.
 
     Raises:
         UserError: the input, the tokenizer or a record can't be used.

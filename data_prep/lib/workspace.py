@@ -26,6 +26,10 @@ JOURNAL = "journal.jsonl"
 QUARANTINE = "quarantine.jsonl"
 
 
+class Locked(UserError):
+    """Another run holds the work folder."""
+
+
 class Workspace:
     """A locked work folder."""
 
@@ -33,7 +37,7 @@ class Workspace:
         """Makes and locks the folder. `names` are the outputs' names, one per JSON key.
 
         Raises:
-            UserError: the folder can't be made, or another run holds it.
+            UserError: the folder can't be made; Locked: another run holds it.
         """
         self.folder = folder
         self.names = names
@@ -43,12 +47,8 @@ class Workspace:
         self._hashes: dict[str, Any] = {}
 
     def read_journal(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """(the options of the run that was begun here, its checkpoints); a half-written last line does not count."""
-        entries = []
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            for line in (self.folder / JOURNAL).read_bytes().split(b"\n")[:-1]:
-                entries.append(json.loads(line))
-        return (entries[0]["identity"], entries[1:]) if entries else (None, [])
+        """As ``read_journal`` of this folder."""
+        return read_journal(self.folder)
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Starts from nothing."""
@@ -149,6 +149,16 @@ class Workspace:
         self.unlock()
 
 
+def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """(the options of the run that was begun in a work folder, its checkpoints); a half-written last line does not
+    count."""
+    entries = []
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        for line in (folder / JOURNAL).read_bytes().split(b"\n")[:-1]:
+            entries.append(json.loads(line))
+    return (entries[0]["identity"], entries[1:]) if entries else (None, [])
+
+
 def _lock_folder(folder: Path) -> IO[bytes]:
     """A lock of this process alone: forked workers don't inherit it, and it is gone when we are."""
     while True:
@@ -161,7 +171,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            raise UserError(f"another run is writing this output (it holds {folder})") from None
+            raise Locked(f"another run is writing this output (it holds {folder})") from None
         # the folder may have been removed, by the run that held it, between our open and our lock
         with contextlib.suppress(FileNotFoundError):
             if os.stat(folder / "lock").st_ino == os.fstat(lock.fileno()).st_ino:

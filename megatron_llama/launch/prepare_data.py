@@ -240,6 +240,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     except OSError:  # without locks, another start was faster: the same content
         if not records.folder.is_dir():
             raise
+    assert manifest is not None, "all of the file was prepared"
     return manifest
 
 

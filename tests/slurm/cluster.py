@@ -40,7 +40,7 @@ class Lab:
     def link(self, folder: Path, train: Path = ROOT / "train.py") -> None:
         """Makes ``folder`` look like a checkout whose train.py is another one."""
         (folder / "train.py").symlink_to(train)
-        for name in ("scripts", "conf", "run.slurm", "compile.slurm"):
+        for name in ("scripts", "conf", "data_prep", "run.slurm", "compile.slurm", "prepare.slurm"):
             (folder / name).symlink_to(ROOT / name)
 
     def set_up(self) -> None:

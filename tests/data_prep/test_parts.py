@@ -1,0 +1,194 @@
+"""A preparation in parts: whatever is killed, repeated or out of order, the dataset is the single run's to the byte."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep import preprocess, sft
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.parts import numbers_in_words, ranges
+from megatron_llama.system.errors import MachineError, UserError
+from tests.data_prep.helpers import GOOD, killer, listing, manifest, some_texts, write_jsonl
+from tests.paths import ROOT
+
+Make = Callable[..., None]
+SUFFIXES = ("bin", "idx", "json", "quarantine.jsonl")
+HOLD_LOCK = """
+import fcntl, sys
+lock = open({path!r}, "wb")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Files of every way of being cut: plain lines, a stream, an empty file; with bad lines all over them."""
+    folder = tmp_path / "in"
+    for number, name in enumerate(("a.jsonl", "b.jsonl", "d.jsonl")):
+        path = write_jsonl(folder / name, some_texts(90, seed=number))
+        lines = path.read_text().split("\n")
+        for line in (3, 30, 31, 70, 89):
+            lines[line] = '{"text": null}'
+        path.write_text("\n".join(lines))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress((folder / "b.jsonl").read_bytes()))
+    (folder / "b.jsonl").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def make(tokenizer: Path, corpus: Path) -> Make:
+    """preprocess.py on the corpus, in this process; leaves bad lines out."""
+
+    def run(prefix: Path, part: str | None = None, *more: str) -> None:
+        args = ["--input", corpus, "--output-prefix", prefix, "--tokenizer-model", tokenizer, "--append-eod"]
+        args += ["--workers", 1, "--block-mib", 0.01, "--on-bad-line", "skip", *more]
+        assert preprocess.main([*map(str, args), *(["--part", part] if part else [])]) == 0
+
+    return run
+
+
+def made(prefix: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[bytes]:
+    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in suffixes]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_parts_are_the_single_run(tmp_path: Path, make: Make, count: int) -> None:
+    """Dataset, manifest and the line numbers of bad lines; in any order of the parts, some of them empty."""
+    make(tmp_path / "one/x")
+    for number in [*range(2, count + 1), 1]:
+        assert not (tmp_path / "parts/x_text_document.bin").exists()
+        make(tmp_path / "parts/x", f"{number}/{count}")
+    assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
+    assert listing(tmp_path / "parts") == listing(tmp_path / "one"), "the parts' folders are gone"
+    found = manifest(tmp_path / "parts/x")
+    assert (found["documents_read"], found["documents_skipped"]) == (270, 15)
+
+
+def test_parquet_is_cut_between_its_row_groups(tmp_path: Path, tokenizer: Path) -> None:
+    pytest.importorskip("pyarrow", reason="an extra")
+    from tests.data_prep.columns import write_arrow, write_parquet
+
+    records = [{"text": text} for text in some_texts(200)]
+    files = [write_parquet(tmp_path / "in/a.parquet", records), write_arrow(tmp_path / "in/b.arrow", records)]
+    cuts = ranges(find_sources([str(tmp_path / "in")]).sources, 6)
+    assert sum(cut.begin.offset > 0 for cut in cuts) >= 4, "both files are shared"
+    for prefix, parts in (("one", [[]]), ("parts", [["--part", f"{number}/6"] for number in range(6, 0, -1)])):
+        for part in parts:
+            args = ["--input", *files, "--output-prefix", tmp_path / prefix / "x", "--tokenizer-model", tokenizer]
+            assert preprocess.main([*map(str, [*args, "--workers", 1, "--block-mib", 0.01]), *part]) == 0
+    assert made(tmp_path / "parts/x", SUFFIXES[:3]) == made(tmp_path / "one/x", SUFFIXES[:3])
+
+
+def test_a_fine_tuning_set_in_parts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text("\n".join(GOOD * 5))
+    for prefix, parts in (("one", [[]]), ("parts", [["--part", "1/2"], ["--part", "2/2"]])):
+        for part in parts:
+            args = ["--input", tmp_path / "chat.jsonl", "--tokenizer-model", folder, "--seq-length", 128]
+            args += ["--output-prefix", tmp_path / prefix / "x", "--workers", 1]
+            assert sft.main([*map(str, args), *part]) == 0
+    for end in ("_sft.bin", "_sft.idx", "_sft.json", "_sft_mask.bin", "_sft_mask.idx", "_sft_mask.json"):
+        assert (tmp_path / f"parts/x{end}").read_bytes() == (tmp_path / f"one/x{end}").read_bytes()
+
+
+# (where, function, which call) in the second of two parts: while it encodes, joins and publishes
+PHASES = {
+    "in the part": ("encoding_run.EncodingRun", "_take", 4),
+    "before it is called done": ("workspace.Workspace", "close", 1),
+    "while it joins": ("make_dataset", "join", 1),
+    "while the joined files grow": ("parts", "_renumbered", 2),
+    "in the index": ("publish", "write_index", 1),
+    "among the final names": ("publish.os", "replace", 5),
+    "before the parts go": ("make_dataset", "remove_parts", 1),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_and_started_again(
+    tmp_path: Path, make: Make, corpus: Path, tokenizer: Path, phase: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "one/x")
+    make(tmp_path / "parts/x", "1/2")
+    script = killer(*PHASES[phase]).replace("import encoding_run,", "import encoding_run, make_dataset, parts,")
+    args = ["--input", corpus, "--output-prefix", tmp_path / "parts/x", "--tokenizer-model", tokenizer, "--append-eod"]
+    args += ["--workers", 1, "--block-mib", 0.01, "--on-bad-line", "skip", "--part", "2/2", "--checkpoint-seconds", 0]
+    killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=ROOT, capture_output=True, timeout=100)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    capsys.readouterr()
+    make(tmp_path / "parts/x", "1/2")  # what is done is not done again, and joins where it can
+    assert "part 1/2: complete already" in (said := capsys.readouterr().out) or "nothing to do" in said
+    make(tmp_path / "parts/x", "2/2")
+    said = capsys.readouterr().out
+    assert "going on after" in said if phase == "in the part" else "joined" in said or "nothing to do" in said
+    assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
+    assert listing(tmp_path / "parts") == listing(tmp_path / "one")
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path, make: Make, corpus: Path) -> None:
+    make(tmp_path / "x", "1/3")
+    make(tmp_path / "x", "2/3")
+    with pytest.raises(UserError, match="max_line_bytes was 67108864 and is now 5242880"):
+        make(tmp_path / "x", "2/3", "--max-line-mib", "5")
+    with pytest.raises(UserError, match=r"part 1/3 was made with other options: max_line_bytes"):
+        make(tmp_path / "x", "3/3", "--max-line-mib", "5")
+    shutil.rmtree(tmp_path / ".x_text_document.parts/3-of-3")
+    for bad in ("0/3", "4/3", "3", "a/b", "1/"):
+        with pytest.raises(UserError, match="write K/N"):
+            make(tmp_path / "x", bad)
+    assert not list(tmp_path.glob("x_*"))
+    write_jsonl(corpus / "d.jsonl", ["changed"])
+    with pytest.raises(UserError, match=r"part 1/3 was made with other options: input_state"):
+        make(tmp_path / "x", "3/3")
+
+
+def test_a_damaged_part_is_done_again(tmp_path: Path, make: Make) -> None:
+    make(tmp_path / "one/x")
+    make(tmp_path / "parts/x", "1/2")
+    binary = tmp_path / "parts/.x_text_document.parts/1-of-2/x_text_document.bin"
+    data = bytearray(binary.read_bytes())
+    data[100] ^= 1
+    binary.write_bytes(data)
+    with pytest.raises(MachineError, match=r"x_text_document.bin of part 1/2 .* --part 1/2 does it again"):
+        make(tmp_path / "parts/x", "2/2")
+    make(tmp_path / "parts/x", "1/2")
+    assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
+
+
+def test_one_joins_and_the_others_go_home(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "x", "1/2")
+    work = tmp_path / ".x_text_document.partial"
+    work.mkdir()
+    code = HOLD_LOCK.format(path=str(work / "lock"))
+    joins = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert joins.stdout is not None and joins.stdout.readline() == b"held\n"
+    try:
+        make(tmp_path / "x", "1/2")
+        assert "another process joins" in capsys.readouterr().out
+        with pytest.raises(UserError, match="another run is writing"):
+            make(tmp_path / "x", "2/2")
+    finally:
+        joins.communicate()
+
+
+def test_a_bad_line_of_a_part_says_where(tmp_path: Path, tokenizer: Path) -> None:
+    lines = [json.dumps({"text": "word"})] * 100
+    lines[80] = "null"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o/x", "--tokenizer-model", tokenizer]
+    with pytest.raises(UserError, match=r"a\.jsonl, line \d+ after byte \d+: not_an_object"):
+        preprocess.main([*map(str, args), "--workers", "1", "--part", "2/2"])
+    assert listing(tmp_path / "o/.x_text_document.parts") == []
+
+
+def test_numbers_in_words() -> None:
+    assert numbers_in_words([1, 3, 4, 5, 8]) == "1, 3-5, 8" and numbers_in_words([2, 3]) == "2-3"
