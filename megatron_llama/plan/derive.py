@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
 from megatron_llama.config.data_prefixes import record_files, weights_and_paths
@@ -121,7 +122,7 @@ def resolved_schedule(config: Config) -> dict[str, Any]:
         return config.optim.schedule
     from omegaconf import OmegaConf  # here, not above: a config made in Python needs no OmegaConf
 
-    resolved = OmegaConf.to_container(OmegaConf.structured(config).optim.schedule, resolve=True)
+    resolved = OmegaConf.to_container(OmegaConf.create(asdict(config)).optim.schedule, resolve=True)
     return cast("dict[str, Any]", resolved)
 
 

@@ -67,7 +67,7 @@ CHANGES: dict[str, Change] = {
     "data.name": Change("other"),
     "data.kind": Change("sft", {"data.prefixes": ["a"]}),
     "data.pack": Change(True, SFT),
-    "data.mock": Change(True),
+    "data.mock": Change(True, also={"data.split": "969,30,1"}),
     "data.prefixes": Change([0.25, "a", 0.75, "b"]),
     "data.schedule": Change([{"samples": 1000, "prefixes": [0.25, "a", 0.75, "b"]}]),
     "data.validation_prefixes": Change(["b"], {**SFT, **VALIDATED}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_a_schedule_by_hand() -> None:
     schedule = BatchSchedule(((0, 8), (20, 4), (30, 16)), seq_length=10)
     assert [schedule.after(step).samples for step in range(8)] == [0, 8, 16, 24, 28, 32, 48, 64]
     assert schedule.after(6) == Position(step=6, samples=48, tokens=480)
-    assert [schedule.size_from(samples) for samples in (0, 16, 24, 28, 32)] == [8, 8, 4, 4, 16]
+    assert [schedule.size_from(samples) for samples in (0, 16, 19, 20, 24, 29, 30, 99)] == [8, 8, 8, 4, 4, 4, 16, 16]
     assert schedule.position_of_the_largest == 30
 
 
@@ -38,6 +39,8 @@ def test_any_schedule_is_the_count_step_by_step() -> None:
         consumed = one_by_one(sizes, 40)
         schedule = BatchSchedule(tuple(sizes), seq_length=3)
         assert [schedule.after(step).samples for step in range(41)] == consumed
+        sizes_of_steps = [after - before for before, after in pairwise(consumed)]
+        assert [schedule.size_from(samples) for samples in consumed[:-1]] == sizes_of_steps
         # From any step on, it is the same run.
         start = chance.randrange(41)
         rest = BatchSchedule(tuple(sizes), 3, schedule.after(start))
