@@ -79,7 +79,8 @@ def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list
             batch = []
             for number in range(consumed[-1], consumed[-1] + size):
                 one = samples[number]
-                batch.append(MicroBatch(*(one[key][None] for key in ("tokens", "labels", "loss_mask"))))
+                tensors = (one[key][None] for key in ("tokens", "labels", "loss_mask"))
+                batch.append(MicroBatch(*tensors, sizes=torch.tensor([16, 16 * 16])))
             found.append(model.forward_backward(batch).item())
             optimizer.step(optimizer.gradient_norm())
             consumed.append(consumed[-1] + size)
@@ -91,7 +92,7 @@ def metrics(run_dir: Path, name: str) -> list[Any]:
     return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-CONSTANT = [*ADAM, "optim=constant", "trainer.steps=9"]
+CONSTANT = [*ADAM, "optim=constant", "trainer.steps=9", "trainer.micro_batch_size=1"]
 RISING = [*CONSTANT, "trainer.global_batch_size=4", "trainer.batch_schedule=[[10,8],[30,2]]"]
 SIZES = (["trainer.global_batch_size=4"], ["trainer.global_batch_size=16", "checkpoint.allow=[batch]"])
 RISING_SIZES = [4, 4, 4, 8, 8, 8, 2, 2, 2]  # 4, 8, 12 (of 10), 20, 28, 36 (of 30), ...
