@@ -15,7 +15,7 @@ from data_prep.lib.json_lines import parse_line, parse_object, parse_text
 from data_prep.lib.record_formats import turns_of
 from megatron_llama.data.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.text.chat_tokenizer import encode_pieces
-from megatron_llama.text.conversation import Bad, labelled_turns
+from megatron_llama.text.conversation import Bad, Template, labelled_turns
 from megatron_llama.text.encoders import Encoder, check_same
 
 # One document in this many is encoded by the reference too, when a faster encoder does the work.
@@ -133,21 +133,30 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
 
     def parse(self, line: bytes, segment: Segment, result: Result) -> tuple[list[int], list[bool]]:
         try:
-            example, notes = self._example(line, self.chat.columns.get(segment.source))
+            kind = self.job.sources[segment.source].kind
+            asked = self.chat.labelled if kind in ("csv", "parquet", "arrow") else None
+            example, notes = self._example(line, self.chat.columns.get(segment.source), asked)
         except _FAULTS as error:
             raise Bad("broken_record", f"{type(error).__name__}: {error}") from None
         result.notes.update(notes)
         return example
 
-    def _example(self, line: bytes, columns: Sequence[str] | None) -> tuple[tuple[list[int], list[bool]], list[str]]:
-        """((ids, mask), notes) of a line; ``columns`` of a table's. Raises Bad."""
+    def _example(
+        self, line: bytes, columns: Sequence[str] | None, asked: Template | None
+    ) -> tuple[tuple[list[int], list[bool]], list[str]]:
+        """((ids, mask), notes) of a line; ``columns`` of a table's, ``asked`` of a row that is asked. Raises Bad."""
         chat = self.chat
-        if columns is None:
+        notes: list[str] = []
+        if asked is not None:
+            record = parse_object(line)
+            texts = {name: "" if record.get(name) is None else str(record[name]) for name in asked.fields}
+            turns = labelled_turns([*texts], [*texts.values()], asked)
+        elif columns is None:
             turns, notes = turns_of(parse_object(line), chat.format)
         else:
             assert chat.labelled is not None, "sft.py asks for a template where there are tables"
             values = parse_text(line).removesuffix("\r").split("\t")
-            turns, notes = labelled_turns(columns, values, chat.labelled), []
+            turns = labelled_turns(columns, values, chat.labelled)
         if chat.own_template:
             for turn in turns:
                 found = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)

@@ -55,8 +55,13 @@ def folder_of_records(path: str) -> str:
 
 
 def is_table(path: str) -> bool:
-    """Whether a file of records has a header and columns."""
+    """Whether a file of records has nothing but columns, so that it needs a prompt for its lines."""
     return bare_name(path).endswith(TABLE_SUFFIXES)
+
+
+def has_columns(path: str) -> bool:
+    """Whether a file of records, or those of a folder, can have columns that a prompt names."""
+    return bare_name(path).endswith((*TABLE_SUFFIXES, *CSV_SUFFIXES, *COLUMNAR_SUFFIXES, "/"))
 
 
 def tokenizer_of_records(config: Config) -> str | None:

@@ -118,7 +118,7 @@ class DataConfig:
     """For files of records: how conversations become text, own (the tokenizer's), chatml, prompter, dialogue or
     plain; see docs/sft_data.md."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
-    """For .tsv files: the prompt that a line is put into, qnli or sst2."""
+    """For .tsv, .csv and .parquet files of labels: the prompt that a line is put into, qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
     seq_length: Annotated[int, at_least(1)] = 256

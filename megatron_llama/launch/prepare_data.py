@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records
+from megatron_llama.config.data_prefixes import has_columns, record_files, tokenizer_of_records
 from megatron_llama.config.hub import short_name
 from megatron_llama.launch.rendezvous import LaunchFailed
 from megatron_llama.plan.rules.paths import check_data as missing_data
@@ -169,7 +169,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig) -> str
     content = {
         "version": _VERSION,
         "records": sha256_file(Path(path)) if records == [path] else [sha256_file(Path(file)) for file in records],
-        "table": data.template if is_table(path) else None,
+        "table": data.template if has_columns(path) else None,
         "tokenizer": [(file.name, sha256_file(file)) for file in files],
         "reads": None if own.is_dir() else own.name,
         "chat_template": data.chat_template,
@@ -214,7 +214,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     from data_prep.lib.job import RunOptions
     from data_prep.lib.sft_set import ExampleOptions, make_sft_set
 
-    template = data.template if is_table(records.path) else None
+    template = data.template if has_columns(records.path) else None
     examples = ExampleOptions(
         records.tokenizer, data.seq_length, template=template or None, chat_template=data.chat_template
     )
@@ -249,7 +249,7 @@ def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     name = short_name(path).partition(".")[0]
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.seq_length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
-    words += ["--template", str(data.template)] if is_table(path) and data.template else []
+    words += ["--template", str(data.template)] if has_columns(path) and data.template else []
     words += ["--on-bad-line", "skip", "--output-prefix", f"datasets/{name}/{name}"]
     return f"python data_prep/sft.py {shlex.join(words)}, and write datasets/{name}/{name}_sft"
 

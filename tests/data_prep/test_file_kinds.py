@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from data_prep import preprocess
+from data_prep import preprocess, sft
 from data_prep.lib import columnar, sources
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
@@ -263,3 +263,24 @@ def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
     assert empty.returncode == 2 and b"holds no document" in empty.stderr
     nothing = subprocess.run(command("preprocess.py", *args[:-1], "/dev/null", "--overwrite"), capture_output=True)
     assert nothing.returncode == 2 and b"a terminal or a device" in nothing.stderr
+
+
+def test_labelled_rows_are_asked_as_lines_of_a_tsv_are(tmp_path: Path, folder: Path) -> None:
+    """Of .csv and .parquet alike; a label may be a number, and a row without one is bad."""
+    rows: Records = [{"index": 1, "sentence": "fine, and good", "label": 1}, {"index": 2, "sentence": "no", "label": 0}]
+    (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "fine, and good\t1\nno\t0\n")
+    write_parquet(tmp_path / "a.parquet", rows)
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["index", "sentence", "label"])
+        writer.writeheader()
+        writer.writerows(rows)
+    made = {}
+    for name in ("a.tsv", "a.parquet", "a.csv"):
+        args = ["--input", tmp_path / name, "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
+        assert sft.main([*map(str, [*args, "--output-prefix", tmp_path / name[2:] / "x", "--workers", 1])]) == 0
+        made[name] = [(tmp_path / name[2:] / f"x_sft{end}").read_bytes() for end in (".bin", ".idx", "_mask.bin")]
+    assert made["a.tsv"] == made["a.parquet"] == made["a.csv"]
+    write_parquet(tmp_path / "b.parquet", [*rows, {"index": 3, "sentence": "neither", "label": None}])
+    args = ["--input", tmp_path / "b.parquet", "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
+    with pytest.raises(UserError, match=r"row 3: unknown_label"):
+        sft.main([*map(str, [*args, "--output-prefix", tmp_path / "b/x", "--workers", 1])])

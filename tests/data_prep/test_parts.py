@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import preprocess, sft
+from data_prep.lib.blocks import Slots, cut_blocks, segment_lines
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.parts import numbers_in_words, ranges
 from megatron_llama.system.errors import MachineError, UserError
@@ -73,6 +74,23 @@ def test_parts_are_the_single_run(tmp_path: Path, make: Make, count: int) -> Non
     assert listing(tmp_path / "parts") == listing(tmp_path / "one"), "the parts' folders are gone"
     found = manifest(tmp_path / "parts/x")
     assert (found["documents_read"], found["documents_skipped"]) == (270, 15)
+
+
+def test_each_line_is_in_one_part_wherever_it_is_cut(tmp_path: Path) -> None:
+    """The cutting alone, into any number of parts up to one for each byte and more."""
+    data = b"\n".join([b"a", b"", b"bcd", b"e" * 30, b"f\r", b"", b"gh" * 7]) + b"\nlast without a feed"
+    for name in ("a.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data))
+    sources = find_sources([str(tmp_path)]).sources
+    for count in range(1, sum(source.size for source in sources) + 3):
+        lines: list[bytes] = []
+        for cut in ranges(sources, count):
+            slots = Slots(100, 20)
+            for block in cut_blocks(sources, cut.begin, slots, 1000, 20, cut.end):
+                for one in block.segments:
+                    lines += segment_lines(one, sources[one.source], slots, 1000)
+        assert lines == 3 * data.split(b"\n"), count
 
 
 def test_parquet_is_cut_between_its_row_groups(tmp_path: Path, tokenizer: Path) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.config.data_prefixes import is_table, record_files, tokenizer_of_records, weights_and_paths
+from megatron_llama.config.data_prefixes import (
+    has_columns,
+    is_table,
+    record_files,
+    tokenizer_of_records,
+    weights_and_paths,
+)
 from megatron_llama.config.problems import Problem, shown, typed
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
 from megatron_llama.plan.rules.rule import reads
@@ -84,8 +90,8 @@ def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem
     if tables and data.template is None:
         rule = f"{tables[0]} is a table, and no prompt for its lines is given"
         yield Problem("data.template", None, rule, f"write data.template={' or '.join(LABEL_TEMPLATES)}")
-    if data.template is not None and not tables:
-        rule = "is for .tsv files, and data.prefixes names none"
+    if data.template is not None and not any(has_columns(path) for _, path in files):
+        rule = "is for files with columns (.tsv, .csv, .parquet), and data.prefixes names none"
         yield Problem("data.template", data.template, rule, "leave data.template out")
     if data.chat_template != DataConfig.chat_template and not files:
         rule = "is for files of records; a dataset was made with its template"
