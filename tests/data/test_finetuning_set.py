@@ -304,3 +304,13 @@ def test_a_resume_in_an_epoch_is_the_uninterrupted_run(tmp_path: Path, pack: boo
     rest = run(1, tmp_path / "halves", *settings, until=9)
     assert rest.started_at == 4 and all(rest.losses[step] == whole.losses[step] for step in range(5, 10))
     assert_same(rest.tensors, whole.tensors)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_sample_does_not_depend_on_the_length_of_the_run(tmp_path: Path, pack: bool) -> None:
+    prefixes = [write_set(tmp_path / name, some_examples(20 + 7 * number)) for number, name in enumerate("ab")]
+    count = 150  # several epochs
+    short, long = (items(plan_of(prefixes, pack, **{"trainer.steps": steps}), count)[0] for steps in (1, 5000))
+    assert short == long
+    other = items(plan_of(prefixes, pack, **{"trainer.seed": 9}), count)[0]
+    assert other != long, "the seed does not matter"
