@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
+from megatron_llama.config.fields import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.config.problems import shown, typed
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import Record, old_record
@@ -109,13 +109,15 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
         unused.append("trainer.val_steps")
     found = [] if state.step == 0 else _data_differences(plan, state, record)
     for name, kind in kinds().items():
-        if kind == FREE or name in unused or (kind in ALLOWED and state.step == 0):
+        if kind in (FREE, DATA) or name in unused or (kind in ALLOWED and state.step == 0):
             continue
         saved, now = _saved(settings, name), get(plan.config, name)
         was_derived = name == FREE_DICT or get(plan.asked, name) is None
         follows = name.startswith("optim.") and was_derived and get(then, name) == saved
-        if saved != now and kind != DATA and not follows:
-            found.append(Difference(name, saved, now, kind))
+        if saved != now and not follows:
+            section = name.rpartition(".")[0]
+            undo = f"write {section}=null" if section in sections() and _saved(settings, section) is None else ""
+            found.append(Difference(name, saved, now, kind, undo))
     if _sizes_left(settings["trainer"], state) == _sizes_left(vars(plan.config.trainer), state):
         # What differs is in the past of the schedule, and in the batches of the validation.
         found = [replace(difference, kind=TOLD) if difference.kind == BATCH else difference for difference in found]
@@ -135,7 +137,7 @@ def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path
     setting = f"checkpoint.allow={shown([kind for kind in ALLOWED if kind in wanted])}"
     problems = []
     for difference in refused:
-        undo = difference.undo or f"write {difference.name}={typed(difference.saved)}"
+        undo = difference.undo or f"write {_written(difference.name, difference.saved)}"
         instead = f"{undo} to go on as before, or {setting} to go on with what is new"
         if difference.kind == FIXED:
             instead = f"{undo}, or start another run from its weights (scripts/export_hf.py, then init_from)"
@@ -158,7 +160,10 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
             before, after = (
                 [item for path, weight in blend.items() for item in (weight, path)] for blend in (before, after)
             )
-        undo = "put the dataset back that it was trained on" if how == "content" else ""
+        undo = ""
+        if how == "content":  # facts by prefix
+            before, after = map(_described, (before, after))
+            undo = "put the dataset back that it was trained on"
         found.append(Difference(name, before, after, TOLD if how == "moved" else DATA, undo))
     for name in ("data.schedule", "data.validation_prefixes"):
         then, now = _saved(state.settings, name), get(plan.config, name)
@@ -171,6 +176,19 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
             is_validation = name == "data.validation_prefixes" and then and now
             found.append(Difference(name, then, now, TOLD if is_validation else DATA))
     return found
+
+
+def _described(datasets: Mapping[str, Mapping[str, Any]]) -> str:
+    """A dataset, and what it is known by."""
+    ((prefix, facts),) = datasets.items()
+    size = f"{facts['sequences']:,} documents, {facts['tokens']:,} tokens"
+    return f"{prefix} of {size}, fingerprint {facts['fingerprint'][:8]}"
+
+
+def _written(name: str, value: Any) -> str:
+    """A setting as it is typed into a shell."""
+    text = f"{name}={typed(value)}"
+    return f"'{text}'" if isinstance(value, (dict, list)) and " " in text else text
 
 
 def _sizes_left(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:

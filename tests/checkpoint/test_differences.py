@@ -20,6 +20,7 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import make_record
 from megatron_llama.plan import Plan
 from tests.checkpoint.changes import CHANGES, checkpoint_of, found_by, outcome, plan_in, write_datasets
+from tests.config.helpers import as_typed
 from tests.data.files import numbered, write_indexed
 from tests.paths import ROOT
 
@@ -92,6 +93,20 @@ def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(fold
     for missing in (["data"], ["optim"], ["batch"]):
         with pytest.raises(ConfigError):
             refuse(found, missing, Path())
+
+
+@pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "told")])
+def test_the_advice_to_go_on_as_before_can_be_typed(name: str, folder: Path) -> None:
+    found = found_by(name, folder)
+    with pytest.raises(ConfigError) as caught:
+        refuse(found, [], Path("folder"))
+    refused = [difference for difference in found if difference.kind != "told"]
+    for problem, difference in zip(caught.value.problems, refused, strict=True):
+        rest = ", or start another" if difference.kind == "fixed" else " to go on as before"
+        words = problem.instead.removeprefix("write ").partition(rest)[0]
+        null_section = (difference.name.rpartition(".")[0], None)
+        assert as_typed(words) in ((difference.name, difference.saved), null_section)
+        assert "rope_scaling" not in name or difference.saved is not None or as_typed(words) == null_section
 
 
 def test_what_is_fixed_can_not_be_allowed(folder: Path) -> None:

@@ -118,6 +118,10 @@ def test_a_batch_schedule_takes_the_batches_that_were_counted_by_hand(
     assert metrics(folder, "global_batch_size") == RISING_SIZES
     state = state_of(folder)
     assert (state.step, state.consumed_samples, state.consumed_tokens) == (9, 42, 16 * 42)
+    job = Job(folder, *RISING, "trainer.dp=2", "optim.lr=0.02", "trainer.seed=7")
+    assert job.wait() == 2, "a mistake of the user's"
+    said = job.said.rpartition("This config can't work, for 2 reasons")[2]
+    assert said.count("checkpoint.allow=[data,optim]") == 2 and "Traceback" not in job.said
 
 
 def test_without_the_schedule_another_run_would_be_seen(by_hand: tuple[list[float], list[int]]) -> None:
