@@ -5,7 +5,7 @@
      "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
      "chat_template": "own", "template": null,
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256"}},
-     "validation": [prefix],                      sets of their own to validate on
+     "training": [prefix],                        those that are not only validated on
      "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     data/blend.py's, the last one in effect
 
 Datasets are known by what is in them: one that was moved is the same dataset.
@@ -53,7 +53,7 @@ def make_record(plan: Plan) -> Record:
         **{key: getattr(data, key) for key in READING if key not in ("kind", "seed")},
         "seed": plan.config.trainer.seed,
         "datasets": {} if data.mock else {path: dataset_facts(path) for _, path in named_paths(data)},
-        "validation": list(data.validation_prefixes),
+        "training": [] if data.mock else weights_and_paths(data.prefixes)[1],
         "segments": [asdict(segment) for segment in planned_timeline(data).segments] if is_stream else [],
     }
 
@@ -89,6 +89,7 @@ def old_record(settings: Mapping[str, Any], consumed_samples: int) -> Record:
         "kind": "mock" if data["mock"] else data.get("kind", "pretrain"),
         "seed": trainer["seed"],
         "datasets": {} if data["mock"] else {path: {} for path in paths},
+        "training": [] if data["mock"] else paths,
         "segments": [asdict(segment) for segment in segments],
     }
 
@@ -153,9 +154,7 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
     known = {moved.get(prefix, prefix): weight for prefix, weight in before.items()}
     if before and after and not same_shares(known, after):
         found.append(("data.prefixes", before, after, "blend"))
-    ours, theirs = (
-        [path for path in record["datasets"] if path not in record.get("validation", ())] for record in (now, saved)
-    )
+    theirs, ours = (record.get("training", [*record["datasets"]]) for record in (saved, now))
     if not before and not after and [moved.get(path, path) for path in theirs] != ours:
         found.append(("data.prefixes", theirs, ours, "reading"))
     return found

@@ -166,6 +166,17 @@ def test_a_dataset_that_was_moved_is_the_same_and_one_that_was_replaced_is_not(f
     assert outcome(find_differences(replaced, before, make_record(replaced))) == "allow=[data]"
 
 
+def test_other_sets_to_validate_on_are_told(folder: Path) -> None:
+    base = {
+        "data.kind": "sft",
+        "data.prefixes": ["a"],
+        "trainer.val_every_steps": 10,
+        "data.validation_prefixes": ["b"],
+    }
+    found = between(plan_in(folder, 1, base), plan_in(folder, 1, {**base, "data.validation_prefixes": ["a"]}))
+    assert names(found) == ["data.validation_prefixes"] and outcome(found) == "told"
+
+
 def old_checkpoint(plan: Plan) -> State:
     """What a checkpoint said before it knew its data."""
     state = checkpoint_of(plan)
