@@ -46,6 +46,7 @@ SETTINGS = {
     # It is the same run, and yet not to the last bit, or not for somebody who compares its numbers.
     TOLD: {
         "model": "max_position_embeddings",
+        "data": "document_mask eod_mask_loss",
         "trainer": "steps precision val_steps",
         "finetune": "lora_dropout frozen_dtype",
         "": "init_from",
@@ -113,7 +114,7 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
             continue
         saved, now = _saved(settings, name), get(plan.config, name)
         was_derived = name == FREE_DICT or get(plan.asked, name) is None
-        follows = name.startswith("optim.") and was_derived and get(then, name) == saved
+        follows = was_derived and (saved is None or (name.startswith("optim.") and get(then, name) == saved))
         if saved != now and not follows:
             section = name.rpartition(".")[0]
             undo = f"write {section}=null" if section in sections() and _saved(settings, section) is None else ""

@@ -103,6 +103,12 @@ class DataConfig:
     pack: bool = False
     """Pack several examples into a sequence, each attending only to itself; false pads each example to a sequence.
     For sft."""
+    document_mask: bool = False
+    """Keep attention inside documents where a sequence holds several, and restart positions with each, as Megatron's
+    reset_attention_mask and reset_position_ids do. For pretraining; packed examples always are so."""
+    eod_mask_loss: bool | None = None
+    """Leave out the loss of a document's last token, whose label is the next document's first. Derived: document_mask.
+    For pretraining."""
     mock: bool = False
     """Random tokens of the model's vocabulary instead of files."""
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)

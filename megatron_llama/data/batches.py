@@ -28,9 +28,9 @@ MOCK_EXAMPLES = 4
 
 
 class Samples(Protocol):
-    """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]; where examples are
-    packed, also ``documents`` [s], the example of each token, or PADDING (int64); where there is padding behind a
-    single example, ``num_tokens``, its length (int64 scalar)."""
+    """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]; where it holds
+    documents that don't attend to each other, also ``documents`` [s], the document of each token, or PADDING (int64);
+    where there is padding behind a single example, ``num_tokens``, its length (int64 scalar)."""
 
     def __len__(self) -> int: ...
 
@@ -76,7 +76,7 @@ class Batches:
     def _micro_batch(self, indices: range) -> MicroBatch:
         samples = [self.samples[index] for index in indices]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
-        documents = Documents(self._stack(samples, "documents")) if "documents" in samples[0] else None
+        documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         sizes = torch.tensor([_sizes(sample) for sample in samples]).sum(dim=0)
         return MicroBatch(tokens, labels, loss_mask, sizes.pin_memory() if self.pin_memory else sizes, documents)
 
@@ -141,7 +141,7 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     validation: Samples | None
     if plan.config.data.mock:
         length, vocabulary = plan.config.data.seq_length, plan.model.vocab_size
-        examples = MOCK_EXAMPLES if plan.config.data.pack else 1
+        examples = MOCK_EXAMPLES if plan.config.data.pack or plan.config.data.document_mask else 1
         train = MockDataset(train_samples, length, vocabulary, trainer.seed, examples)
         validation = None
         if validation_samples:

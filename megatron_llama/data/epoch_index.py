@@ -44,14 +44,14 @@ class Epoch:
     order: np.ndarray
     """uint32 [samples], the stretches in the order in which they are trained on."""
 
-    def text(self, dataset: IndexedDataset, sample: int) -> np.ndarray:
-        """The seq_length + 1 tokens of a sample, int64."""
+    def text(self, dataset: IndexedDataset, sample: int) -> tuple[np.ndarray, list[int]]:
+        """The seq_length + 1 tokens of a sample, int64, and how many of them come from each document."""
         stretch = int(self.order[sample])
         (first, start), (last, end) = self.borders[stretch : stretch + 2].tolist()
         parts = [dataset.sequence(document) for document in self.documents[first : last + 1]]
         parts[-1] = parts[-1][: end + 1]
         parts[0] = parts[0][start:]
-        return np.concatenate(parts, dtype=np.int64)
+        return np.concatenate(parts, dtype=np.int64), [len(part) for part in parts]
 
 
 def make_epoch(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, epoch: int) -> Epoch:

@@ -15,10 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_llama.config import Problem
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import named_paths
 from megatron_llama.data.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
 from megatron_llama.data.checks import check_data
@@ -49,10 +50,16 @@ class EndlessDataset:
         """Samples in an epoch."""
         return self._length
 
-    def text(self, sample: int) -> torch.Tensor:
-        """The seq_length + 1 tokens of a sample of any epoch, int64."""
-        epoch, number = divmod(sample, self._length)
-        return torch.from_numpy(self._epoch(epoch).text(self._dataset, number))
+    def sample(self, number: int) -> Mapping[str, torch.Tensor]:
+        """A sample of any epoch, with what data.document_mask and data.eod_mask_loss ask for."""
+        epoch, number = divmod(number, self._length)
+        text, lengths = self._epoch(epoch).text(self._dataset, number)
+        sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": np.ones(len(text) - 1, dtype=np.float32)}
+        if self._plan.config.data.eod_mask_loss:
+            sample["loss_mask"][np.cumsum(lengths[:-1], dtype=np.int64) - 1] = 0  # the label is another document's
+        if self._plan.config.data.document_mask:
+            sample["documents"] = np.repeat(np.arange(len(lengths)), lengths)[:-1]
+        return {name: torch.from_numpy(values) for name, values in sample.items()}
 
     def _open(self, epoch: int) -> Epoch:
         length, seed = self._plan.config.data.seq_length, self._plan.config.trainer.seed
@@ -76,8 +83,7 @@ class SampleStream:
             sample = self._old[index]
             return {key: sample[key] for key in ("tokens", "labels", "loss_mask")}
         prefix, sample = self.timeline.at(index)
-        text = self.datasets[prefix].text(sample)
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(len(text) - 1)}
+        return self.datasets[prefix].sample(sample)
 
 
 def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
@@ -121,6 +127,10 @@ def resume_streams(
         return SampleStream(timeline, training.datasets), validation
     assert began.shuffled is not None
     left = began.shuffled if now.order == MEGATRON else 0
+    for name in ("document_mask", "eod_mask_loss"):
+        if getattr(plan.config.data, name):
+            rule = "needs the borders of documents, which the order of this run's checkpoint does not tell"
+            raise ConfigError([Problem(f"data.{name}", True, rule, f"write data.{name}=false")])
     if left and dist.get_rank() == 0:
         text = f"this run shuffled all epochs of its {left:,} samples together, as runs did before, and goes on so"
         sys.stderr.write(f"data: {text}\n")

@@ -24,6 +24,7 @@ class Cpu(Device):
     backend = "gloo"
     is_accelerator = False
     forkable = True
+    dynamic_shapes = True
 
     def probe(self) -> str | None:
         return None

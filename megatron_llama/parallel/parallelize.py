@@ -108,6 +108,7 @@ def build_model(
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
                 recompute=trainer.recompute,
+                by_document=device.dynamic_shapes and compiler is None,
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
             )

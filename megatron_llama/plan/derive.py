@@ -59,6 +59,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         notes.append(
             f"sequence parallelism is off: data.seq_length={data.seq_length} does not divide by trainer.tp={tp}"
         )
+    data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
     # A rule has refused an explicit true where the sequence does not divide.
     trainer.sp = trainer.sp is not False and tp > 1 and data.seq_length % tp == 0
     if data.kind != "sft" or data.mock:

@@ -22,6 +22,13 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
         yield f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
+    if data.pack or data.document_mask:
+        size = trainer.micro_batch_size * data.seq_length**2
+        dense = f"behind a dense mask of {size / 2**20:,.0f} MiB (its shape is always the same)"
+        how = f"one document after the other; a device of static shapes computes the whole square {dense}"
+        if trainer.compile:
+            how = f"over the whole square, {dense}: trainer.compile needs static shapes"
+        yield f"attention inside documents is computed {how}"
     if data.mock:
         if data.prefixes:
             yield "data.mock=true makes tokens up: data.prefixes is not read"

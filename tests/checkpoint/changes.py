@@ -67,6 +67,8 @@ CHANGES: dict[str, Change] = {
     "data.name": Change("other"),
     "data.kind": Change("sft", {"data.prefixes": ["a"]}),
     "data.pack": Change(True, SFT),
+    "data.document_mask": Change(True, {"data.eod_mask_loss": False}),
+    "data.eod_mask_loss": Change(True),
     "data.mock": Change(True, also={"data.split": "969,30,1"}),
     "data.prefixes": Change([0.25, "a", 0.75, "b"]),
     "data.schedule": Change([{"samples": 1000, "prefixes": [0.25, "a", 0.75, "b"]}]),

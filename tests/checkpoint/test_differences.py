@@ -78,6 +78,15 @@ def test_the_same_run_differs_in_nothing(folder: Path) -> None:
     assert between(plan, Plan(**{**vars(plan), "asked": plan.config})) == []
 
 
+def test_a_setting_that_was_not_there_then_and_is_derived_now_is_no_difference(folder: Path) -> None:
+    plan = plan_in(folder, 1, {})
+    old = checkpoint_of(plan, 3)
+    assert old.settings["data"].pop("eod_mask_loss") is False
+    assert find_differences(plan, old, make_record(plan)) == []
+    asked = plan_in(folder, 1, {"data.eod_mask_loss": True})
+    assert names(find_differences(asked, old, make_record(asked))) == ["data.eod_mask_loss"]
+
+
 def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(folder: Path) -> None:
     changes = {"data.prefixes": [0.25, "a", 0.75, "b"], "optim.lr": 1e-4, "optim.weight_decay": 0.0}
     found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))

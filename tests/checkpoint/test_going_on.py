@@ -168,7 +168,10 @@ def _read(rank: int, plan: Plan, until: int) -> Reads:
         known: dict[tuple[int, ...], tuple[str, int]] = {}
         for path in data.train.samples.datasets:  # type: ignore[attr-defined]
             one = EndlessDataset(plan, path, 0)
-            known |= {tuple(one.text(number).tolist()): (Path(path).name, number) for number in range(200)}
+            for number in range(200):
+                sample = one.sample(number)
+                text = torch.cat((sample["tokens"], sample["labels"][-1:]))
+                known[tuple(text.tolist())] = (Path(path).name, number)
         found = []
         for step in range(schedule.start.step + 1, until + 1):
             for batch in data.train.at(schedule.after(step - 1).samples):

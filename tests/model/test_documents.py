@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 import megatron_llama.model.llama as llama
 from megatron_llama.data.batches import Batches
-from megatron_llama.devices import get_device
+from megatron_llama.devices import _load, get_device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
@@ -43,7 +43,7 @@ def packed() -> tuple[torch.Tensor, Documents]:
     ids = torch.full((len(PACKED), LENGTH), -1)
     for row, lengths in zip(ids, PACKED, strict=True):
         row[: sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return tokens, Documents(ids)
+    return tokens, Documents.of(ids)
 
 
 def examples() -> list[tuple[int, slice]]:
@@ -58,24 +58,27 @@ def examples() -> list[tuple[int, slice]]:
 
 
 def test_positions_and_mask_by_hand() -> None:
-    documents = Documents(torch.tensor([[0, 0, 1, 2, 2, -1]]))
+    documents = Documents.of(torch.tensor([[0, 0, 1, 2, 2, -1]]))
     assert documents.positions().tolist() == [[0, 1, 0, 0, 1, 0]]
     rows = ["x.....", "xx....", "..x...", "...x..", "...xx.", ".....x"]
     assert documents.mask().tolist() == [[[[mark == "x" for mark in row] for row in rows]]]
 
 
+@pytest.mark.parametrize("by_document", [True, False], ids=["by document", "dense mask"])
 @pytest.mark.parametrize(("ranks", "layout"), [path[1:] for path in PATHS], ids=[path[0] for path in PATHS])
-def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str]) -> None:
+def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str], by_document: bool) -> None:
     plan = make_plan(ranks, "trainer.micro_batch_size=2", *layout)
-    together, alone = run_ranks(_logits, ranks, plan)[-1]
+    together, alone = run_ranks(_logits, ranks, plan, by_document)[-1]
     for (row, places), expected in zip(examples(), alone, strict=True):
         torch.testing.assert_close(together[row, places], expected, atol=1e-5, rtol=0)
 
 
-def _logits(rank: int, plan: Plan) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+def _logits(rank: int, plan: Plan, by_document: bool) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
+        for chunk in model.chunks:
+            chunk.by_document = by_document
         tokens, documents = packed()
         together = _whole(model.logits(tokens, documents))
         alone = []
@@ -183,22 +186,47 @@ def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, mon
             assert (gradient - others[name]).norm() <= 1e-5 * others[name].norm(), name
 
 
+PLAIN = {"is_causal": True, "enable_gqa": True}
+
+
 def test_plain_causal_attention_is_as_it_was() -> None:
     """Without documents, attention is plain causal: no mask, no gathered tables."""
-    (asked,) = run_ranks(_asked, 1, make_plan(1))
-    assert asked == [{"is_causal": True, "enable_gqa": True}] * len(asked) and asked
+    (asked,) = run_ranks(_asked, 1, make_plan(1), False)
+    assert asked == [(LENGTH, PLAIN)] * len(asked) and asked
 
 
-def _asked(rank: int, plan: Plan) -> list[dict]:
+def test_documents_cost_what_they_cost_alone() -> None:
+    """No dense mask, and nothing off the diagonal, where shapes may change: each document is a call of its own."""
+    (asked,) = run_ranks(_asked, 1, make_plan(1), True)
+    a_layer = [(length, PLAIN) for row in ((5, 1, 7, 3), (9, 4, 3)) for length in row]
+    assert asked == a_layer * 4
+
+
+def test_who_goes_by_document() -> None:
+    """Where shapes must not change, one mask of one shape serves; compilers are such, whatever the device."""
+    assert [name for name in ("cpu", "cuda", "hpu", "neuron") if _load(name).dynamic_shapes] == ["cpu", "cuda"]
+    assert run_ranks(_by_document, 1, make_plan(1)) == [True]
+    if REASON is None:
+        assert run_ranks(_by_document, 1, make_plan(1, "trainer.compile=true")) == [False]
+
+
+def _by_document(rank: int, plan: Plan) -> bool:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        return build_model(plan, topology, get_device("cpu"), CPU).chunks[0].by_document
+
+
+def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[int, dict]]:
     attention, asked = llama.F.scaled_dot_product_attention, []
 
     def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
-        asked.append(options)
+        asked.append((q.shape[2], options))
         return attention(q, k, v, **options)
 
     llama.F.scaled_dot_product_attention = note
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
-        model.logits(packed()[0])
+        tokens, documents = packed()
+        model.logits(tokens, documents if with_documents else None)
     return asked

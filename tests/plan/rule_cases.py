@@ -227,6 +227,20 @@ CASES = [
         "data.prefixes=[x,y]",
     ),
     Case(
+        "documents_are_of_pretraining",
+        1,
+        {**FILES, "data.kind": "sft", "data.document_mask": True},
+        {**FILES, "data.document_mask": True},
+        "data.document_mask=false",
+    ),
+    Case(
+        "documents_are_of_pretraining",
+        1,
+        {**FILES, "data.kind": "sft", "data.eod_mask_loss": True},
+        {**FILES, "data.eod_mask_loss": True},
+        "data.eod_mask_loss=null",
+    ),
+    Case(
         "fine_tuning_sets_are_whole",
         1,
         {**FILES, "data.pack": True},

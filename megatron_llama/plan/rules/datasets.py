@@ -25,6 +25,18 @@ def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
 
 
+@reads("data.kind", "data.pack", "data.document_mask", "data.eod_mask_loss")
+def documents_are_of_pretraining(config: Config, world_size: int) -> Iterator[Problem]:
+    """Fine-tuning sets say themselves which tokens belong together and which have loss."""
+    data = config.data
+    if data.kind == "sft" and data.document_mask:
+        rule = "is for pretraining; packed examples never attend to each other"
+        yield Problem("data.document_mask", True, rule, "write data.document_mask=false, and data.pack=true to pack")
+    if data.kind == "sft" and data.eod_mask_loss:
+        rule = "is for pretraining; in fine-tuning the set's own masks say what is learned"
+        yield Problem("data.eod_mask_loss", True, rule, "write data.eod_mask_loss=null")
+
+
 @reads("data.kind", "data.pack", "data.prefixes", "data.schedule", "data.validation_prefixes")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
     """Packing and validation sets work on examples, which pretraining data does not have."""
