@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="docs/sft_data.md has the formats, the templates, and what counts as a bad record.",
     )
     data = result.add_argument_group("input")
-    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns; .gz, .zst")
+    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns; - is stdin")
     data.add_argument("--format", choices=FORMATS, default="auto", help="default: by each record's keys, and .tsv")
     data.add_argument("--template", choices=LABEL_TEMPLATES, help="how a labelled table's lines are asked")
     data.add_argument("--split", metavar="N,M", help="N lines for training and M for validation, drawn by --seed")

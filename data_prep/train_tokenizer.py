@@ -128,7 +128,7 @@ def write_model(model: bytes, prefix: Path) -> int:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--input", nargs="+", required=True, help="files, folders, patterns; .gz and .zst too")
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders, patterns; as in preprocess.py")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="where a record's text is (default text)")
     parser.add_argument("--vocab-size", type=int, default=32000, help="number of pieces (default 32000)")
     parser.add_argument("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
@@ -143,8 +143,8 @@ def main() -> int:
     for note in found.notes():
         sys.stderr.write(f"note: {note}\n")
     sources = found.sources
-    # A compressed file holds about three times its bytes on disk.
-    available = sum(source.size * (3 if source.compression else 1) for source in sources)
+    # A compressed file holds about three times its bytes on disk, and parquet compresses its own pages.
+    available = sum(source.size * (3 if source.compression or source.kind == "parquet" else 1) for source in sources)
     sentences = sample_sentences(texts(sources, args.json_keys), available, int(args.sample_mib * 2**20))
     size = write_model(train(sentences, args.vocab_size), args.model_prefix)
     print(f"{args.model_prefix}.model: {size:,} pieces, {time.monotonic() - start:.1f} s")

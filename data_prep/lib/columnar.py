@@ -16,6 +16,7 @@ from megatron_llama.system.errors import UserError
 
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 STREAM_END = ARROW_STREAM + bytes(4)
+BUFFER_BYTES = 1 << 20
 BATCH_BYTES = 4 << 20
 """About what is turned into Python objects at a time, unpacked."""
 
@@ -69,7 +70,9 @@ def _opened(path: str, kind: str) -> Iterator[Any]:
         raise UserError(f"{path} is {kind}, which pyarrow reads: pip install 'megatron_llama[parquet]'") from None
     try:
         if kind == "parquet":
-            with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
+            with pyarrow.parquet.ParquetFile(
+                path, page_checksum_verification=True, pre_buffer=False, buffer_size=BUFFER_BYTES
+            ) as file:
                 _check_names(path, file.schema_arrow.names)
                 yield file
             return

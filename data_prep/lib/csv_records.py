@@ -10,12 +10,12 @@ import csv
 import json
 from collections.abc import Iterator
 
-from data_prep.lib.json_lines import BOM
+from data_prep.lib.json_lines import BOM, dump_texts
 from megatron_llama.system.errors import UserError
 
 MAX_FIELD_BYTES = 1 << 28
 """Bounds what a quote that is never closed takes into memory."""
-PIECE_CHARACTERS = 1 << 17
+PIECE_BYTES = 1 << 17
 
 
 def row_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
@@ -55,10 +55,10 @@ def row_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[
                 continue
             number += 1
             record = dict(zip(header, row, strict=True)) if len(row) == len(header) else row
-            line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-            found.append(line.encode("utf-8", "surrogateescape") + b"\n")
+            line = dump_texts(record)
+            found += (line, b"\n")
             size += len(line)
-            if size >= PIECE_CHARACTERS:
+            if size >= PIECE_BYTES:
                 yield b"".join(found), position
                 found, size = [], 0
     except csv.Error as error:

@@ -27,12 +27,22 @@ REASONS = {
 }
 
 loads: Callable[[bytes], Any]
+_fast_dumps: Callable[[Any], bytes] | None = None
 try:
     import orjson
 
-    loads = orjson.loads
+    loads, _fast_dumps = orjson.loads, orjson.dumps
 except ImportError:
     loads = json.loads
+
+
+def dump_texts(record: dict[str, str] | list[str]) -> bytes:
+    """A record of texts as a line of JSON, the same bytes with and without the fast library. What ``surrogateescape``
+    made of bytes that are no UTF-8 becomes those bytes again."""
+    if _fast_dumps is not None:
+        with contextlib.suppress(TypeError):  # a surrogate
+            return _fast_dumps(record)
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_llama.config.hub import or_fetch_it
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sentencepiece_model
 from megatron_llama.text.tokenizer import (
@@ -84,7 +85,8 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
         return Encoder(TiktokenTokenizer(Path(path)))
     file = tokenizer_file(path) if library == "huggingface" else Path(path)
     if library == "huggingface" and not file.is_file():
-        raise UserError(f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})")
+        what = f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})"
+        raise UserError(what + or_fetch_it(path))
     if library == "huggingface" and file.name != PIECES:
         return Encoder(HuggingFaceTokenizer(Path(path)))
     return _choose_fast(SentencePieceTokenizer(file), choice, sample)

@@ -249,7 +249,7 @@ def read_sentencepiece(file: Path) -> Any:
             raise TokenizerError(file, "is not a sentencepiece model: the file is empty")
         return sentencepiece.SentencePieceProcessor(model_proto=content)
     except OSError as error:
-        raise TokenizerError(file, f"can't be read: {error.strerror}") from None
+        raise TokenizerError(file, f"can't be read: {error.strerror}{or_fetch_it(str(file))}") from None
     except RuntimeError as error:
         raise TokenizerError(file, f"is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
 

@@ -127,6 +127,17 @@ def test_one_bad_key_of_two_skips_the_whole_record(tmp_path: Path, preprocess: R
     assert outputs(tmp_path / "x", "a") == reference(tokenizer, ["2", "6"])
 
 
+def test_writing_without_the_fast_library_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from data_prep.lib import json_lines
+
+    text = "".join(map(chr, (*range(0x300), 0x2028, 0x2029, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)))
+    records = [{text: text, "": ""}, [text, "a"], {"a": "caf\udce9"}]
+    fast = [json_lines.dump_texts(record) for record in records]  # type: ignore[arg-type]
+    monkeypatch.setattr(json_lines, "_fast_dumps", None)
+    assert [json_lines.dump_texts(record) for record in records] == fast  # type: ignore[arg-type]
+    assert fast[2] == b'{"a":"caf\xe9"}'
+
+
 def test_parsing_without_the_fast_parser_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from data_prep.lib import json_lines
 
