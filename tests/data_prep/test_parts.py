@@ -63,7 +63,7 @@ def made(prefix: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[bytes]:
     return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in suffixes]
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 40])
+@pytest.mark.parametrize("count", [1, 3, 14])
 def test_parts_are_the_single_run(tmp_path: Path, make: Make, count: int) -> None:
     """Dataset, manifest and the line numbers of bad lines; in any order of the parts, some of them empty."""
     make(tmp_path / "one/x")
