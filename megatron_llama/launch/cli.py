@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
@@ -57,19 +57,22 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
     overrides = [argument for argument in argv if argument != "--dry-run"]
     if len(overrides) < len(argv):
         overrides.append("dry_run=true")  # last, so that it wins
-    # Imported here: --help needs none of it.
-    from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.launch.environment import process_context
-    from megatron_llama.launch.prepare_data import PreparationStopped
-    from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
-    from megatron_llama.launch.rendezvous import LaunchFailed
-    from megatron_llama.launch.run_dir import report_to_batch_script
-
     context = None
     try:
+        # Imported here: --help needs none of it.
+        from megatron_llama.config import ConfigError, format_problems
+        from megatron_llama.launch.environment import process_context
+        from megatron_llama.launch.prepare_data import PreparationStopped
+        from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
+        from megatron_llama.launch.rendezvous import LaunchFailed
+        from megatron_llama.launch.run_dir import report_to_batch_script
+
         context = process_context(os.environ)
         config = parse_overrides(overrides, context, subfolder)
         status = _dry_run(config, context) if config.dry_run else _run(config, context, overrides, work or train)
+    except KeyboardInterrupt:  # before the ranks start; first, since the imports may be what was interrupted
+        sys.stderr.write("Stopped by Ctrl-C before the start.\n")
+        return EXIT_INTERRUPTED
     except ConfigError as error:
         status = EXIT_USER
         if context is not None and context.rank > 0:

@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
@@ -66,9 +66,9 @@ def claimed(folder: Path) -> Iterator[None]:
             rule = f"another run is writing to this folder{f' ({owner})' if owner else ''}"
             instead = "wait for it to end, or write another run.dir=PATH"
             raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with suppress(OSError):  # on a full disk the lock holds all the same; its owner's name is a courtesy
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 
@@ -83,6 +83,10 @@ def report_to_batch_script(status: int | str, folder: str | None = None) -> None
 def record(plan: Plan, folder: Path) -> str:
     """Writes what this run is: ``config.yaml`` with every value and ``plan.txt``, whose text is returned."""
     text = format_plan(plan).rstrip() + "\n"
-    write_atomically(folder / "config.yaml", to_yaml(plan.config))
-    write_atomically(folder / "plan.txt", text)
+    try:
+        write_atomically(folder / "config.yaml", to_yaml(plan.config))
+        write_atomically(folder / "plan.txt", text)
+    except OSError as error:
+        rule, instead = f"can't be written: {error.strerror}", "make room there, or write another run.dir=PATH"
+        raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     return text

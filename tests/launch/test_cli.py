@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -221,6 +222,33 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(
     (tmp_path / "file").touch()
     assert cli.main([*TINY, f"run.dir={tmp_path}/file/run"], note_place) == 2
     assert "can't be written" in capfd.readouterr().err
+
+
+def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_starters(monkeypatch)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # no file of this process can grow, as on a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stderr = os.fdopen(writer, "w", buffering=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        os._exit(cli.main([*TINY, f"run.dir={tmp_path}/run"], note_place))
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        stderr = pipe.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    assert "run.dir" in stderr and "can't be written" in stderr and "Traceback" not in stderr
+
+
+def test_ctrl_c_before_the_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parse_overrides", interrupted)
+    assert cli.main([*TINY]) == 130
+    assert capsys.readouterr().err == "Stopped by Ctrl-C before the start.\n"
 
 
 def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
