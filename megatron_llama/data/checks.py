@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_llama.config import Config, Problem
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths
-from megatron_llama.data.indexed_format import MASK_DTYPE, Index, IndexedDataset, read_index
+from megatron_llama.data.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.plan.epochs import SPLITS, split_range
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size
@@ -51,13 +51,42 @@ def check_data(config: Config) -> list[Problem]:
 
 def _largest_id(dataset: IndexedDataset) -> int:
     """The largest id in the first _SAMPLED_BYTES of a dataset; raises UserError if it is damaged."""
-    lengths, itemsize = dataset.index.lengths, dataset.index.dtype.itemsize
-    size, needed = dataset.bin_path.stat().st_size, int(lengths.sum(dtype=np.int64)) * itemsize
+    size, needed = dataset.bin_path.stat().st_size, _check_index(dataset)
     if size != needed:
         raise UserError(f"{dataset.bin_path} has {size:,} bytes, but {dataset.idx_path} gives {needed:,}")
     if not needed:
         raise UserError(f"{dataset.bin_path} holds no tokens")
-    return int(dataset.tokens[: _SAMPLED_BYTES // itemsize].max())
+    sampled = dataset.tokens[: _SAMPLED_BYTES // dataset.index.dtype.itemsize]
+    if sampled.min() < 0:
+        raise UserError(f"{dataset.bin_path} holds the negative token id {sampled.min()}")
+    return int(sampled.max())
+
+
+def _check_index(dataset: IndexedDataset) -> int:
+    """The bytes that an index gives its .bin. Reads all of it, once, a chunk at a time.
+
+    Raises UserError where its three sections contradict each other: reads would come from elsewhere.
+    """
+    index, path, position = dataset.index, dataset.idx_path, 0
+    for first in range(0, len(index), CHUNK):
+        part = slice(first, first + CHUNK)
+        sizes = index.lengths[part].astype(np.int64) * index.dtype.itemsize
+        expected = position + np.cumsum(sizes) - sizes
+        wrong = np.flatnonzero((index.pointers[part] != expected) | (sizes < 0))
+        if len(wrong):
+            number, found, right = first + int(wrong[0]), index.pointers[part][wrong[0]], expected[wrong[0]]
+            length = index.lengths[number]
+            raise UserError(
+                f"{path} is damaged: sequence {number:,} has {length} tokens and begins at byte {found:,}, and those "
+                f"before it end at {right:,}"
+            )
+        position += int(sizes.sum())
+    borders = index.document_indices
+    stretches = (borders[first : first + CHUNK + 1] for first in range(0, len(borders), CHUNK))
+    falls = any((stretch[1:] < stretch[:-1]).any() for stretch in stretches)
+    if not len(borders) or borders[0] != 0 or borders[-1] != len(index) or falls:
+        raise UserError(f"{path} is damaged: its documents are not its {len(index):,} sequences, in order")
+    return position
 
 
 def _unfit_tokenizer(config: Config, file: Path, pieces: int | None) -> list[Problem]:

@@ -97,7 +97,32 @@ def only_empty_documents(prefix: str) -> None:
     Path(prefix + ".bin").write_bytes(b"")
 
 
+def _tamper(prefix: str, offset: int, kind: str, *values: int) -> None:
+    """Overwrites values of the .idx, ``offset`` bytes after its header."""
+    path = Path(prefix + ".idx")
+    content = bytearray(path.read_bytes())
+    struct.pack_into(f"<{len(values)}{kind}", content, 34 + offset, *values)
+    path.write_bytes(content)
+
+
+def pointers_to_the_first_document(prefix: str) -> None:
+    count = len(read_index(prefix))
+    _tamper(prefix, 4 * count, "q", *[0] * count)
+
+
+def negative_length(prefix: str) -> None:
+    first, second = (int(length) for length in read_index(prefix).lengths[:2])
+    _tamper(prefix, 0, "i", first + second + 5, -5)  # the same sum
+
+
+def documents_out_of_order(prefix: str) -> None:
+    _tamper(prefix, 12 * len(read_index(prefix)) + 8, "q", 3, 1)
+
+
 BROKEN = [
+    (pointers_to_the_first_document, "sequence 1 has"),
+    (negative_length, "sequence 1 has -5 tokens"),
+    (documents_out_of_order, "its documents are not its"),
     (cut_index, "text_document.idx has"),
     (cut_index_in_its_header, "text_document.idx is not a Megatron index file"),
     (other_magic, "text_document.idx is not a Megatron index file"),
@@ -176,3 +201,8 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     weighted = config_of()
     weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]
     assert len(check_data(weighted)) == 2
+
+
+def test_negative_ids_are_refused(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text", [[5, -6], [7, 8]], "i")
+    assert "negative token id -6" in only(check_data(config_of(prefix)))
