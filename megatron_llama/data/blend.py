@@ -43,18 +43,10 @@ class Blend:
         inside = np.bincount(window.datasets[: number - window.first], minlength=len(self.shares))
         return [before + int(count) for before, count in zip(window.before, inside, strict=True)]
 
-    def _key(self, dataset: int, sample: int) -> float:
-        return (sample + self._phases[dataset]) / self.shares[dataset]
-
     def _below(self, dataset: int, key: float) -> int:
-        """How many of a dataset's samples have a smaller key."""
-        count = max(0, math.ceil(key * self.shares[dataset] - self._phases[dataset]))
-        # The keys as they are rounded decide, so that neighbouring windows neither share a sample nor lose one.
-        while count and self._key(dataset, count - 1) >= key:
-            count -= 1
-        while self._key(dataset, count) < key:
-            count += 1
-        return count
+        """How many of a dataset's samples have a smaller key, to rounding. It never falls as the key rises, so windows
+        neither share a sample nor lose one."""
+        return max(0, math.ceil(key * self.shares[dataset] - self._phases[dataset]))
 
     def _find(self, number: int) -> _Window:
         """The window that sample ``number`` lies in: that of its number, or one nearby."""

@@ -197,6 +197,13 @@ CASES = [
         {**FILES, "trainer.epochs": 2},
         "trainer.epochs=null",
     ),
+    Case(
+        "epochs_or_steps",
+        1,
+        {**FILES, "trainer.epochs": 2, "data.schedule": [{"samples": 100, "prefixes": ["y"]}]},
+        {**FILES, "trainer.epochs": 2},
+        "trainer.epochs=null",
+    ),
     Case("epochs_or_steps", 1, {"trainer.epochs": 2}, {"trainer.steps": 2}, "trainer.epochs=null"),
     Case(
         "epochs_or_steps",

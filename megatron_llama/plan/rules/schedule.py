@@ -28,7 +28,7 @@ def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(name, value, rule, f"write {name}={left}, or leave it out")
 
 
-@reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes")
+@reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes", "data.schedule")
 def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
     """A run's length is given once, and an epoch needs data that ends."""
     epochs, steps = config.trainer.epochs, config.trainer.steps
@@ -43,6 +43,9 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
         rule = "in a blend with weights, no number of samples shows all of it once"
         advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
         yield Problem("trainer.epochs", epochs, rule, advice)
+    elif config.data.schedule:
+        rule = "with data.schedule no number of samples shows all of it once"
+        yield Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null and trainer.steps")
 
 
 @reads("optim.warmup_ratio", "optim.warmup_steps")
