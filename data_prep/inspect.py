@@ -73,9 +73,11 @@ def decoded(
     if not path or (not model and not os.path.exists(path)):
         yield "(no tokenizer at hand to decode it: name one with --tokenizer-model)"
         return
+    from megatron_llama.config.hub import local_folder
     from megatron_llama.text.encoders import load_encoder
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
+    path = local_folder(path)
     tokenizer = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto").tokenizer
     if manifest and manifest["tokenizer_sha256"] != tokenizer.sha256:
         raise UserError(f"{path} is not the tokenizer that made the dataset: its sha256 is {tokenizer.sha256[:12]}")

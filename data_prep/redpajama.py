@@ -36,6 +36,7 @@ from data_prep.lib.redpajama_layout import (
 )
 from data_prep.lib.text_set import TextOptions, make_text_set
 from megatron_llama.config.data_prefixes import bare_name
+from megatron_llama.config.hub import local_folder
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 
@@ -165,7 +166,7 @@ def prepare(args: argparse.Namespace) -> int:
         )
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
-    write_conf(args.conf, prefixes, os.path.abspath(args.tokenizer_model), args.split, command)
+    write_conf(args.conf, prefixes, os.path.abspath(local_folder(args.tokenizer_model)), args.split, command)
     print(f"{args.conf}: now python train.py data={args.conf.stem} ...")
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,9 @@ from megatron_llama.system.errors import UserError
 
 TEXT_SUFFIXES = (".txt",)
 ONE_VALUE_MAX_BYTES = 4 << 20
+QUARANTINE_SUFFIX = ".quarantine.jsonl"
+"""Of the file in which a run keeps the bad lines that it left out."""
+NO_SUFFIX = "no suffix that is read"
 MOST_REASONS = 8
 
 
@@ -126,11 +128,13 @@ def _reason(path: str, wanted: tuple[str, ...]) -> str | None:
         return "hidden"
     if os.path.exists(path) and not os.path.isfile(path):
         return "no file: a pipe, a socket or a device"
+    if path.endswith(QUARANTINE_SUFFIX):
+        return "bad lines that an earlier run left out"
     if bare_name(path).endswith(wanted):
         return None
     if bare_name(path).endswith(TABLE_SUFFIXES):
         return "a table; sft.py takes it with --template"
-    return "no suffix that is read"
+    return NO_SUFFIX
 
 
 def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
@@ -145,7 +149,7 @@ def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
         if os.path.isdir(path):
             if "**" not in pattern:  # which goes through the folders itself
                 reasons[path] = "a folder; name it, or write **"
-        elif (reason := _reason(path, wanted)) and not _begins_with_record(path):
+        elif (reason := _reason(path, wanted)) and not (reason == NO_SUFFIX and _begins_with_record(path)):
             reasons[path] = reason
         else:
             paths.append(path)
@@ -154,8 +158,6 @@ def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
 
 def _begins_with_record(path: str) -> bool:
     """Whether a file whose name says nothing begins as parquet, Arrow or a JSON object."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        return False
     try:
         with open(path, "rb") as file:
             head = file.read(1 << 10)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.lib.input_files import QUARANTINE_SUFFIX
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.workspace import QUARANTINE, Workspace
 from megatron_llama.data.indexed_format import write_index
@@ -72,7 +73,7 @@ def publish(work: Path, folder: Path, names: list[str]) -> None:
 
 def quarantine_file(folder: Path, names: list[str]) -> Path:
     """Where the lines that were skipped end up."""
-    return folder / f"{names[0]}.quarantine.jsonl"
+    return folder / f"{names[0]}{QUARANTINE_SUFFIX}"
 
 
 def read_finished(folder: Path, names: list[str]) -> dict[str, Any] | None:

@@ -30,12 +30,9 @@ _NOT_READ = {
     b"PK\x03\x04": "a zip archive: unpack it",
     b"\x04\x22\x4d\x18": "lz4: unpack it, or pack it with zstd",
     b"7z\xbc\xaf": "a 7z archive: unpack it",
-    b"ORC": "an ORC file: write it as parquet",
     b"Obj\x01": "an Avro file: write it as parquet",
-    b"\xff\xfe": "UTF-16: convert it (iconv -t utf-8)",
-    b"\xfe\xff": "UTF-16: convert it (iconv -t utf-8)",
-    b"version https://git-lfs": "a pointer of git-lfs: its content was not fetched (git lfs pull)",
 }
+_POINTER = b"version https://git-lfs"
 _HEAD_BYTES = 32
 
 
@@ -99,7 +96,8 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
-    if what := not_read(head):
+    what = not_read(head)
+    if what and not (bare_name(path).endswith(text_suffixes) and not head.startswith(_POINTER)):
         raise UserError(f"{path} is {what}")
     compression = compression_of(head)
     kind = _kind(path, head, compression, text_suffixes)
@@ -129,6 +127,8 @@ def _kind(path: str, head: bytes, compression: str, text_suffixes: tuple[str, ..
 
 def not_read(head: bytes) -> str | None:
     """What a file is that is not read here, by its first bytes, and what to do with it."""
+    if head.startswith(_POINTER):
+        return "a pointer of git-lfs: its content was not fetched (git lfs pull)"
     return next((what for magic, what in _NOT_READ.items() if head.startswith(magic)), None)
 
 

@@ -158,7 +158,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "csv with semicolons": (lambda d: damaged(d / "a.csv", lambda _: b"id;text\n1;a\n"), "holds no comma"),
     "csv in Latin-1": (lambda d: damaged(d / "a.csv", lambda _: b"id,text\xe9\n1,a\n"), "header is no UTF-8"),
-    "csv in UTF-16": (lambda d: damaged(d / "a.csv", lambda _: "id,text\n1,a\n".encode("utf-16")), "UTF-16"),
+    "csv in UTF-16": (
+        lambda d: damaged(d / "a.csv", lambda _: "id,text\n1,a\n".encode("utf-16")),
+        "header is no UTF-8",
+    ),
     "csv with a name twice": (lambda d: damaged(d / "a.csv", lambda _: b"text,text\na,b\n"), "'text' twice"),
     "parquet cut off": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:-200]), r"a\.parquet: damaged parquet"),
     "parquet without its end": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[: len(b) // 2]), "damaged"),
@@ -212,6 +215,7 @@ def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: p
     write_parquet(folder / "sub/c.parquet", [{"text": "second"}])
     for name in ("d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt"):
         (folder / name).write_bytes(b"x")
+    write_jsonl(folder / "old.quarantine.jsonl", ["bad"])
     (folder / ".cache").mkdir()
     write_jsonl(folder / ".cache/b.jsonl", ["hidden"])
     os.mkfifo(folder / "pipe.jsonl")
@@ -223,19 +227,29 @@ def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: p
         "pipe.jsonl",
         "part-00000",
         "i.json.1",
+        "old.quarantine.jsonl",
     }
     assert reasons["pipe.jsonl"].startswith("no file") and reasons[".gitattributes"] == "hidden"
-    assert found["files_found"] == 12 == found["files_taken"] + len(reasons)
+    assert found["files_found"] == 13 == found["files_taken"] + len(reasons)
     said = capsys.readouterr()
-    assert "12 files found = 2 taken + 10 not taken" in said.out and "10 of 12 files found" in said.err
+    assert "13 files found = 2 taken + 11 not taken" in said.out and "11 of 13 files found" in said.err
     assert "README.md and 4 more (no suffix that is read)" in said.err
 
     assert make(f"{folder}/*", prefix="out/y") == 0
     found = manifest(tmp_path / "out/y")
     assert [Path(one["path"]).name for one in found["sources"]] == ["a.jsonl", "i.json.1", "part-00000"]
     reasons = {Path(path).name: reason for path, reason in found["files_not_taken"].items()}
-    assert set(reasons) == {"d.zip", "e.lz4", "README.md", "readme.txt", "t.tsv", "pipe.jsonl", "sub"}
-    assert found["files_found"] == 10
+    assert set(reasons) == {
+        "d.zip",
+        "e.lz4",
+        "README.md",
+        "readme.txt",
+        "t.tsv",
+        "pipe.jsonl",
+        "sub",
+        "old.quarantine.jsonl",
+    }
+    assert found["files_found"] == 11
     with pytest.raises(UserError, match=r"holds no file to take .*README\.md \(no suffix"):
         make(folder / "*.md")
 
