@@ -28,7 +28,7 @@ from data_prep.lib.parts import (
 from data_prep.lib.publish import differences, publish, quarantine_file, read_finished, write_outputs
 from data_prep.lib.workspace import Locked, Workspace
 from megatron_llama.data.indexed_format import MASK_DTYPE, token_dtype
-from megatron_llama.system.errors import UserError
+from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text.encoders import Encoder, EncoderMismatch
 
 MANIFEST_FORMAT = 1
@@ -111,7 +111,10 @@ def _make_part(
         return finished
     cuts = ranges(job.sources, part.count)
     if own is None or own.identity != wanted:
-        workspace = Workspace(part.folder(options.folder, names), names)
+        try:
+            workspace = Workspace(part.folder(options.folder, names), names)
+        except Locked as error:  # perhaps by a process of a lost node, whose lock will go: no mistake of the user's
+            raise MachineError(f"part {part}: {error}") from None
         cut = cuts[part.number - 1]
         ledger = _open(workspace, {**wanted, "part": str(part)}, options, say, cut.begin)
         run = EncodingRun(job, options, encoder, workspace, ledger, cut)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -182,20 +183,32 @@ def test_a_damaged_part_is_done_again(tmp_path: Path, make: Make) -> None:
     assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
 
 
+@contextlib.contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """Another process holds a work folder."""
+    work.mkdir(parents=True, exist_ok=True)
+    code = HOLD_LOCK.format(path=str(work / "lock"))
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    try:
+        yield
+    finally:
+        other.communicate()
+
+
 def test_one_joins_and_the_others_go_home(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "x", "1/2")
-    work = tmp_path / ".x_text_document.partial"
-    work.mkdir()
-    code = HOLD_LOCK.format(path=str(work / "lock"))
-    joins = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert joins.stdout is not None and joins.stdout.readline() == b"held\n"
-    try:
+    with locked(tmp_path / ".x_text_document.partial"):
         make(tmp_path / "x", "1/2")
         assert "another process joins" in capsys.readouterr().out
         with pytest.raises(UserError, match="another run is writing"):
             make(tmp_path / "x", "2/2")
-    finally:
-        joins.communicate()
+    with locked(tmp_path / ".x_text_document.parts/2-of-2"):
+        make(tmp_path / "x", "1/2")
+        with pytest.raises(MachineError, match="part 2/2: another run is writing"):  # to be tried again
+            make(tmp_path / "x", "2/2")
+    make(tmp_path / "x", "2/2")
+    assert manifest(tmp_path / "x")["documents_read"] == 270
 
 
 def test_a_bad_line_of_a_part_says_where(tmp_path: Path, tokenizer: Path) -> None:
