@@ -44,16 +44,27 @@ def cache_folder() -> Path:
 
 
 def or_fetch_it(name: str, kind: str = MODEL) -> str:
-    """The end of a message on a path that is not there, where it could be a name of the hub's; else nothing."""
+    """The end of a message on a path that is not there, where it could be a name of the hub's, or on a snapshot of the
+    cache that lacks files; else nothing."""
+    whole = _repository(name)
+    if whole:
+        return f", or fetch the files that the cache lacks: {_command(whole, kind)}"
     if not is_hub_name(name) or os.path.exists(name):
         return ""
-    command = f"hf download {name}" + (" --repo-type dataset" if kind == DATASET else "")
-    return f", or fetch the {kind}, which is not in the Hugging Face cache {cache_folder()}: {command}"
+    return f", or fetch the {kind}, which is not in the Hugging Face cache {cache_folder()}: {_command(name, kind)}"
 
 
 def short_name(folder: str) -> str:
     """What to call a folder: its own name, or that of the hub's repository whose snapshot it is."""
+    return _repository(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
+
+
+def _repository(folder: str) -> str:
+    """The hub's name of the repository whose snapshot a folder is; nothing for other folders."""
     path = Path(os.path.abspath(folder))
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.rpartition("--")[2]
-    return path.name
+    _, _, name = path.parent.parent.name.partition("s--")
+    return name.replace("--", "/") if path.parent.name == "snapshots" else ""
+
+
+def _command(name: str, kind: str) -> str:
+    return f"hf download {name}" + (" --repo-type dataset" if kind == DATASET else "")

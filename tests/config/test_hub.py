@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import ConfigError, load_config
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
+from megatron_llama.config import ConfigError, ModelConfig, load_config
 from megatron_llama.config.hub import cache_folder, is_hub_name, local_folder, or_fetch_it, short_name
 from megatron_llama.inference.saved_model import open_saved_model
 from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer
@@ -84,6 +85,14 @@ def test_settings_take_names(hub: Path, tmp_path: Path) -> None:
     config = load_config(words, ROOT / "conf")
     assert config.init_from == config.data.tokenizer == str(model)
     assert config.data.prefixes == [f"{data}/", "org/made", "org/none"]
+
+
+def test_a_snapshot_without_weights_names_the_command(hub: Path) -> None:
+    """As a tokenizer's download leaves it."""
+    snapshot = cached(hub, "org/llama")
+    with pytest.raises(ConfigError, match=r"model\.safetensors[\s\S]*hf\s+download\s+org/llama"):
+        open_hf_folder(snapshot, ModelConfig())
+    assert or_fetch_it(str(cached(hub, "org/talks", "dataset")), "dataset").endswith("org/talks --repo-type dataset")
 
 
 def test_what_is_missing_is_refused_with_the_command(hub: Path) -> None:
