@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.data.blend import Blend
+from megatron_llama.data.record import old_record
 from tests.checkpoint.runner import assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
 
@@ -54,3 +58,21 @@ def test_another_order_would_be_seen(tmp_path: Path) -> None:
     whole = run(1, tmp_path / "whole", *data, until=4)
     run(1, tmp_path / "parts", *data, until=3)
     assert run(1, tmp_path / "parts", *data, until=4, tamper=_another_batch).losses[4] != whole.losses[4]
+
+
+def _old_program(checkpointer: Checkpointer) -> None:
+    """Trains in megatron-core's order and keeps no record, as the program did before."""
+    checkpointer.data.resume(old_record(asdict(checkpointer.plan.config), 0), 0)
+    checkpointer.data.record = lambda consumed: None  # type: ignore[method-assign,assignment,return-value]
+
+
+def test_an_old_run_goes_on_as_the_old_program_would_have(tmp_path: Path) -> None:
+    data = [*data_of(tmp_path, blend=True), "trainer.steps=8"]
+    whole = run(1, tmp_path / "whole", *data, until=6, tamper=_old_program)
+    new = run(1, tmp_path / "new", *data, until=2)
+    assert new.losses[1] != whole.losses[1], "the orders are the same here: nothing is shown"
+    run(1, tmp_path / "parts", *data, until=2, tamper=_old_program)
+    assert read_manifest(tmp_path / "parts" / "checkpoints" / "step_00000002").state.data is None
+    second = run(1, tmp_path / "parts", *data, until=4)  # its checkpoint has a record, of the old order
+    third = run(1, tmp_path / "parts", *data, until=6)
+    assert second.losses | third.losses == {step: whole.losses[step] for step in (3, 4, 5, 6)}

@@ -184,8 +184,8 @@ def test_a_schedule_changes_the_blend_and_nothing_else(tmp_path: Path) -> None:
         if number == 129:
             assert read == {b: 95, a: 35}
     assert read == {b: 95, a: 125}
-    ((_, validation),) = samples_of(plan, 0, 8)
-    assert validation == samples_of(data_plan([b], **VALIDATE), 0, 8)[0][1]
+    ((_, validation),) = samples_of(plan, 0, 150)
+    assert validation == samples_of(data_plan([b], **VALIDATE), 0, 150)[0][1]
 
 
 def test_samples_do_not_depend_on_rank_or_layout(tmp_path: Path) -> None:
