@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.config import load_config
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import Batches
-from megatron_llama.data.sample_stream import build_streams
+from megatron_llama.data.sample_stream import build_streams, resume_streams
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
@@ -67,6 +67,21 @@ def test_borders_are_those_of_the_files(seed: int, tmp_path: Path) -> None:
         assert bare == {"tokens": tokens, "labels": labels, "loss_mask": [1.0] * LENGTH}, "as it was before"
         assert others == [{**bare, "documents": ids}, {**bare, "loss_mask": counts}]
     assert left_out > len(masked), "else nothing was shown"
+
+
+@pytest.mark.parametrize("name", ["document_mask", "eod_mask_loss"])
+def test_the_order_of_old_runs_has_no_borders(name: str, tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text", documents_of(0))
+    plan = data_plan([prefix], **{"data.seq_length": LENGTH, "data.split": "1,0,0", f"data.{name}": True})
+    (message,) = run_ranks(_resumed, 1, plan)
+    assert f"data.{name}" in message and "the borders of documents" in message
+
+
+def _resumed(rank: int, plan: Plan) -> str:
+    training, validation = build_streams(plan)
+    with pytest.raises(ConfigError) as caught:
+        resume_streams(plan, None, 8, training, validation)  # a checkpoint without a record
+    return str(caught.value)
 
 
 class Pieces:
