@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import Batches
+from megatron_llama.data.record import old_record
 from megatron_llama.data.sample_stream import build_streams, resume_streams
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
@@ -80,7 +82,7 @@ def test_the_order_of_old_runs_has_no_borders(name: str, tmp_path: Path) -> None
 def _resumed(rank: int, plan: Plan) -> str:
     training, validation = build_streams(plan)
     with pytest.raises(ConfigError) as caught:
-        resume_streams(plan, None, 8, training, validation)  # a checkpoint without a record
+        resume_streams(plan, old_record(asdict(plan.config), 8), 8, training, validation)
     return str(caught.value)
 
 
