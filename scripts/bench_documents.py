@@ -27,7 +27,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print: milliseconds of forward and backward of one layer's attention, medians."""
+    """Measure and print: processor time of forward and backward of one layer's attention, on one thread, medians."""
+    torch.set_num_threads(1)
     for line in markdown_table(HEAD, _rows(args)):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
@@ -62,9 +63,9 @@ def _medians(ways: tuple[Callable[..., torch.Tensor], ...], *inputs: torch.Tenso
     leaves = [x.requires_grad_() for x in inputs]
     for _ in range(REPEATS):
         for way, found in zip(ways, times, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()  # which other programs on the machine change little
             way(*leaves).sum().backward()
-            found.append(time.perf_counter() - start)
+            found.append(time.process_time() - start)
             for leaf in leaves:
                 leaf.grad = None
     return [statistics.median(found) for found in times]
