@@ -5,7 +5,7 @@ An example of n tokens takes n - 1 positions: its last token is only ever a labe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.packing import OneEach, Order, Packed
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import parts_of
+from megatron_llama.plan.epochs import Part, parts_of
 
 PADDING = -1  # among the documents of a packed sequence
 
@@ -25,17 +25,11 @@ PADDING = -1  # among the documents of a packed sequence
 class Examples:
     """The examples of several datasets, numbered on from one to the next."""
 
-    def __init__(self, parts: list[tuple[str, tuple[int, int]]]) -> None:
-        """``parts`` are (prefix, range of its documents)."""
-        self._sets = [(IndexedDataset(prefix), IndexedDataset(prefix + MASK_SUFFIX)) for prefix, _ in parts]
-        self._ranges = [span for _, span in parts]
-        self._ends = np.cumsum([last - first for first, last in self._ranges])
-        self.lengths = np.concatenate(
-            [
-                tokens.index.lengths[first:last]
-                for (tokens, _), (first, last) in zip(self._sets, self._ranges, strict=True)
-            ]
-        )
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._sets = [(IndexedDataset(part.prefix), IndexedDataset(part.prefix + MASK_SUFFIX)) for part in parts]
+        self._ranges = [(part.first, part.last) for part in parts]
+        self._ends = np.cumsum([part.last - part.first for part in parts])
+        self.lengths = np.concatenate([part.index.lengths[part.first : part.last] for part in parts])
         """Tokens of each."""
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.record import Record, differences, make_record, moved_datasets
 from megatron_llama.parallel.agree import raise_together, together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import SPLITS, planned_blends, planned_timeline, sequences, split_range
+from megatron_llama.plan.epochs import SPLITS, open_part, planned_blends, planned_timeline
 
 KEPT_EPOCHS = 2  # a global batch may reach into the next
 
@@ -42,8 +42,8 @@ class EndlessDataset:
         data = plan.config.data
         assert data.cache_dir is not None, "a plan with datasets has one"
         self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)
-        self._span = split_range(data.split, number, len(self._dataset.index))
-        self._length = sequences(data, prefix, number)
+        part = open_part(data, prefix, number)
+        self._span, self._length = (part.first, part.last), part.samples(data.seq_length)
         self._epoch = lru_cache(KEPT_EPOCHS)(self._open)
 
     def __len__(self) -> int:
@@ -191,11 +191,9 @@ def _cache_problems(plan: Plan) -> list[Problem]:
 
 def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
     data = plan.config.data
-    index = IndexedDataset(prefix).index
-    first, last = split_range(data.split, number, len(index))
-    tokens = index.tokens(first, last)
-    rule = f"split {data.split} leaves none of the {len(index)} documents of {prefix} for {SPLITS[number]}"
-    if first < last:
-        rule = f"split {data.split} leaves {tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"
+    part = open_part(data, prefix, number)
+    rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {SPLITS[number]}"
+    if part.first < part.last:
+        rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"
     advice = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=null"
     return Problem("data.prefixes", data.prefixes, rule, advice)

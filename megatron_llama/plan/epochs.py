@@ -14,6 +14,7 @@ from megatron_llama.config.settings import DataConfig
 
 if TYPE_CHECKING:
     from megatron_llama.data.blend import Timeline
+    from megatron_llama.data.indexed_format import Index
 
 SPLITS = ("training", "validation", "test")
 """In the order of ``data.split``."""
@@ -26,15 +27,42 @@ def split_range(split: str, number: int, count: int) -> tuple[int, int]:
     return first, last
 
 
-def parts_of(data: DataConfig, number: int) -> list[tuple[str, tuple[int, int]]]:
-    """(prefix, range of its sequences) of each dataset in split ``number`` of SPLITS. Raises OSError or ValueError."""
+@dataclass(frozen=True)
+class Part:
+    """What a split takes of a dataset."""
+
+    prefix: str
+    index: Index
+    first: int
+    """Its first sequence."""
+    last: int
+    """The sequence after its last."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its sequences."""
+        return self.index.tokens(self.first, self.last)
+
+    def samples(self, seq_length: int) -> int:
+        """Training sequences in an epoch of pretraining: documents follow each other, and the last label needs one
+        token more."""
+        return max(0, self.tokens - 1) // seq_length
+
+
+def open_part(data: DataConfig, prefix: str, number: int = 0) -> Part:
+    """What split ``number`` of SPLITS takes of a dataset. Raises OSError or ValueError."""
     from megatron_llama.data.indexed_format import read_index
 
-    prefixes = weights_and_paths(data.prefixes)[1]
+    index = read_index(prefix)
     if data.validation_prefixes and number < 2:
-        prefixes = [str(prefix) for prefix in data.validation_prefixes] if number else prefixes
-        return [(prefix, (0, len(read_index(prefix)))) for prefix in prefixes]
-    return [(prefix, split_range(data.split, number, len(read_index(prefix)))) for prefix in prefixes]
+        return Part(prefix, index, 0, len(index))
+    return Part(prefix, index, *split_range(data.split, number, len(index)))
+
+
+def parts_of(data: DataConfig, number: int) -> list[Part]:
+    """What split ``number`` takes of each of its datasets. Raises OSError or ValueError."""
+    prefixes = [str(prefix) for prefix in data.validation_prefixes] if number == 1 else []
+    return [open_part(data, prefix, number) for prefix in prefixes or weights_and_paths(data.prefixes)[1]]
 
 
 def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
@@ -42,16 +70,14 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
 
     Pretraining drops the last, incomplete one.
     """
+    parts = parts_of(data, number)
     if data.kind == "pretrain":
-        return sum(sequences(data, prefix, number) for prefix in weights_and_paths(data.prefixes)[1])
+        return sum(part.samples(data.seq_length) for part in parts)
     import numpy as np
 
-    from megatron_llama.data.indexed_format import read_index
     from megatron_llama.data.packing import histogram, recipes
 
-    lengths = np.concatenate(
-        [read_index(prefix).lengths[first:last] for prefix, (first, last) in parts_of(data, number)]
-    )
+    lengths = np.concatenate([part.index.lengths[part.first : part.last] for part in parts])
     if not data.pack:
         return len(lengths)
     # An example of n tokens takes n - 1 positions. Too long ones are refused when the data is checked.
@@ -85,21 +111,11 @@ def _weights(data: DataConfig, prefixes: Sequence[Any]) -> dict[str, float]:
     if not weights and len(set(paths)) == 1:
         weights = [1.0] * len(paths)  # without opening it
     elif not weights:
-        weights = [float(max(1, sequences(data, path))) for path in paths]
+        weights = [float(max(1, open_part(data, path).samples(data.seq_length))) for path in paths]
     total: Counter[str] = Counter()
     for path, weight in zip(paths, weights, strict=True):
         total[path] += weight  # type: ignore[assignment]
     return dict(total)
-
-
-def sequences(data: DataConfig, prefix: str, number: int = 0) -> int:
-    """Training sequences in an epoch of a pretraining dataset: its documents in split ``number`` follow each other, and
-    the last label needs one token more. Raises OSError or ValueError."""
-    from megatron_llama.data.indexed_format import read_index
-
-    index = read_index(prefix)
-    first, last = split_range(data.split, number, len(index))
-    return max(0, index.tokens(first, last) - 1) // data.seq_length
 
 
 @dataclass(frozen=True)
@@ -124,21 +140,17 @@ class Reading:
 
 def readings(data: DataConfig, samples: int) -> tuple[Reading, ...]:
     """What a run of ``samples`` reads of each training dataset. Raises OSError or ValueError."""
-    from megatron_llama.data.indexed_format import read_index
-
+    found = []
     if data.kind == "pretrain":
-        found = []
         read = planned_timeline(data).read(samples)
         for _, prefix in named_paths(data):
-            count = sequences(data, prefix)
+            count = open_part(data, prefix).samples(data.seq_length)
             share = read.get(prefix, 0) / max(1, samples)
             found.append(Reading(prefix, count, count * data.seq_length, read.get(prefix, 0), share))
         return tuple(dict.fromkeys(found))
-    epochs = samples / max(1, samples_per_epoch(data))
-    parts = [(prefix, read_index(prefix), span) for prefix, span in parts_of(data, 0)]
-    examples = sum(last - first for _, _, (first, last) in parts)
-    return tuple(
-        Reading(prefix, n, index.tokens(*span), round(n * epochs), n / max(1, examples))
-        for prefix, index, span in parts
-        for n in (span[1] - span[0],)
-    )
+    parts, epochs = parts_of(data, 0), samples / max(1, samples_per_epoch(data))
+    examples = sum(part.last - part.first for part in parts)
+    for part in parts:
+        count = part.last - part.first
+        found.append(Reading(part.prefix, count, part.tokens, round(count * epochs), count / max(1, examples)))
+    return tuple(found)

@@ -97,7 +97,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        yield Problem("init_from", folder, str(error), NAME_A_FOLDER + or_fetch_it(folder))
+        yield Problem("init_from", folder, str(error), NAME_A_FOLDER)
         return
     for clause in other_than_llama(content):
         yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
