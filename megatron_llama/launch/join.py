@@ -23,9 +23,9 @@ from megatron_llama.launch.rendezvous import (
     node_info,
     node_table,
 )
-from megatron_llama.launch.run_dir import claimed, default_dir_of_job, record, report_to_batch_script
+from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
 from megatron_llama.launch.ssh import obey_starter
-from megatron_llama.launch.start import Share, rank_environment, rank_outputs, start_ranks
+from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_llama.launch.rank_process import modules_of
-from megatron_llama.launch.run_dir import claimed, record
-from megatron_llama.launch.start import rank_outputs, run_on_this_machine
+from megatron_llama.launch.run_dir import claimed, rank_outputs, record
+from megatron_llama.launch.start import run_on_this_machine
 from megatron_llama.launch.supervise import with_restarts
 from megatron_llama.plan import Plan
 

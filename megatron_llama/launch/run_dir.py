@@ -90,3 +90,18 @@ def record(plan: Plan, folder: Path) -> str:
         rule, instead = f"can't be written: {error.strerror}", "make room there, or write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     return text
+
+
+@contextmanager
+def rank_outputs(folder: Path, ranks: range) -> Iterator[Path]:
+    """A folder for the output of ``ranks`` above 0; empty files in it are removed at the end. Under a batch script each
+    start has one of its own."""
+    status_file = os.environ.get(STATUS_VARIABLE)
+    output_dir = Path(status_file).parent if status_file else folder / "ranks"
+    output_dir.mkdir(exist_ok=True)
+    yield output_dir
+    for path in (output_dir / f"rank_{rank:05d}.txt" for rank in ranks):
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+    with suppress(OSError):  # something was printed, or another machine's ranks still print
+        output_dir.rmdir()

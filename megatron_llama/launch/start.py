@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import IO
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, Assignment, Report, run_assignment
-from megatron_llama.launch.run_dir import STATUS_VARIABLE
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
@@ -76,21 +75,6 @@ def run_on_this_machine(
             import_module(module)
     count = plan.world_size if ranks is None else ranks
     return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
-
-
-@contextlib.contextmanager
-def rank_outputs(folder: Path, ranks: range) -> Iterator[Path]:
-    """A folder for the output of ``ranks`` above 0; empty files in it are removed at the end. Under a batch script each
-    start has one of its own."""
-    status_file = os.environ.get(STATUS_VARIABLE)
-    output_dir = Path(status_file).parent if status_file else folder / "ranks"
-    output_dir.mkdir(exist_ok=True)
-    yield output_dir
-    for path in (output_dir / f"rank_{rank:05d}.txt" for rank in ranks):
-        if path.exists() and path.stat().st_size == 0:
-            path.unlink()
-    with contextlib.suppress(OSError):  # something was printed, or another machine's ranks still print
-        output_dir.rmdir()
 
 
 @dataclass

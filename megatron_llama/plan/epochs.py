@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config.data_prefixes import named_paths, weights_and_paths
+from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -142,12 +142,13 @@ def readings(data: DataConfig, samples: int) -> tuple[Reading, ...]:
     """What a run of ``samples`` reads of each training dataset. Raises OSError or ValueError."""
     found = []
     if data.kind == "pretrain":
-        read = planned_timeline(data).read(samples)
-        for _, prefix in named_paths(data):
+        timeline = planned_timeline(data)
+        read = timeline.read(samples)
+        for prefix in dict.fromkeys(prefix for segment in timeline.segments for prefix in segment.weights):
             count = open_part(data, prefix).samples(data.seq_length)
             share = read.get(prefix, 0) / max(1, samples)
             found.append(Reading(prefix, count, count * data.seq_length, read.get(prefix, 0), share))
-        return tuple(dict.fromkeys(found))
+        return tuple(found)
     parts, epochs = parts_of(data, 0), samples / max(1, samples_per_epoch(data))
     examples = sum(part.last - part.first for part in parts)
     for part in parts:

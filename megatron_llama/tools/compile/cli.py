@@ -108,7 +108,7 @@ def _plan(config: Config) -> Plan:
 def _start(plan: Plan) -> int:
     """Runs the representatives, all at once."""
     from megatron_llama.launch import run_dir
-    from megatron_llama.launch.start import rank_outputs, run_on_this_machine
+    from megatron_llama.launch.start import run_on_this_machine
 
     plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_of_job(plan.config, None)
     folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
@@ -117,6 +117,6 @@ def _start(plan: Plan) -> int:
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
         work = partial(compile_one_rank, plan, ranks)
-        with rank_outputs(folder, range(len(ranks))) as output_dir:
+        with run_dir.rank_outputs(folder, range(len(ranks))) as output_dir:
             imports = ["megatron_llama.tools.compile.compile_rank"]
             return run_on_this_machine(work, plan, ranks=len(ranks), imports=imports, output_dir=output_dir)
