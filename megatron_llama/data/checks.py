@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from megatron_llama.config import Config, Problem
+from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths
 from megatron_llama.data.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.plan.epochs import SPLITS, split_range
@@ -141,6 +141,23 @@ def _unfit_examples(config: Config, name: str, prefix: str, index: Index) -> Ite
             rule = f"split {data.split} leaves none of its {len(index)} examples for {SPLITS[number]}"
             advice = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
             yield Problem(name, prefix, rule, advice)
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, locate: Callable[[int], tuple[str, int, int]]) -> None:
+    """Raises ConfigError for the first of some ids that the model has no row for; a start reads a sample of them only.
+
+    ``locate`` gives (prefix, number of the sequence, token of it) of a position in ``ids``.
+    """
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    position = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    prefix, sequence, token = locate(position)
+    rule = (
+        f"token {token:,} of its sequence {sequence:,} is id {ids[position]}, and the model's vocabulary is 0 to "
+        f"{vocab_size - 1}"
+    )
+    advice = "make the dataset again, or take the model whose tokenizer made it"
+    raise ConfigError([Problem("data.prefixes", prefix, rule, advice)])
 
 
 def broken_masks(prefix: str, index: Index) -> str | None:

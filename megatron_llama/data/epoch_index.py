@@ -53,6 +53,14 @@ class Epoch:
         parts[0] = parts[0][start:]
         return np.concatenate(parts, dtype=np.int64), [len(part) for part in parts]
 
+    def place(self, dataset: IndexedDataset, sample: int, position: int) -> tuple[int, int]:
+        """(document, token of it) of a position in a sample's text."""
+        place, token = self.borders[int(self.order[sample])].tolist()
+        token += position
+        while token >= (length := int(dataset.index.lengths[self.documents[place]])):
+            place, token = place + 1, token - length
+        return int(self.documents[place]), token
+
 
 def make_epoch(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, epoch: int) -> Epoch:
     """The order of documents ``first`` to ``last`` (exclusive), whose tokens ``lengths`` gives, [documents] int32."""

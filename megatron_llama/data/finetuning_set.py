@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config.data_prefixes import MASK_SUFFIX
-from megatron_llama.data.checks import check_data
+from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.packing import OneEach, Order, Packed
 from megatron_llama.parallel.agree import raise_together
@@ -25,7 +25,8 @@ PADDING = -1  # among the documents of a packed sequence
 class Examples:
     """The examples of several datasets, numbered on from one to the next."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._sets = [(IndexedDataset(part.prefix), IndexedDataset(part.prefix + MASK_SUFFIX)) for part in parts]
         self._ranges = [(part.first, part.last) for part in parts]
         self._ends = np.cumsum([part.last - part.first for part in parts])
@@ -36,12 +37,15 @@ class Examples:
         return int(self._ends[-1])
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, mask: 1 where a token is to be learned) of an example, each [its length]."""
+        """(ids, mask: 1 where a token is to be learned) of an example, each [its length]. Raises ConfigError for an id
+        that the model has no row for."""
         part = int(np.searchsorted(self._ends, number, side="right"))
         first, last = self._ranges[part]
         position = first + number - (int(self._ends[part]) - (last - first))
         tokens, masks = self._sets[part]
-        return tokens.sequence(position), masks.sequence(position)
+        ids = tokens.sequence(position)
+        check_ids(ids, self._vocab_size, lambda token: (tokens.prefix, position, token))
+        return ids, masks.sequence(position)
 
 
 class SFTDataset:
@@ -87,7 +91,7 @@ def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
 
 def _split(plan: Plan, number: int) -> SFTDataset:
     data, seed = plan.config.data, plan.config.trainer.seed + number
-    examples = Examples(parts_of(data, number))
+    examples = Examples(parts_of(data, number), plan.model.vocab_size)
     order: Order = OneEach(len(examples), seed)
     if data.pack:
         order = Packed(examples.lengths - 1, data.seq_length, seed)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import named_paths
 from megatron_llama.data.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
-from megatron_llama.data.checks import check_data
+from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.megatron_order import build_megatron
@@ -54,6 +54,11 @@ class EndlessDataset:
         """A sample of any epoch, with what data.document_mask and data.eod_mask_loss ask for."""
         epoch, number = divmod(number, self._length)
         text, lengths = self._epoch(epoch).text(self._dataset, number)
+
+        def locate(position: int) -> tuple[str, int, int]:
+            return (self._dataset.prefix, *self._epoch(epoch).place(self._dataset, number, position))
+
+        check_ids(text, self._plan.model.vocab_size, locate)
         sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": np.ones(len(text) - 1, dtype=np.float32)}
         if self._plan.config.data.eod_mask_loss:
             sample["loss_mask"][np.cumsum(lengths[:-1], dtype=np.int64) - 1] = 0  # the label is another document's

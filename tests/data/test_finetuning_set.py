@@ -14,11 +14,12 @@ import torch
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import build_data
-from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft
+from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.epochs import parts_of
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run
@@ -314,3 +315,13 @@ def test_a_sample_does_not_depend_on_the_length_of_the_run(tmp_path: Path, pack:
     assert short == long
     other = items(plan_of(prefixes, pack, **{"trainer.seed": 9}), count)[0]
     assert other != long, "the seed does not matter"
+
+
+def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path) -> None:
+    examples = some_examples(30)
+    examples[20][0][1] = 60_000
+    parts = parts_of(plan_of([write_set(tmp_path / "set", examples)]).config.data, 0)
+    read = Examples(parts, 60_000)
+    assert [list(read[number][0]) for number in range(20)] == [ids for ids, _ in examples[:20]]
+    with pytest.raises(ConfigError, match="token 1 of its sequence 20 is id 60000"):
+        read[20]

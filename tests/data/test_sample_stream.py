@@ -269,3 +269,20 @@ def _refusal(rank: int, plan: Plan) -> str:
     with pytest.raises(ConfigError) as caught:
         build_streams(plan)
     return " ".join(str(caught.value).split())  # without the line breaks of the page
+
+
+@pytest.mark.parametrize("bad", [-7, 20000], ids=["negative", "beyond the vocabulary"])
+def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path, bad: int) -> None:
+    documents = numbered(60)
+    documents[40][2] = bad  # behind what a start looks at, in a large dataset
+    plan = data_plan([write_indexed(tmp_path / "text", documents, "i")], **{"data.split": "1,0,0"})
+    stream, failures = stream_of(plan), set()
+    for number in range(2 * len(stream)):
+        try:
+            sample = stream[number]
+        except ConfigError as error:
+            failures.add(" ".join(str(error).split()))
+            continue
+        assert bad not in ids([sample])
+    (message,) = failures
+    assert f"token 2 of its sequence 40 is id {bad}" in message and str(tmp_path / "text") in message
