@@ -66,15 +66,15 @@ demo: demo-data  ## trains a small Llama on two ranks, on this machine's CPU, in
 	@$(PY) train.py $(DEMO_ARGS)
 
 # In the order of tests/conftest.py: xdist's own begins with the files that have most tests, which are the quick ones.
-TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+THREE_FILES := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(INSTALLED)  ## the test suite, but for what needs a cluster or minutes
-	@$(PY) -m pytest $(TWO_FILES)
+	@$(PY) -m pytest $(THREE_FILES)
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## what takes minutes: a compiler, and the experiments end to end
-	@$(PY) -m pytest -m slow $(TWO_FILES)
+	@$(PY) -m pytest -m slow $(THREE_FILES)
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where it can be set up (root)

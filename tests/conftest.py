@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-import torch
+
+# Commands that tests run get one thread too: pools of threads that spin are in each other's way on two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch  # noqa: E402
 
 # Ranks are forked from this process. A pool of threads does not survive a fork, and a child that needs one waits for
 # ever.

@@ -1,8 +1,7 @@
 """Worker processes that encode blocks; results come back in the blocks' order, and memory stays bounded.
 
 The workers are forked, so they share the loaded tokenizer and the slots. A thread of this process cuts the input, which
-overlaps unpacking with encoding. The workers end with this process, also when it
-is killed with -9.
+overlaps unpacking with encoding. The workers end with this process, also when it is killed with -9.
 """
 
 from __future__ import annotations
@@ -42,13 +41,22 @@ class Pool:
         )
         # The first call forks all workers: here, where no other thread runs, and from a thread that outlives them.
         before = set(multiprocessing.active_children())
-        self.executor.submit(os.getpid)
+        # The executor ends workers by SIGTERM. One that has not come to _start_worker yet would take it for this
+        # process's own, live on, and wait for ever for a lock that a killed worker held; so it is held back till then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self.executor.submit(os.getpid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self.processes = [child for child in multiprocessing.active_children() if child not in before]
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if any(process.exitcode is not None for process in self.processes):
+            for process in self.processes:  # they may wait for ever for a lock that the dead one held
+                process.kill()
         self.executor.shutdown(cancel_futures=True)
 
     def run(self, blocks: Iterator[Block], check_stop: Callable[[], None]) -> Iterator[tuple[Block, Result]]:
@@ -123,6 +131,7 @@ def _start_worker(encoder: BlockEncoder[Any], parent: int) -> None:
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     die_with(parent)
 
 

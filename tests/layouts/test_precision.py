@@ -101,7 +101,7 @@ def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
         stored = wanted.master or wanted.products
         assert names(found.working) == {wanted.products}, name
         assert names(found.activations) == {wanted.products}, name
-        assert names(found.sent) == {wanted.sums}, name
+        assert names(found.sent) - {"int64"} == {wanted.sums}, name  # int64: the counts of tokens
         assert names(found.stored) == {stored}, name
         assert names(found.moments) == {wanted.moments}, name
         if zero < 2:
