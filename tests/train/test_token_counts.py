@@ -117,6 +117,10 @@ def test_consumed_tokens_are_exact_over_a_resume_in_another_layout(tmp_path: Pat
 
     def run(world: int, **more: object) -> list[dict[str, float]]:
         settings = {
+            "model.vocab_size": 64,
+            "model.hidden_size": 32,
+            "model.intermediate_size": 64,
+            "model.num_hidden_layers": 2,
             "data.kind": "sft",
             "data.pack": pack,
             "data.seq_length": LENGTH,

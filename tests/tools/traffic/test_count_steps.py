@@ -29,6 +29,7 @@ from tests.ranks import RankFailed, run_ranks
 
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 FEW = "trainer.global_batch_size=4"
+MICRO_2 = "trainer.micro_batch_size=2"  # ranks that meet at each matrix are slow on two cores
 LAYOUTS = {
     "one process": (1, [FEW]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
@@ -36,9 +37,9 @@ LAYOUTS = {
         2,
         ["trainer.tp=2", "trainer.micro_batch_size=2", "trainer.recompute=selective", FEW],
     ),
-    "tp2+sp, odd vocabulary, tied": (2, ["trainer.tp=2", ODD, TIED, FEW]),
-    "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW]),
-    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW]),
+    "tp2+sp, odd vocabulary, tied": (2, ["trainer.tp=2", ODD, TIED, FEW, MICRO_2]),
+    "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW, MICRO_2]),
+    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW, MICRO_2]),
     "pp2": (2, ["trainer.pp=2", FEW]),
     "pp3, uneven": (3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,1]", FEW]),
     "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2", FEW]),
@@ -50,7 +51,7 @@ LAYOUTS = {
         3,
         ["trainer.zero=3", "trainer.precision=bf16", "trainer.global_batch_size=6", ODD],
     ),
-    "tp2·dp2+sp, zero 2, bf16_sr": (4, ["trainer.tp=2", "trainer.zero=2", "trainer.precision=bf16_sr"]),
+    "tp2·dp2+sp, zero 2, bf16_sr": (4, ["trainer.tp=2", "trainer.zero=2", "trainer.precision=bf16_sr", MICRO_2]),
     "dp2, zero 1, fp32_ZeroOptMaster": (2, ["trainer.zero=1", "trainer.precision=fp32_ZeroOptMaster"]),
     "dp4, hybrid, zero 1": (4, ["trainer.zero=1", "trainer.shard_group=2"]),
     "dp4, hybrid, zero 2": (4, ["trainer.zero=2", "trainer.shard_group=2"]),
@@ -60,7 +61,15 @@ LAYOUTS = {
     ),
     "tp2·pp2·vpp2+sp, full recompute, bf16": (
         4,
-        ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full", "trainer.precision=bf16", FEW],
+        [
+            "trainer.tp=2",
+            "trainer.pp=2",
+            "trainer.vpp=2",
+            "trainer.recompute=full",
+            "trainer.precision=bf16",
+            FEW,
+            MICRO_2,
+        ],
     ),
     "tp2·dp3+sp, one kv head, shards without its rows": (
         6,
