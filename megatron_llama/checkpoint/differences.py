@@ -21,6 +21,7 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import Record, old_record
 from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
+from megatron_llama.plan.batch_schedule import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer
 
 FREE, TOLD, FIXED = "free", "told", "fixed"
@@ -194,10 +195,9 @@ def _written(name: str, value: Any) -> str:
 
 def _sizes_left(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:
     """The global batches after a checkpoint: (consumed samples, size), the first from the checkpoint on."""
-    sizes = [(0, trainer["global_batch_size"]), *map(tuple, trainer.get("batch_schedule", ()))]
     now = state.consumed_samples
-    current = [size for since, size in sizes if since <= now][-1]
-    return [(now, current), *((since, size) for since, size in sizes if since > now)]
+    schedule = BatchSchedule(all_sizes(trainer["global_batch_size"], trainer.get("batch_schedule", ())), seq_length=0)
+    return [(now, schedule.size_from(now)), *(entry for entry in schedule.sizes if entry[0] > now)]
 
 
 def _as_derived_then(asked: Config, saved: Mapping[str, Any]) -> Config:

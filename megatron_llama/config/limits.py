@@ -106,8 +106,7 @@ def blend_schedule() -> Limit:
         if not isinstance(entry, Mapping) or set(entry) != {"samples", "prefixes"}:
             return False
         samples, prefixes = entry["samples"], entry["prefixes"]
-        is_count = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
-        return is_count and isinstance(prefixes, Sequence) and len(prefixes) > 0 and is_blend(prefixes)
+        return _are_counts([samples]) and isinstance(prefixes, Sequence) and len(prefixes) > 0 and is_blend(prefixes)
 
     def holds(entries: Sequence[Any]) -> bool:
         if not all(map(is_entry, entries)):
@@ -123,7 +122,7 @@ def rising_samples() -> Limit:
 
     def holds(pairs: Sequence[Any]) -> bool:
         whole = all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _are_counts(pair) for pair in pairs)
-        return whole and all(before[0] < after[0] for before, after in zip(pairs, pairs[1:], strict=False))
+        return whole and all(before[0] < after[0] for before, after in itertools.pairwise(pairs))
 
     rule = "must be pairs of whole numbers, [consumed samples, sequences per step], both above 0, the samples ascending"
     return Limit(holds, rule, "[[100000,16],[300000,32]]")

@@ -7,6 +7,7 @@ sizes before: a run that goes on from a checkpoint starts from its step and its 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config.settings import Config
@@ -24,6 +25,11 @@ class Position:
     """Tokens in them. A plan does not know which will be padding, and takes sequences to be full."""
 
 
+def all_sizes(global_batch_size: int, batch_schedule: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """``BatchSchedule.sizes`` of the two settings."""
+    return ((0, global_batch_size), *((int(samples), int(size)) for samples, size in batch_schedule))
+
+
 @dataclass(frozen=True)
 class BatchSchedule:
     """The global batch of each step."""
@@ -39,8 +45,7 @@ class BatchSchedule:
     def of(cls, config: Config, start: Position = Position()) -> BatchSchedule:
         """The schedule of a config."""
         trainer = config.trainer
-        later = ((int(samples), int(size)) for samples, size in trainer.batch_schedule)
-        return cls(((0, trainer.global_batch_size), *later), config.data.seq_length, start)
+        return cls(all_sizes(trainer.global_batch_size, trainer.batch_schedule), config.data.seq_length, start)
 
     @property
     def position_of_the_largest(self) -> int:
