@@ -96,26 +96,14 @@ def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, document
 
 def index(args: argparse.Namespace) -> Iterator[str]:
     """Writes indices over sparse .bin files, then builds GPT and blended datasets of megatron-core over them."""
-    import numpy as np
-
-    from data_prep.lib.redpajama_layout import shares
-    from megatron_llama.data.indexed_format import write_index
+    from scripts.bench_stream import make_datasets
 
     total = int(float(args.tokens))
-    weights = shares(["common_crawl", "c4", "wikipedia", "arxiv"])
-    rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.monotonic()
-        documents = 0
-        for subset in weights:
-            lengths = np.maximum(1, rng.lognormal(6.2, 1.0, int(total / len(weights) / 812))).astype("<i4")
-            documents += len(lengths)
-            lengths.tofile(folder / "lengths")
-            with open(folder / f"{subset}.idx", "wb") as file:
-                _, tokens = write_index(file, folder / "lengths", np.dtype("<u2"))
-            with open(folder / f"{subset}.bin", "wb") as file:
-                file.truncate(2 * tokens)  # a hole: the index is what is measured
+        documents, blend = make_datasets(folder, total)
+        weights = {Path(path).name: weight for weight, path in zip(blend[::2], blend[1::2], strict=True)}
         seconds = time.monotonic() - start
         yield f"{documents:,} documents, {total:,} tokens wanted, 4 .idx files written in {seconds:.1f} s"
         yield from _blend(folder, weights, total)

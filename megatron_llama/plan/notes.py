@@ -8,6 +8,7 @@ from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
+from megatron_llama.system.units import gib
 
 
 def notes_on(config: Config, plan: Plan) -> Iterator[str]:
@@ -24,7 +25,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     if data.pack or data.document_mask:
         size = trainer.micro_batch_size * data.seq_length**2
-        dense = f"behind a dense mask of {size / 2**20:,.0f} MiB (its shape is always the same)"
+        dense = f"behind a dense mask of {gib(size)} (its shape is always the same)"
         how = f"one document after the other; a device of static shapes computes the whole square {dense}"
         if trainer.compile:
             how = f"over the whole square, {dense}: trainer.compile needs static shapes"

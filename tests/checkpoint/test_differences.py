@@ -3,10 +3,8 @@ by one setting."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,10 +17,10 @@ from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import make_record
 from megatron_llama.plan import Plan
+from scripts import resume_docs
 from tests.checkpoint.changes import CHANGES, checkpoint_of, found_by, outcome, plan_in, write_datasets
 from tests.config.helpers import as_typed
 from tests.data.files import numbered, write_indexed
-from tests.paths import ROOT
 
 ELSEWHERE = {"data.chat_template": "data.prefixes", "data.template": "data.prefixes", "trainer.epochs": "trainer.steps"}
 """Settings that the launcher and the plan turn into another one."""
@@ -210,16 +208,7 @@ def test_an_old_checkpoint_is_compared_by_its_settings(name: str, folder: Path) 
     assert names(found) == [name] and outcome(found) == f"allow=[{differences.kinds()[name]}]"
 
 
-@pytest.fixture
-def resume_docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("resume_docs", ROOT / "scripts" / "resume_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_not_stale(resume_docs: ModuleType, folder: Path) -> None:
+def test_the_page_is_not_stale(folder: Path) -> None:
     page = resume_docs.DOCS.read_text(encoding="utf-8")
     assert page.endswith(resume_docs.TABLE + resume_docs.table(folder)), "run: python scripts/resume_docs.py"
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megatron_llama.config.fields import settings_by_name
-from tests.paths import ROOT
+from scripts import config_docs
 
 
-@pytest.fixture
-def config_docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("config_docs", ROOT / "scripts" / "config_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_not_stale(config_docs: ModuleType) -> None:
+def test_the_page_is_not_stale() -> None:
     assert config_docs.main(["--check"]) == 0
 
 
-def test_a_stale_page_is_noticed_and_written_anew(
-    config_docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_page_is_noticed_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "docs" / "config.md"
     monkeypatch.setattr(config_docs, "ROOT", tmp_path)
     monkeypatch.setattr(config_docs, "DOCS", page)
@@ -37,7 +24,7 @@ def test_a_stale_page_is_noticed_and_written_anew(
     assert config_docs.main(["--check"]) == 1
 
 
-def test_every_setting_is_explained(config_docs: ModuleType) -> None:
+def test_every_setting_is_explained() -> None:
     page = config_docs.page()
     for name in settings_by_name():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
