@@ -1,0 +1,216 @@
+"""Runs that the campaign starts over and over, their processes as the kernel lists them, and their files."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_llama.launch import main
+from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+
+POLL_SECONDS = 0.005
+STEPS, SAVED_EVERY = 24, 2
+# Small: a start takes most of the time. Steps, saves, validations and samples follow one another within milliseconds.
+SETTINGS = (
+    "model=llama_2m data=mock data.mock=false data.split='90,10,0' device=cpu model.vocab_size=64 model.hidden_size=32 "
+    "model.intermediate_size=64 model.num_hidden_layers=2 model.num_attention_heads=4 model.num_key_value_heads=2 "
+    f"data.seq_length=16 trainer.global_batch_size=4 trainer.micro_batch_size=2 trainer.steps={STEPS} optim.lr=0.003 "
+    f"trainer.val_every_steps=5 trainer.val_steps=1 checkpoint.every_steps={SAVED_EVERY} checkpoint.keep=3 "
+    "device.peak_tflops=0.1 logging.every_steps=1"
+).split()
+LAYOUTS = {
+    "single": [],
+    "tp2": ["trainer.tp=2"],
+    "pp2": ["trainer.pp=2"],
+    "dp2_zero3": ["trainer.dp=2", "trainer.zero=3"],
+}
+RANKS = {"single": 1, "tp2": 2, "pp2": 2, "dp2_zero3": 2}
+_PTRACE_GETFD, _LISTEN, _ESTABLISHED = 438, "0A", "01"
+
+
+@dataclass
+class Life:
+    """A run's folder from the first start to the last step, through any number of attempts."""
+
+    folder: Path
+    layout: str
+    dataset: Path
+    attempts: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def output(self) -> Path:
+        """What all attempts printed."""
+        return self.folder.with_name(self.folder.name + ".out")
+
+    def start(self, *overrides: str) -> Attempt:
+        """Starts the run, or starts it again by the same command."""
+        self.attempts += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = [f"run.dir={self.folder}", f"data.prefixes=[{self.dataset}]"]
+        return Attempt(self, [*SETTINGS, *LAYOUTS[self.layout], *own, *overrides])
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of each whole line of metrics.jsonl. Raises ValueError for a broken line."""
+        path = self.folder / METRICS_FILE
+        return [(r["step"], r["reduced_train_loss"]) for r in read_metrics(path)] if path.exists() else []
+
+    def newest_checkpoint(self) -> int:
+        """The step of the newest whole checkpoint; 0 without one."""
+        names = (re.fullmatch(r"step_(\d{8})", path.name) for path in (self.folder / "checkpoints").glob("step_*"))
+        return max((int(name[1]) for name in names if name), default=0)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written at this moment."""
+        return any((self.folder / "checkpoints").glob(".step_*"))
+
+    def leftovers(self) -> list[str]:
+        """Files and folders that only exist while something is written."""
+        hidden = (path for path in self.folder.rglob("*") if path.name.startswith(".") and path.name != ".lock")
+        return sorted(str(path.relative_to(self.folder)) for path in hidden)
+
+
+class Attempt:
+    """One start of a run: a process forked from this one that does what ``python train.py`` does, in a session of its
+    own, by which all its processes are found."""
+
+    def __init__(self, life: Life, arguments: Sequence[str]) -> None:
+        self.life, self.status = life, None
+        self.begin, self.first_line = time.monotonic(), len(self.said_by_all)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = EXIT_FAILED
+            try:
+                os.setsid()
+                with life.output.open("ab") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+                status = main(arguments)
+                sys.stdout.flush()
+            except BaseException:  # as Python does with what nobody catches
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+
+    status: int | None
+    """The exit status, minus the signal's number where one ended it; None while it runs."""
+
+    @property
+    def said_by_all(self) -> bytes:
+        """What this attempt and those before it printed."""
+        return self.life.output.read_bytes() if self.life.output.exists() else b""
+
+    @property
+    def said(self) -> str:
+        """What this attempt printed."""
+        return self.said_by_all[self.first_line :].decode(errors="replace")
+
+    @property
+    def step(self) -> int:
+        """The last step that it has told of; 0 before the first."""
+        return max(map(int, re.findall(rf"^step (\d+)/{STEPS}", self.said, re.MULTILINE)), default=0)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its first process still runs."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ends within a time."""
+        deadline = time.monotonic() + seconds
+        while self.runs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.runs
+
+    def processes(self) -> list[int]:
+        """Its processes, in the order in which they were started; those that have ended are not listed."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    words = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(words[3]) == self.pid and words[0] not in "ZX":
+                        found.append((int(words[19]), int(entry.name)))
+        return [pid for _, pid in sorted(found)]
+
+    def ranks(self) -> list[int]:
+        """The processes of its ranks, in their order, once all are started; before that, those that are."""
+        return [pid for pid in self.processes() if pid != self.pid][: RANKS[self.life.layout]]
+
+    def kill(self) -> None:
+        """Ends every process of it."""
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            if self.runs:
+                time.sleep(POLL_SECONDS)
+
+    def gone(self, seconds: float) -> bool:
+        """Whether all its processes end within a time."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.processes()
+
+    def listening(self) -> list[tuple[str, int]]:
+        """The addresses that its processes listen at."""
+        return sorted({address for _, _, state, address in self._sockets() if state == _LISTEN})
+
+    def connections(self) -> list[tuple[int, int]]:
+        """(process, file descriptor) of each of its connections."""
+        return [(pid, file) for pid, file, state, _ in self._sockets() if state == _ESTABLISHED]
+
+    def _sockets(self) -> Iterator[tuple[int, int, str, tuple[str, int]]]:
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                known = {inode: (state, address) for inode, state, address in _table(pid)}
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    inode = os.readlink(link).removeprefix("socket:[").removesuffix("]")
+                    if inode in known:
+                        yield pid, int(link.name), *known[inode]
+
+
+def _table(pid: int) -> Iterator[tuple[str, str, tuple[str, int]]]:
+    """(inode, state, local address) of each TCP socket in the network of a process."""
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            digits, port = words[1].split(":")
+            raw = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
+            yield words[9], words[3], (socket.inet_ntop(family, raw), int(port, 16))
+
+
+def cut(pid: int, file: int) -> bool:
+    """Ends a connection of another process, as a network that breaks would; whether that could be done."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        copy = ctypes.CDLL(None, use_errno=True).syscall(_PTRACE_GETFD, handle, file, 0)
+        if copy < 0:
+            return False
+        with socket.socket(fileno=copy) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

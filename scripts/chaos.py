@@ -1,0 +1,13 @@
+"""Faults to small runs, several hundred of them: python scripts/chaos.py FOLDER --faults 300 (see --help)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from megatron_llama.tools.chaos.cli import main
+
+    sys.exit(main(sys.argv[1:]))
