@@ -13,6 +13,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from megatron_llama.launch import watchdog
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import TRAIN_PY
 
@@ -125,6 +128,19 @@ class Starter:
     def last_line(self) -> str:
         """The last thing printed."""
         return self.errors.rstrip().splitlines()[-1]
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
+    """Makes the hang watch of processes forked later look at a clock on which a day goes by with each look, once
+    ``marker`` is there; until then it stands still."""
+    days = [0.0]
+
+    def monotonic() -> float:
+        days[0] += 86400.0 * marker.exists()
+        return days[0]
+
+    monkeypatch.setattr(watchdog, "monotonic", monotonic)
+    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_SECONDS", float("inf"))
 
 
 MakeStarter = Callable[[Callable[[], int]], Starter]

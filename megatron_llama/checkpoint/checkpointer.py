@@ -29,6 +29,7 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.agree import from_rank_0, together
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import BatchSchedule
+from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 
 
@@ -102,6 +103,7 @@ class Checkpointer:
         stop = self.saver.advance(stop)
         every = self.plan.config.checkpoint.every_steps
         if stop or (every and step % every == 0):
+            phase.enter(f"saving step {step}", phase.PATIENT)
             self._save(step)
         if stop:
             self.saver.wait()
@@ -109,6 +111,7 @@ class Checkpointer:
 
     def finish(self, step: int) -> None:
         """Saves the last step and waits until everything is on disk."""
+        phase.enter(f"saving step {step}, the last", phase.PATIENT)
         if self.plan.config.checkpoint.save_last:
             self._save(step)
         self.saver.wait()

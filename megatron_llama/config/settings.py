@@ -193,7 +193,9 @@ class TrainerConfig:
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Steps with a non-finite (NaN or Inf) loss or gradient that are skipped; one more stops the run."""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
-    """Seconds without progress after which every rank's stacks are printed and the job fails; null waits for ever."""
+    """Seconds without progress in a step or a batch of validation after which the job fails: every rank's phase and
+    stacks are printed, and who is to blame. Starting, loading, compiling, saving and ending may take eight times as
+    long; null waits for ever."""
     max_restarts: Annotated[int, at_least(0)] = 0
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: Annotated[int | None, at_least(1)] = None

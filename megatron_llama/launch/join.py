@@ -26,6 +26,7 @@ from megatron_llama.launch.rendezvous import (
 from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
 from megatron_llama.launch.ssh import obey_starter
 from megatron_llama.launch.start import Share, rank_environment, start_ranks
+from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
@@ -69,9 +70,13 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
             sys.stdout.flush()
             rendezvous.open(chosen)
         _use_interface(context, mine)
+        hang_seconds = plan.config.trainer.hang_timeout_seconds
         if not starts_ranks:
             os.environ.update(context.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
+            watch_this_process(context.rank, plan.world_size, hang_seconds, rendezvous.board())
             return run_as_rank(plan, context.rank, work)
+        # Nodes tell each other of a hang; on one alone its starter sees all.
+        board = rendezvous.board() if context.world_size > 1 else None
         for module in modules_of(work) if world.device.forkable else ():
             import_module(module)
         output_dir = stack.enter_context(rank_outputs(Path(str(plan.config.run.dir)), range(first, first + ranks)))
@@ -80,6 +85,8 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
             Share(ranks, plan.world_size, first, master=(context.master_addr, context.master_port)),
             fork=world.device.forkable,
             output_dir=output_dir,
+            hang_seconds=hang_seconds,
+            board=board,
             while_running=partial(obey_starter, partial(os._exit, EXIT_FAILED)) if context.starter == "hosts" else None,
         )
 

@@ -21,5 +21,12 @@ def run_here(plan: Plan, work: Callable[[Plan], None]) -> int:
         sys.stdout.write(record(plan, folder) + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             rank = partial(work, plan)
-            start = partial(run_on_this_machine, rank, plan, imports=modules_of(work), output_dir=output_dir)
+            start = partial(
+                run_on_this_machine,
+                rank,
+                plan,
+                imports=modules_of(work),
+                output_dir=output_dir,
+                hang_seconds=plan.config.trainer.hang_timeout_seconds,
+            )
             return with_restarts(plan, start)

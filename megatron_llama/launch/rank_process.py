@@ -21,6 +21,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import FORWARDED, WATCHED
 from megatron_llama.plan import Plan
+from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.signals import die_with
 
@@ -34,6 +35,9 @@ _PEER_LOST = re.compile(
     r"|DistNetworkError|DistStoreError|unhandled system error",
     re.IGNORECASE,
 )
+
+# Has a rank that its starter takes for hanging write its stacks.
+STACKS_SIGNAL = signal.SIGQUIT
 
 
 @dataclass
@@ -63,6 +67,8 @@ class Assignment:
     """File descriptor for the pickled Report."""
     crash_fd: int
     """File descriptor for the stack of a fatal signal."""
+    phase_fd: int
+    """File descriptor of the PhaseFile that its phases go to."""
     output: Path | None
     """File that takes stdout and stderr; None leaves them as they are."""
 
@@ -116,6 +122,9 @@ def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn
             os.dup2(file.fileno(), 2)
     with os.fdopen(assignment.crash_fd, "w") as crash:
         faulthandler.enable(file=crash)
+        faulthandler.register(STACKS_SIGNAL, file=crash)  # in C: it needs no lock of the interpreter's
+        phase.share(assignment.phase_fd)
+        phase.enter("importing the program", phase.PATIENT)
         report = Report("done")
         try:
             work()

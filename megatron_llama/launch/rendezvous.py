@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch.board import Board
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.network import addresses_of, interface_of, is_loopback, own_address_towards
 from megatron_llama.system.text_table import text_table
@@ -119,6 +120,12 @@ class Rendezvous:
             return self._store.get(key).decode()
         except RuntimeError as error:
             raise EOFError(str(error)) from error
+
+    def board(self) -> Board:
+        """Where the processes tell each other of hangs."""
+        context = self._context
+        host = "torchrun's first agent" if context.has_store else "rank 0's, or its starter's"
+        return Board(self._store, self._prefix, context.rank, context.world_size, host)
 
 
 def check_first_address(context: ProcessContext) -> None:

@@ -19,10 +19,20 @@ from typing import IO
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
-from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, Assignment, Report, run_assignment
+from megatron_llama.launch.board import Board
+from megatron_llama.launch.rank_process import (
+    CONSEQUENCE_DELAY_SECONDS,
+    STACKS_SIGNAL,
+    Assignment,
+    Report,
+    run_assignment,
+)
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise
+from megatron_llama.launch.watchdog import Hang, Watch, hold_back, tell
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.phase import Phase, PhaseFile
+from megatron_llama.system.signals import is_stopped
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 # The program of a rank that is no fork of its starter. It gets the starter's import path first: what the starter could
@@ -61,11 +71,13 @@ def run_on_this_machine(
     ranks: int | None = None,
     imports: Sequence[str] = (),
     output_dir: Path | None = None,
+    hang_seconds: float | None = None,
 ) -> int:
     """Runs ``work`` in all ranks of ``plan`` on this machine, with its device's environment; returns the exit status.
 
     ``ranks`` is for tools that start another number of processes than the plan has ranks. ``imports`` are modules that
-    ``work`` needs: where ranks are forked they are imported once, here. Raises ConfigError as ``rank_environment``.
+    ``work`` needs: where ranks are forked they are imported once, here. ``hang_seconds``: see ``start_ranks``; only for
+    work that says its phases. Raises ConfigError as ``rank_environment``.
     """
     device = get_device(plan.config.device.name)
     environment = rank_environment(device, plan)
@@ -74,7 +86,14 @@ def run_on_this_machine(
         for module in imports:
             import_module(module)
     count = plan.world_size if ranks is None else ranks
-    return start_ranks(work, count, fork=device.forkable, environment=environment, output_dir=output_dir)
+    return start_ranks(
+        work,
+        count,
+        fork=device.forkable,
+        environment=environment,
+        output_dir=output_dir,
+        hang_seconds=hang_seconds,
+    )
 
 
 @dataclass
@@ -101,6 +120,7 @@ class Rank(Child):
     pid: int
     report_file: IO[bytes]
     crash_file: IO[bytes]
+    phase_file: PhaseFile
     output: Path | None
     exit_code: int | None = None
     """None while it runs; minus the signal's number where a signal ended it."""
@@ -115,6 +135,22 @@ class Rank(Child):
     @property
     def wants_restart(self) -> bool:
         return self.report is not None and self.report.code == EXIT_RESTART
+
+    @property
+    def phase(self) -> Phase:
+        return self.phase_file.read()
+
+    @property
+    def stopped(self) -> bool:
+        return is_stopped(self.pid)
+
+    def ask_for_stacks(self) -> None:
+        if self.phase.number > 0:  # before that the signal would end it
+            self.send(STACKS_SIGNAL)
+
+    def stacks(self) -> str:
+        self.crash_file.seek(0)
+        return self.crash_file.read().decode(errors="replace").strip()
 
     def send(self, number: int) -> None:
         if not self.ended:
@@ -139,8 +175,7 @@ class Rank(Child):
     def _sudden_end(self) -> Report:
         """The report of a rank that could not write one."""
         assert self.exit_code is not None
-        self.crash_file.seek(0)
-        stack = self.crash_file.read().decode(errors="replace").strip()
+        stack = self.stacks()
         if self.exit_code < 0:
             name = signal.Signals(-self.exit_code).name
             hint = " (not by this program; often the system was out of memory)" if name == "SIGKILL" else ""
@@ -158,13 +193,16 @@ def start_ranks(
     environment: Mapping[str, str] | None = None,
     output_dir: Path | None = None,
     while_running: Callable[[], None] | None = None,
+    hang_seconds: float | None = None,
+    board: Board | None = None,
 ) -> int:
     """Runs ``work`` in the processes of ``share`` on this machine; returns the exit status of them all. A number means
     that many ranks, and no others elsewhere.
 
     ``fork`` starts them in a moment from this process, with all it has imported; otherwise each is a Python of its own,
     and ``work`` must be picklable. With ``output_dir``, ranks above 0 print to files there instead of the terminal.
-    ``while_running`` is called once all ranks are started; it must return at once.
+    ``while_running`` is called once all ranks are started; it must return at once. Ranks that make no progress for
+    ``hang_seconds``, times their phase's patience, end the job; where others are elsewhere, ``board`` asks about them.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -186,14 +224,22 @@ def start_ranks(
             port, file = listener.getsockname()[1], os.dup(listener.fileno())
             address, size = "127.0.0.1", share.world_size
             store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=file)
+        hang = None
         try:
             signals.release()
             if while_running is not None:
                 while_running()
-            supervise(ranks, signals, GRACE)
+            watch = Watch(ranks, share.world_size, hang_seconds, board)
+            supervise(ranks, signals, GRACE, wait=watch.wait)
+        except Hang as found:
+            hang = found
+            hold_back(hang, board)
         finally:
             _kill(ranks)
             del store
+        if hang is not None:
+            tell(hang, board)
+            return EXIT_FAILED
         return _verdict(ranks, signals, share)
 
 
@@ -224,17 +270,17 @@ def _start_rank(
 ) -> Rank:
     """Starts a rank: as a copy of this process, or as a Python of its own for devices that do not survive a fork."""
     # Unnamed files: they outlive the rank and leave nothing behind.
-    report_file, crash_file = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-    files = report_file.fileno(), crash_file.fileno()
+    report_file, crash_file, phase_file = tempfile.TemporaryFile(), tempfile.TemporaryFile(), PhaseFile()
+    files = report_file.fileno(), crash_file.fileno(), phase_file.file.fileno()
     starter = os.getpid()
     if fork:
         pid = os.fork()
         if pid == 0:
             if listener is not None:
                 listener.close()
-            copies = os.dup(files[0]), os.dup(files[1])
+            copies = os.dup(files[0]), os.dup(files[1]), os.dup(files[2])
             run_assignment(Assignment(number, starter, variables, *copies, output), work)
-        return Rank(number, pid, report_file, crash_file, output)
+        return Rank(number, pid, report_file, crash_file, phase_file, output)
     with tempfile.TemporaryFile() as task:
         pickle.dump(sys.path, task)
         pickle.dump((Assignment(number, starter, variables, *files, output), work), task)
@@ -245,7 +291,7 @@ def _start_rank(
             pass_fds=(task.fileno(), *files),
         )
     process.returncode = 0  # Rank.poll waits for the pid
-    return Rank(number, process.pid, report_file, crash_file, output)
+    return Rank(number, process.pid, report_file, crash_file, phase_file, output)
 
 
 def _kill(ranks: Sequence[Rank]) -> None:

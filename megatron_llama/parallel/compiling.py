@@ -184,7 +184,7 @@ def settings_of_graphs(plan: Plan) -> dict[str, Any]:
 def may_compile(plan: Plan, step: int, first: int) -> bool:
     """Whether ``step`` of a run that started with step ``first`` may compile new graphs, in training or validation.
 
-    The watchdog has no limit for such steps: a large model has compiled on Trainium for longer than a hang may last.
+    The watchdog is patient in such steps: a large model has compiled on Trainium for longer than a hang may last.
     """
     if step < first + WARM_UP_BATCHES:
         return True

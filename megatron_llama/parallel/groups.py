@@ -11,9 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import _register_process_group
 
+from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import Device
 from megatron_llama.devices.mcore import route
 from megatron_llama.plan import Plan
+from megatron_llama.system.phase import PATIENT
 from megatron_llama.topology import Topology
 
 
@@ -24,7 +26,7 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     trainer = plan.config.trainer
     if not dist.is_initialized():
         dist.init_process_group(
-            device.backend, rank=topology.rank, world_size=topology.world_size, timeout=timedelta(minutes=30)
+            device.backend, rank=topology.rank, world_size=topology.world_size, timeout=_timeout(trainer)
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tp,
@@ -43,6 +45,13 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _timeout(trainer: TrainerConfig) -> timedelta:
+    """How long a collective may wait: until the hang watch has spoken, because it knows who is to blame, and a rank may
+    compile for an hour while another waits for it."""
+    limit = trainer.hang_timeout_seconds
+    return timedelta(days=30) if limit is None else timedelta(seconds=(PATIENT + 1) * limit, minutes=10)
 
 
 def _rename(group: dist.ProcessGroup, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Signal handlers that are in place for the time of a ``with`` block, and processes that end with their parent."""
+"""Signal handlers that are in place for the time of a ``with`` block; processes that end with their parent, or are
+stopped."""
 
 from __future__ import annotations
 
@@ -46,3 +47,12 @@ def _watch_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(1)
     os._exit(EXIT_FAILED)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by SIGSTOP or a debugger; False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

@@ -16,6 +16,7 @@ from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.plan import Plan
+from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
@@ -23,7 +24,6 @@ from megatron_llama.train.metrics import MetricsLogger, measure_peak
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import StopSignals
-from megatron_llama.train.watchdog import Watchdog
 
 
 def train(
@@ -37,17 +37,19 @@ def train(
     """
     trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer, data)
+    phase.enter("loading", phase.PATIENT)
     plan = checkpointer.resume()
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
+    phase.enter("the first measurements", phase.PATIENT)
     check_copies(model.shards)
     peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
-    watchdog = Watchdog(trainer.hang_timeout_seconds, topology.rank, topology.world_size, plan.run_dir / "hang")
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
-    with StopSignals() as signals, watchdog, metrics_logger as logger, prefetcher as batches:
+    with StopSignals() as signals, metrics_logger as logger, prefetcher as batches:
         for step in range(first, trainer.steps + 1):
-            watchdog.beat(f"step {step}", patient=model.compiler is not None and may_compile(plan, step, first))
+            patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0
+            phase.enter(f"step {step}", patience)
             start = time.perf_counter()
             metrics = training_step(step, plan, model, optimizer, batches, finite)
             consumed_tokens += int(metrics["tokens"])
@@ -58,6 +60,7 @@ def train(
             if plan.config.logging.parameter_norm:
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
             if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
+                phase.enter(f"validation after step {step}", patience)
                 metrics["val_loss"] = validate(plan, model, data.validation)
             if logger is not None:
                 logger.log_step(metrics)
@@ -65,13 +68,14 @@ def train(
                 report_graphs(plan, model.compiler, logger)
             if checkpointer.after_step(step, signals.received, metrics.get("val_loss"), consumed_tokens):
                 raise SystemExit(EXIT_RESTART)
-        watchdog.beat("the last checkpoint and the samples")
         checkpointer.finish(max(first - 1, trainer.steps))
+        phase.enter("the last checks and samples", phase.PATIENT)
         check_copies(model.shards)
         samples = continue_prompts(plan, model)
         report_graphs(plan, model.compiler, logger)
         if logger is not None:
             logger.finish(samples)
+    phase.enter("exporting", phase.PATIENT)
     checkpointer.export()
 
 
@@ -127,6 +131,7 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
     losses, counts = [], []
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
+            phase.advance(f"sequence {position} of {end}")
             microbatches = ahead.at(position)
             batch = model.count(microbatches)
             counts.append(batch.with_loss)

@@ -11,6 +11,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
+from megatron_llama.system import phase
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import train
 
@@ -23,14 +24,20 @@ def run_rank(plan: Plan) -> None:
         ConfigError: the data can't be used; on all ranks alike.
         TrainingFault: training can't go on.
     """
+    phase.enter("opening the device", phase.PATIENT)
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
 
     topology = build_topology(plan, int(os.environ["RANK"]))
+    phase.enter("meeting the other ranks", phase.PATIENT)
     with process_groups(plan, topology, device, torch_device):
         device.seed(plan.config.trainer.seed)  # after the process group: some runtimes must start with it
+        phase.enter("building the model", phase.PATIENT)
         model = build_model(plan, topology, device, torch_device)
+        phase.enter("building the optimizer", phase.PATIENT)
         optimizer = build_optimizer(plan, model)
+        phase.enter("opening the data", phase.PATIENT)
         data = build_data(plan, topology, torch_device, device.pins_memory)
         train(plan, topology, device, model, optimizer, data)
+        phase.enter("leaving the other ranks")

@@ -16,11 +16,13 @@ import torch
 
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
-from megatron_llama.train import loop, stop, watchdog
+from megatron_llama.system import phase
+from megatron_llama.system.signals import is_stopped
+from megatron_llama.train import loop, stop
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same
-from tests.processes import announce, gone, pids, rank
+from tests.processes import announce, hasten, rank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -143,14 +145,6 @@ class _Clock:
         file = self.run_dir / "clock"
         return float(file.read_text()) if file.exists() else 0.0
 
-    def sleep(self, seconds: float) -> None:
-        """The watchdog's two waits: until all ranks have written their stacks, then until rank 0 has shown them."""
-        if not (self.run_dir / f"pid{rank()}").exists():
-            announce(self.run_dir)
-            pids(self.run_dir, 2)
-        else:
-            gone(pids(self.run_dir, 1)[0])
-
     @staticmethod
     def set(run_dir: Path, seconds: float) -> None:
         """For the test: turns the hands."""
@@ -169,8 +163,7 @@ def _stuck(plan: Plan) -> None:
                 time.sleep(600)
 
     run_dir = Path(str(plan.config.run.dir))
-    stop.time = watchdog.time = _Clock(run_dir)  # type: ignore[assignment]
-    watchdog._GRACE_SECONDS = 600.0  # the C library has its own clock
+    stop.time = _Clock(run_dir)  # type: ignore[assignment]
     _note_signals(run_dir)
     _with_each_step(stuck_in_the_third_step)(plan)
 
@@ -189,13 +182,77 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     assert losses(folder)[-1][0] == 2, "not even the step was finished"
 
 
-def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", *TP2, "trainer.hang_timeout_seconds=3", work=_stuck)
+def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasten(monkeypatch, tmp_path / "hasten")
+    job = Job(tmp_path / "run", *TP2, work=_stuck)
     job.until(lambda: _in_the_third_step(tmp_path / "run"))
-    _Clock.set(tmp_path / "run", 3.1)
+    (tmp_path / "hasten").touch()
     assert job.wait() == 1
-    assert "rank 1: no progress for 3 s, in step 3" in job.said and "stuck_in_the_third_step" in job.said
-    assert "rank 0: no progress for 3 s, in step 3" in job.said
+    assert "stuck_in_the_third_step" in job.said and "in training_step" in job.said
+    assert job.said.rstrip().splitlines()[-1] == "All 2 ranks failed: no progress in step 3"
+
+
+# The phases of a run, in their order. What is left out of the list would count to the phase before it.
+PHASES = [
+    "opening the device",
+    "meeting the other ranks",
+    "building the model",
+    "building the optimizer",
+    "opening the data",
+    "loading",
+    "the first measurements",
+    "step 1",
+    "validation after step 1",
+    "validation after step 1: sequence 0 of 8",
+    "saving step 1",
+    "saving step 1, the last",
+    "the last checks and samples",
+    "exporting",
+    "leaving the other ranks",
+]
+ALL_PHASES = [*TP2, "trainer.steps=1", "trainer.val_every_steps=1", "trainer.val_steps=1", "checkpoint.every_steps=1"]
+
+
+def _stops_in(name: str | None) -> Callable[[Plan], None]:
+    """A rank that writes down its phases; rank 1 stops itself in one of them."""
+
+    def work(plan: Plan) -> None:
+        folder, enter = Path(str(plan.config.run.dir)), phase.enter
+
+        def noted(what: str, patience: float = 1.0) -> None:
+            enter(what, patience)
+            with (folder / f"phases{rank()}").open("a") as file:
+                file.write(f"{what}\n")
+            if what == name and rank() == 1:
+                announce(folder)
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        phase.enter = noted  # type: ignore[assignment]
+        run_rank(plan)
+
+    return work
+
+
+def test_every_part_of_a_run_is_a_phase_and_all_ranks_enter_the_same(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", *ALL_PHASES, work=_stops_in(None))
+    assert job.wait() == 0, job.said
+    for number in (0, 1):
+        assert (tmp_path / "run" / f"phases{number}").read_text().splitlines() == PHASES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PHASES)
+def test_a_rank_that_is_stopped_in_any_phase_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hasten(monkeypatch, tmp_path / "hasten")
+    folder = tmp_path / "run"
+    job = Job(folder, *ALL_PHASES, work=_stops_in(name))
+    job.until(lambda: (folder / "pid1").exists() and is_stopped(int((folder / "pid1").read_text())))
+    (tmp_path / "hasten").touch()
+    assert job.wait() == 1
+    last = job.said.rstrip().splitlines()[-1]
+    assert last.startswith("Rank 1 of 2 failed: no progress") and f"in {name}; it is stopped" in last
 
 
 def _dies_once(plan: Plan) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
+import re
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ import torch
 from megatron_llama.data import prefetch
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.prefetch import AHEAD, Prefetcher
+from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
-from megatron_llama.train.watchdog import Watchdog
 from tests.config.helpers import make
 from tests.model.llamas import CPU
 from tests.ranks import run_ranks
@@ -150,26 +149,20 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPa
     assert not prefetcher._thread.is_alive(), "what was not begun is not built"
 
 
-def test_the_watchdog_sees_a_read_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_sees_a_read_that_hangs() -> None:
     samples = Watched()
     samples.gate.clear()
-    seen = tmp_path / "stacks.txt"
-
-    def give_up(self: Watchdog) -> None:
-        if samples.gate.is_set():
-            return  # ours does not end the process, so it is called again
-        with open(seen, "w", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+    rank = ThisProcess(0)
+    with Prefetcher(batches_of(samples), end=8) as prefetcher:
+        reader = threading.Thread(target=prefetcher.at, args=(0,))
+        reader.start()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not {"in __getitem__", "in at"} <= set(re.findall(r"in (?:__getitem__|at)\b", rank.stacks())):
+            assert time.monotonic() < deadline, rank.stacks()
+            rank.ask_for_stacks()  # of the read that hangs, and of who waits for it
         samples.gate.set()
-
-    monkeypatch.setattr(Watchdog, "_give_up", give_up)
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
-    with Watchdog(0.2, 0, 1, tmp_path) as watchdog, Prefetcher(batches_of(samples), end=8) as prefetcher:
-        watchdog.beat("step 1")
-        prefetcher.at(0)
-    stacks = seen.read_text()
-    assert "in __getitem__" in stacks, "the read that hangs"
-    assert "prefetch.py" in stacks and "in at" in stacks, "and who waits for it"
+        reader.join(PATIENCE_SECONDS)
+    assert "prefetch.py" in rank.stacks()
 
 
 def test_each_forked_rank_has_a_thread_of_its_own() -> None:

@@ -66,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
 def compile_one_rank(plan: Plan, representatives: Sequence[int] | None = None) -> None:
     """What each process does that is started."""
     from megatron_llama.devices import get_device
+    from megatron_llama.system import phase
 
+    phase.enter("compiling ahead", phase.UNWATCHED)
     for name, value in get_device(plan.config.device.name).ahead_of_time_environment().items():
         os.environ.setdefault(name, value)
     from megatron_llama.tools.compile.compile_rank import compile_rank

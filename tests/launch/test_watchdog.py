@@ -1,0 +1,261 @@
+"""A rank that makes no progress ends the job, and is the one that is named, whatever it was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_llama.launch import board, start, watchdog
+from megatron_llama.launch.board import Board
+from megatron_llama.launch.start import start_ranks
+from megatron_llama.launch.watchdog import Hang, Watch, watch_this_process
+from megatron_llama.parallel.compiling import may_compile
+from megatron_llama.plan import resolve
+from megatron_llama.system import phase
+from megatron_llama.system.phase import Phase
+from megatron_llama.system.signals import is_stopped
+from tests.config.helpers import make
+from tests.processes import PATIENCE_SECONDS, MakeStarter, Starter, announce, hasten, pids, rank
+
+
+class Simulated:
+    """A rank whose phase the test sets."""
+
+    ended = False
+
+    def __init__(self, number: int, *, stopped: bool = False, answers: bool = True) -> None:
+        self.number, self.stopped, self.answers = number, stopped, answers
+        self.phase = Phase(1, "step 1")
+
+    def enter(self, name: str, patience: float = 1.0) -> None:
+        self.phase = Phase(self.phase.number + 1, name, patience)
+
+    def ask_for_stacks(self) -> None:
+        pass
+
+    def stacks(self) -> str:
+        return f"in the stack of {self.number}" if self.answers and not self.stopped else ""
+
+
+class Clock:
+    """The watch's clock, and its only sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(watchdog, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def look(watch: Watch, seconds: float) -> str:
+    """What the watch reports within so many seconds; empty where it has no complaint."""
+    try:
+        for _ in range(round(seconds)):
+            watch.wait(1.0)
+    except Hang as hang:
+        return str(hang)
+    return ""
+
+
+def test_a_phase_has_its_limit_and_a_patient_one_eight_times_that(clock: Clock) -> None:
+    one = Simulated(0)
+    watch = Watch([one], 1, 10.0)
+    assert not look(watch, 9)
+    one.enter("step 2")
+    assert not look(watch, 9), "a new phase has its own time"
+    one.enter("compiling", phase.PATIENT)
+    assert not look(watch, 79)
+    one.enter("compiling ahead", phase.UNWATCHED)
+    assert not look(watch, 100_000)
+    one.enter("step 3")
+    assert look(watch, 12).endswith("Rank 0 of 1 failed: no progress for 11 s in step 3; it runs")
+    assert not look(Watch([one], 1, None), 100_000), "null waits for ever"
+
+
+def test_a_job_that_was_suspended_has_not_hung(clock: Clock) -> None:
+    watch = Watch([Simulated(0)], 1, 60.0)
+    assert not look(watch, 2)
+    clock.now += 86400  # Ctrl-Z: the ranks and their watcher slept
+    assert not look(watch, 50)
+    assert look(watch, 10)
+
+
+def test_who_is_stopped_is_blamed_and_not_who_waits_for_it(clock: Clock) -> None:
+    waits, stopped, waits_too = Simulated(0), Simulated(1, stopped=True), Simulated(2)
+    for one in (waits, waits_too):
+        one.enter("step 2")
+    said = look(Watch([waits, stopped, waits_too], 3, 10.0), 30)
+    assert "0     step 2  11 s  it runs\n1     step 1  11 s  it is stopped (by SIGSTOP or a debugger)" in said
+    assert "in the stack of 0" in said and "in the stack of 2" in said
+    assert said.splitlines()[-1].startswith("Rank 1 of 3 failed: no progress for 11 s in step 1; it is stopped")
+
+
+def test_who_does_not_answer_is_blamed_else_who_is_behind_else_all(clock: Clock) -> None:
+    first, second = Simulated(0), Simulated(1, answers=False)
+    assert look(Watch([first, second], 2, 10.0), 30).splitlines()[-1].startswith("Rank 1 of 2 failed")
+    second.answers = True
+    first.enter("step 2")
+    said = look(Watch([first, second], 2, 10.0), 30).splitlines()[-1]
+    assert said.startswith("Rank 1 of 2 failed")
+    assert said.endswith("in step 1; it runs, and the others are further")
+    second.enter("step 2")
+    said = look(Watch([first, second], 2, 10.0), 30).splitlines()[-1]
+    assert said == "All 2 ranks failed: no progress in step 2"
+
+
+# Real processes, stopped for real. The watch's clock stands still until the test has seen that the rank is stopped.
+
+
+def stop_in(name: str, folder: Path) -> None:
+    """What rank 1 does when it comes to a phase; the other waits for it in the next one."""
+    for each in ("importing the program", "meeting the other ranks", "loading", "step 1", "exporting"):
+        if each != "importing the program":
+            phase.enter(each, phase.PATIENT)
+        if each == name:
+            announce(folder)
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            break
+    phase.enter("what follows")
+    time.sleep(600)
+
+
+def until_stopped(folder: Path, number: int, ranks: int = 2) -> None:
+    pid, deadline = pids(folder, ranks)[number], time.monotonic() + PATIENCE_SECONDS
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline, "it is not stopped"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["importing the program", "meeting the other ranks", "step 1", "exporting"])
+def test_a_stopped_rank_is_named_with_its_phase(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hasten(monkeypatch, tmp_path / "hasten")
+    job = starter(partial(start_ranks, partial(stop_in, name, tmp_path), 2, fork=True, hang_seconds=1000.0))
+    until_stopped(tmp_path, 1)
+    (tmp_path / "hasten").touch()
+    assert job.wait() == 1
+    assert job.last_line.startswith("Rank 1 of 2 failed: no progress for ")
+    assert f"in {name}; it is stopped" in job.last_line
+    assert "Rank 0's stacks" in job.errors and "in stop_in" in job.errors
+    assert "Rank 1's stacks" not in job.errors
+
+
+def test_a_rank_that_is_stopped_before_its_first_line_is_named(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasten(monkeypatch, tmp_path / "hasten")
+    run = start.run_assignment
+
+    def stopped_at_once(assignment: start.Assignment, work: Callable[[], None]) -> None:
+        os.environ["RANK"] = str(assignment.rank)
+        announce(tmp_path)
+        if assignment.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        run(assignment, work)
+
+    monkeypatch.setattr(start, "run_assignment", stopped_at_once)
+    job = starter(partial(start_ranks, partial(time.sleep, 600), 2, fork=True, hang_seconds=1000.0))
+    until_stopped(tmp_path, 1)
+    (tmp_path / "hasten").touch()
+    assert job.wait() == 1
+    assert job.last_line.startswith("Rank 1 of 2 failed") and "in the start of its process" in job.last_line
+
+
+def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasten(monkeypatch, tmp_path / "hasten")
+
+    def hold() -> None:
+        import ctypes
+
+        phase.enter("step 1")
+        announce(tmp_path)
+        ctypes.PyDLL(None).sleep(600)  # a call that keeps the lock
+
+    job = starter(partial(start_ranks, hold, 1, fork=True, hang_seconds=1000.0))
+    pids(tmp_path, 1)
+    (tmp_path / "hasten").touch()
+    assert job.wait() == 1
+    assert "in hold" in job.errors and job.last_line.endswith("in step 1; it runs")
+
+
+# Ranks that torchrun or srun has started: each watches itself, and they meet in a store.
+
+
+def one_of_three(number: int, port: int, folder: Path, host: bool) -> int:
+    """Such a rank; number 1 stops itself, number 0 hosts the store where ``host``."""
+    os.environ["RANK"] = str(number)
+    store = dist.TCPStore("127.0.0.1", port, is_master=host and number == 0, wait_for_workers=False)
+    phase.enter("step 7")
+    the_board = Board(store, "job", number, 3, "rank 0's")
+    (folder / f"up{number}").touch()
+    while len(list(folder.glob("up*"))) < 3:
+        time.sleep(0.01)
+    the_board.alarmed(watchdog._as_text([watchdog.Position(number, 1, "step 7", None)]))
+    announce(folder)
+    if number == int((folder / "victim").read_text()):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pids(folder, 3)
+    watch_this_process(number, 3, 1000.0, the_board)
+    time.sleep(600)
+    return 0
+
+
+@pytest.mark.parametrize(("victim", "host"), [(1, False), (0, True)], ids=["a rank", "the host of the store"])
+def test_ranks_that_watch_themselves_name_the_stopped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, host: bool
+) -> None:
+    hasten(monkeypatch, tmp_path / "hasten")
+    monkeypatch.setattr(board, "_STORE_SECONDS", 2.0 if host else PATIENCE_SECONDS)
+    monkeypatch.setattr(board, "_GATHER_SECONDS", 5.0)
+    (tmp_path / "victim").write_text(str(victim))
+    store = None if host else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = free_port() if store is None else store.port
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    ranks = [Starter(partial(one_of_three, n, port, tmp_path, host), folders[n]) for n in range(3)]
+    try:
+        until_stopped(tmp_path, victim, 3)
+        (tmp_path / "hasten").touch()
+        others = [rank for number, rank in enumerate(ranks) if number != victim]
+        assert [rank.wait() for rank in others] == [1, 1]
+        said = [rank.errors for rank in others]
+        if host:
+            assert all("does not answer" in text.splitlines()[-1] and "rank 0's" in text for text in said)
+            return
+        (full,) = [text for text in said if "Another rank tells" not in text]
+        assert full.rstrip().splitlines()[-1] == "Rank 1 of 3 failed: no progress in step 7; it does not answer"
+        assert "Rank 0's stacks" in full and "Rank 2's stacks" in full
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_new_graphs_come_in_the_first_steps_and_the_first_validations() -> None:
+    plan = resolve(make(**{"trainer.val_every_steps": 5}), 1)
+    assert [step for step in range(3, 40) if may_compile(plan, step, 3)] == [3, 4, 5, 10]
