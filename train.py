@@ -2,7 +2,14 @@
 
 import sys
 
-from megatron_llama.launch import main
+from megatron_llama.system.output import protect
+from megatron_llama.system.signals import leave_quietly
+
+if __name__ == "__main__":  # first: a signal may come, and the terminal go, while the rest is imported
+    leave_quietly()
+    protect()
+
+from megatron_llama.launch import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ from data_prep.lib.progress import Progress, short_time
 from data_prep.lib.publish import quarantine_file
 from data_prep.lib.workspace import QUARANTINE, Workspace
 from megatron_llama.system.errors import Stopped, UserError
-from megatron_llama.system.signals import handling
+from megatron_llama.system.signals import ASKED_TO_STOP, handling
 from megatron_llama.text.encoders import Encoder
 
 
@@ -76,7 +76,7 @@ class EncodingRun:
         if job.chat is not None:
             worker = ExampleEncoder(job, self.encoder, slots, job.chat)
         position, first = self.ledger.position, self._disk(self.cut.begin)
-        with handling((signal.SIGINT, signal.SIGTERM), self._note_signal), Pool(options.workers, worker) as pool:
+        with handling((signal.SIGINT, *ASKED_TO_STOP), self._note_signal), Pool(options.workers, worker) as pool:
             blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes, self.cut.end)
             progress = Progress(self._disk(self.cut.end) - first, self._disk(position) - first)
             try:

@@ -64,6 +64,7 @@ class Pool:
 
         Raises:
             UserError, MachineError: what a worker or the input raised; or a worker was killed.
+            Stopped: by ``check_stop``.
         """
         given: queue.SimpleQueue[tuple[Block, Future[Result]] | BaseException | None] = queue.SimpleQueue()
         room = threading.Semaphore(self.window)
@@ -102,6 +103,7 @@ class Pool:
             # The executor ends the others by SIGTERM: what ended the first worker is any other status.
             for process in self.processes:
                 process.join(timeout=5.0)
+            check_stop()  # a signal to the whole group ends workers, and asks this process to stop
             statuses = [process.exitcode for process in self.processes if process.exitcode]
             status = next((status for status in statuses if status != -signal.SIGTERM), -signal.SIGTERM)
             how = f"signal {-status}" if status < 0 else f"status {status}"

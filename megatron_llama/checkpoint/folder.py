@@ -11,7 +11,7 @@ from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, plain_name
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import CheckpointConfig
-from megatron_llama.system.files import sync_folder, write_atomically, write_synced
+from megatron_llama.system.files import DRAFT, sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -88,7 +88,7 @@ def clean(checkpoints: Path) -> None:
     if not checkpoints.is_dir():
         return
     for entry in checkpoints.iterdir():
-        if entry.name.startswith(".") and entry.name.endswith((".partial", ".removed")):
+        if entry.name.startswith(".") and entry.name.endswith((".partial", ".removed", DRAFT)):
             _delete(entry)
 
 

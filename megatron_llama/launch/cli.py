@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.output import spill_into
+from megatron_llama.system.signals import settle
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
@@ -88,6 +90,7 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
     except PreparationStopped as stopped:
         sys.stderr.write(f"Stopped: {stopped}.\n")
         status = EXIT_RESTART
+    settle()
     if context is None or context.rank == 0:
         report_to_batch_script(status)
     return status
@@ -141,6 +144,7 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], w
     if context is not None:
         return join(plan, world, context, work)
     choose_run_dir(plan)
+    spill_into(Path(str(plan.config.run.dir)))
     if world.hosts:
         return run_on_hosts(plan, world.hosts, overrides)
     if problems := check_data(plan.config):  # the ranks would find out only once they have built a model

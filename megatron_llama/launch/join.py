@@ -30,6 +30,7 @@ from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.output import spill_into
 from megatron_llama.system.signals import die_with
 
 PREPARE_LIMIT_SECONDS = 3600.0
@@ -69,6 +70,7 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
                 sys.stdout.write(node_table(nodes, context) + "\n")
             sys.stdout.flush()
             rendezvous.open(chosen)
+        spill_into(Path(str(plan.config.run.dir)))
         _use_interface(context, mine)
         hang_seconds = plan.config.trainer.hang_timeout_seconds
         if not starts_ranks:

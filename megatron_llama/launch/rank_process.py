@@ -23,7 +23,7 @@ from megatron_llama.launch.supervise import FORWARDED, WATCHED
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.signals import die_with
+from megatron_llama.system.signals import die_with, ignored_by_wish
 
 # A rank that lost another one waits before it reports that: by then the starter has killed it, and the cause is the
 # last thing on stderr.
@@ -110,7 +110,8 @@ def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn
     """Runs ``work`` as one rank and ends the process; never returns."""
     die_with(assignment.starter_pid)
     for number in FORWARDED:  # instead of the starter's handlers; then what arrived meanwhile is let through
-        signal.signal(number, signal.SIG_DFL)
+        if not ignored_by_wish(number):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, _interrupt_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(assignment.environment)
@@ -148,6 +149,7 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 def run_as_rank(plan: Plan, rank: int, work: Callable[[Plan], None]) -> int:
     """Runs ``work`` in this process, which torchrun or srun has started as ``rank``; returns the exit status."""
+    signal.signal(signal.SIGINT, _interrupt_once)
     try:
         work(plan)
     except KeyboardInterrupt:

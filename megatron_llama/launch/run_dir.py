@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
 from megatron_llama.plan import Plan, format_plan
-from megatron_llama.system.files import try_lock, write_atomically
+from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 
 LOCK_NAME = ".lock"
 # Names a file for the exit status of the run and its folder: a batch script learns from it whether all went well.
@@ -60,7 +60,8 @@ def claimed(folder: Path) -> Iterator[None]:
         rule, instead = f"the run's folder can't be written: {error.strerror}", "write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     with lock:
-        if try_lock(lock) is False:
+        locked = try_lock(lock)
+        if locked is False:
             lock.seek(0)
             owner = lock.read().strip()
             rule = f"another run is writing to this folder{f' ({owner})' if owner else ''}"
@@ -69,6 +70,8 @@ def claimed(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # on a full disk the lock holds all the same; its owner's name is a courtesy
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        for draft in folder.glob(f".*{DRAFT}") if locked else ():  # of a start that was killed
+            draft.unlink(missing_ok=True)
         yield
 
 

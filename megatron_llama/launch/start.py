@@ -42,6 +42,8 @@ import os, pickle, sys
 with os.fdopen(int(sys.argv[1]), "rb") as task:
     sys.path[:] = pickle.load(task)
     assignment, work = pickle.load(task)
+from megatron_llama.system.output import protect
+protect()
 from megatron_llama.launch.rank_process import run_assignment
 run_assignment(assignment, work)
 """

@@ -16,9 +16,9 @@ from types import FrameType
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.signals import handling
+from megatron_llama.system.signals import ASKED_TO_STOP, handling
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGUSR1, *ASKED_TO_STOP)
 WATCHED = (signal.SIGINT, *FORWARDED)
 POLL_SECONDS = 0.05
 

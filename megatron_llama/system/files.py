@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+DRAFT = ".draft"
+"""How the hidden name of a file ends that ``atomic_open`` writes; a process that is killed leaves it behind."""
+
 
 @contextlib.contextmanager
 def atomic_open(path: Path) -> Iterator[IO[bytes]]:
@@ -24,7 +27,7 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes that write the same file at the same time must not share a draft.
-    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.draft")
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}{DRAFT}")
     try:
         with open(draft, "wb") as file:
             yield file

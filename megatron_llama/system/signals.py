@@ -10,26 +10,63 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from megatron_llama.system.exit_status import EXIT_FAILED
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+ASKED_TO_STOP = (signal.SIGTERM, signal.SIGHUP)
+"""By a person or a scheduler (SIGTERM), or because the terminal has gone (SIGHUP)."""
+
 
 @contextmanager
 def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Calls ``handler`` for these signals inside the block, and restores the previous handlers after it.
 
-    Only the main thread may enter the block.
+    SIGHUP stays ignored where it is: that is what nohup is for. Only the main thread may enter the block.
     """
+    numbers = [number for number in numbers if not ignored_by_wish(number)]
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def leave_quietly() -> None:
+    """Until a run has handlers of its own, a signal ends this process at once: one line, status 128 + its number.
+
+    No exception does that: it would come up inside whatever is being imported, which may print or swallow it. What
+    is written before the ranks start is written whole or not at all.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+
+
+def settle() -> None:
+    """The end of what ``leave_quietly`` began: all is done, and no signal can change the exit status any more."""
+    for number in (signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP):
+        if signal.getsignal(number) is _leave:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        name = "Ctrl-C" if number == signal.SIGINT and os.isatty(2) else signal.Signals(number).name
+        with suppress(OSError):
+            os.write(2, f"Stopped by {name} before the start.\n".encode())
+    with suppress(Exception):  # it may be what was interrupted
+        sys.stdout.flush()
+    os._exit(128 + number)
+
+
+def ignored_by_wish(number: int) -> bool:
+    """Whether the user has this process ignore a signal, as by nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def die_with(parent_pid: int) -> None:

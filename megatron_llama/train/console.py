@@ -57,6 +57,9 @@ class Progress:
         step = int(metrics["step"] or 0)
         left = (self._steps - step) * seconds_per_step
         shown = step % self._every == 0 or step == self._steps or "val_loss" in metrics
+        if self._bar is not None and not self._console.is_terminal:  # it was lost; a file has its place
+            self._bar.stop()
+            self._bar = None
         if self._bar is None:
             if shown:
                 line = f"step {step}/{self._steps}  {_plain_text(metrics, left)}"

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGUSR1: finish the step, save, exit with status 75. A second one stops at once, except under Slurm."""
+"""SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second one stops at once, except under Slurm.
+
+SIGHUP is what a terminal that closes sends, as often as it likes: it never stops at once. nohup keeps it out.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 from contextlib import ExitStack
 from types import FrameType
 
-from megatron_llama.system.signals import handling
+from megatron_llama.system.signals import ASKED_TO_STOP, handling
 
 # A signal to a whole job reaches a rank twice, directly and through its starter. Within this time it is one request.
 _ECHO_SECONDS = 1.0
@@ -30,13 +33,13 @@ class StopSignals(ExitStack):
         return self._first_at is not None
 
     def __enter__(self) -> StopSignals:
-        self.enter_context(handling((signal.SIGTERM, signal.SIGUSR1), self._receive))
+        self.enter_context(handling((signal.SIGUSR1, *ASKED_TO_STOP), self._receive))
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
-        elif now - self._first_at > _ECHO_SECONDS and _SLURM_JOB not in os.environ:
+        elif number != signal.SIGHUP and now - self._first_at > _ECHO_SECONDS and _SLURM_JOB not in os.environ:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -24,9 +24,16 @@ STATUS_LOST = -1
 
 
 class Job:
-    """``python train.py`` with these arguments; ``work`` takes the place of what a rank does."""
+    """``python train.py`` with these arguments; ``work`` takes the place of what a rank does, and ``prepare`` is called
+    before anything else."""
 
-    def __init__(self, run_dir: Path, *overrides: str, work: Callable[[Plan], None] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *overrides: str,
+        work: Callable[[Plan], None] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self.output = run_dir.with_name(run_dir.name + ".out")
@@ -42,6 +49,8 @@ class Job:
                     open(2, "w", buffering=1, closefd=False),
                 )  # not pytest's
                 torch.set_num_threads(1)
+                if prepare is not None:
+                    prepare()
                 status = main([*SMALL, *QUIET, f"run.dir={run_dir}", *overrides], work)
             finally:
                 os._exit(status)

@@ -157,14 +157,27 @@ def as_a_script(killer: str) -> str:
     )
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("which", "to"),
+    [(signal.SIGHUP, "process"), (signal.SIGINT, "group"), (signal.SIGTERM, "group")],
+)
 def test_a_signal_ends_it_with_75_and_it_goes_on(
-    tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals
+    tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals, to: str
 ) -> None:
+    """A scheduler, a terminal and Ctrl-C signal the whole group: the workers die of it too."""
     args = [*arguments(tmp_path, tokenizer)[:-2], "--checkpoint-seconds", "1000"]
-    script = killer("encoding_run.EncodingRun", "_take", 9, after=True).replace("SIGKILL", which.name)
+    if to == "process":
+        script = killer("encoding_run.EncodingRun", "_take", 9, after=True)
+    else:  # from a worker, so that this process waits
+        script = killer("encoding_run.TextEncoder", "run", 9).replace("os.kill(os.getpid()", "os.killpg(os.getpgrp()")
+    script = script.replace("SIGKILL", which.name)
     stopped = subprocess.run(
-        [sys.executable, "-c", as_a_script(script), *args], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", as_a_script(script), *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        start_new_session=True,
     )
     assert_refused(stopped, which.name, "the same command goes on", status=75)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -141,7 +141,7 @@ class Interposer:
     def disk_fails(self, folder: Path, error: int, after: int) -> None:
         """Has everything that writes below ``folder`` fail with ``error``, an errno, after so many writes."""
         self._control.error = 0
-        self._control.folder = os.fsencode(folder)[: _FOLDER_BYTES - 1]
+        self._control.folder = os.fsencode(f"{folder}/")[: _FOLDER_BYTES - 1]
         self._control.left, self._control.hits = after, 0
         self._control.error = error
 

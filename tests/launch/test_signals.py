@@ -1,0 +1,192 @@
+"""Every row of docs/signals.md: what a signal does in each part of a run, and a console that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.checkpoint import saving
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.launch import run_dir as run_dir_module
+from megatron_llama.launch import start as start_module
+from megatron_llama.plan import Plan
+from megatron_llama.system.output import FILE
+from megatron_llama.system.signals import leave_quietly
+from megatron_llama.train import loop, run_rank
+from tests.checkpoint.jobs import Job, leftovers, losses
+from tests.checkpoint.runner import SMALL
+from tests.paths import TRAIN_PY
+from tests.processes import environment
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+RUN = ["trainer.steps=4", "checkpoint.every_steps=2", "trainer.val_every_steps=3", "trainer.val_steps=1"]
+# Runs train.py in a process that gets a signal when it first imports a module.
+IMPORTING = """
+import os, runpy, sys
+class Signaller:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Signaller())
+sys.argv[0] = {train!r}
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [("megatron_llama.launch", signal.SIGINT), ("omegaconf", signal.SIGTERM), ("torch", signal.SIGINT)],
+)
+def test_while_imports_last(tmp_path: Path, module: str, number: signal.Signals) -> None:
+    """The last of them comes when the run's folder is claimed."""
+    program = IMPORTING.format(module=module, number=int(number), train=str(TRAIN_PY))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *SMALL, f"run.dir={tmp_path}/run"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (128 + number, f"Stopped by {number.name} before the start.\n")
+
+
+def told(number: int) -> None:
+    """Signals this rank's starter; returns when the signal has come here."""
+    arrived: list[int] = []
+    handler: Any = signal.getsignal(number)
+    signal.signal(number, lambda *arguments: [arrived.append(1), handler(*arguments)])
+    os.kill(os.getppid(), number)
+    while not arrived:
+        time.sleep(0.01)
+
+
+def first(
+    owner: Any, name: str, act: Callable[[], Any], call: int = 1, patch: Callable[[Any, str, Any], None] = setattr
+) -> None:
+    """Has the ``call``-th call of a function begin with ``act``."""
+    inner, calls = getattr(owner, name), []
+
+    def acting(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            act()
+        return inner(*arguments, **keywords)
+
+    patch(owner, name, acting)
+
+
+def in_a_phase(owner: Any, name: str, number: int, call: int = 1) -> Callable[[Plan], None]:
+    """The work of a rank that signals its starter in a phase."""
+
+    def work(plan: Plan) -> None:
+        first(owner, name, lambda: told(number), call)
+        run_rank.run_rank(plan)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "status", "saved"),
+    [
+        pytest.param(loop, "training_step", signal.SIGTERM, 75, 1, id="first step", marks=pytest.mark.slow),
+        pytest.param(loop, "validate", signal.SIGHUP, 75, 3, id="validation"),
+        pytest.param(saving.Saver, "start", signal.SIGUSR1, 75, 3, id="a save"),
+        pytest.param(loop, "continue_prompts", signal.SIGTERM, 0, 4, id="end"),
+    ],
+)
+def test_in_training(tmp_path: Path, owner: Any, name: str, number: signal.Signals, status: int, saved: int) -> None:
+    job = Job(tmp_path / "run", *RUN, work=in_a_phase(owner, name, number))
+    assert job.wait() == status, job.said
+    assert "Traceback" not in job.said
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{saved:08d}\n"
+    assert losses(tmp_path / "run")[-1][0] == saved and leftovers(tmp_path / "run") == []
+
+
+def _killed_while_it_builds(plan: Plan) -> None:
+    first(run_rank, "build_optimizer", lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
+    run_rank.run_rank(plan)
+
+
+def _killed_while_it_exports(plan: Plan) -> None:
+    first(Checkpointer, "export", lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
+    run_rank.run_rank(plan)
+
+
+@pytest.mark.parametrize(
+    "work", [_killed_while_it_builds, pytest.param(_killed_while_it_exports, marks=pytest.mark.slow)]
+)
+def test_before_and_after_training(tmp_path: Path, work: Callable[[Plan], None]) -> None:
+    job = Job(tmp_path / "run", *RUN, "trainer.steps=1", work=work)
+    assert job.wait() == 128 + signal.SIGTERM, job.said
+    assert job.said.splitlines()[-1] == "Stopped by SIGTERM." and "Traceback" not in job.said
+    assert len(losses(tmp_path / "run")) == (work is _killed_while_it_exports)
+
+
+@pytest.mark.slow
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(plan: Plan) -> None:
+        def hang_up() -> None:
+            for pid in (os.getppid(), os.getpid()):
+                os.kill(pid, signal.SIGHUP)
+
+        first(loop, "training_step", hang_up, call=2)
+        run_rank.run_rank(plan)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = Job(tmp_path / "run", *RUN, work=work)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert job.wait() == 0, job.said
+    assert len(losses(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize("moment", [pytest.param("claiming the folder", marks=pytest.mark.slow), "between two forks"])
+def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """No half file stays, nor half a job."""
+    patch = monkeypatch.setattr
+    if moment == "claiming the folder":
+        first(run_dir_module, "format_plan", lambda: os.kill(os.getpid(), signal.SIGTERM), 1, patch)
+        expected, last = 128 + signal.SIGTERM, "Stopped by SIGTERM before the start."
+    else:
+        first(start_module, "_start_rank", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
+        expected, last = 130, "Stopped by SIGINT."
+    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=leave_quietly)
+    assert job.wait() == expected, job.said
+    assert job.said.splitlines()[-1] == last and "Traceback" not in job.said
+    assert leftovers(tmp_path / "run") == []
+
+
+def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run/checkpoints"
+    checkpoints.mkdir(parents=True)
+    for path in (tmp_path / "run/.config.yaml.here.1.draft", checkpoints / ".latest.here.1.draft"):
+        path.touch()
+    job = Job(tmp_path / "run", *RUN, "trainer.steps=1")
+    assert job.wait() == 0, job.said
+    assert leftovers(tmp_path / "run") == []
+
+
+def test_a_lost_console_does_not_end_training(tmp_path: Path) -> None:
+    """A real run: its reader goes after one line, stderr is closed, and the locale knows no more than ASCII."""
+    command = [sys.executable, str(TRAIN_PY), *SMALL, *RUN, "logging.every_steps=1", f"run.dir={tmp_path}/run"]
+    run = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
+        env=environment(PYTHONIOENCODING="ascii"),
+        stdout=subprocess.PIPE,
+    )
+    assert run.stdout is not None and run.stdout.readline().strip()
+    run.stdout.close()
+    assert run.wait(200) == 0
+    text = (tmp_path / "run" / FILE).read_text()
+    assert "stdout is lost: Broken pipe" in text and "step 4/4" in text
+    assert len(losses(tmp_path / "run")) == 4 and (tmp_path / "run/loss.png").exists()
