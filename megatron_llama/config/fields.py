@@ -84,6 +84,11 @@ def settings_by_name() -> dict[str, Setting]:
     return {part.name: part for part in _walk(Config, "") if isinstance(part, Setting)}
 
 
+def settings_of(owner: type, section: str) -> dict[str, Setting]:
+    """The settings of a dataclass that is no part of ``Config``, under ``section``."""
+    return {part.name: part for part in _walk(owner, f"{section}.") if isinstance(part, Setting)}
+
+
 @functools.cache
 def sections() -> dict[str, Section]:
     """Every section (``trainer``, ``model.rope_scaling``) under its full name."""

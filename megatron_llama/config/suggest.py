@@ -38,6 +38,7 @@ KNOWN_ELSEWHERE = {
 }
 # Their settings that have no counterpart here.
 ADVICE = {
+    "cluster": "leave it out: a run finds its machines; cluster.* is of scripts/plan.py, which plans for others",
     "bf16": "write trainer.precision=bf16",
     "fp16": "write trainer.precision=bf16; there is no fp16, which needs a loss scale",
     "gradient_accumulation": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
@@ -50,7 +51,7 @@ ADVICE = {
 
 def unknown_setting(name: str, value: Any) -> Problem:
     """The problem of a setting that does not exist, with the setting that was probably meant."""
-    instead = ADVICE.get(name.rpartition(".")[2].lower())
+    instead = ADVICE.get(name.rpartition(".")[2].lower()) or ADVICE.get(name.partition(".")[0])
     if instead is None and (guess := suggest(name)):
         instead = f"write {guess}={shown(value)}"
     if instead is None:

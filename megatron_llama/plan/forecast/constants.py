@@ -1,0 +1,23 @@
+"""The fitted numbers of the time model: constants.json, written by scripts/fit_planner.py with where they come from."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("constants.json")
+
+
+@functools.cache
+def fitted() -> dict[str, float]:
+    """Each constant by its name; SPECIFICATION in scripts/fit_planner.py says what they mean."""
+    return {name: float(entry["value"]) for name, entry in provenance()["constants"].items()}
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """The whole file: constants with their meaning, the date, the data, and the errors on rows that were held out."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,117 @@
+"""The devices that a forecast knows: hardware.csv, one a row, each with the source of its numbers."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("hardware.csv")
+TYPICAL_REACH = 0.80
+"""Share of its peak that a large product reaches where nobody has published it: the median of the table."""
+TYPICAL_BUS_SHARE = 0.80
+"""Share of the link's speed that a large collective reaches inside a node."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the part of it that one rank has."""
+
+    name: str
+    family: str
+    """Devices of the same chip, which share fitted constants."""
+    peaks: dict[str, float]
+    """Dense peak by number format, FLOP/s."""
+    reach: dict[str, float]
+    """Share of the peak that large products reach in a benchmark, by number format."""
+    memory_bytes: int
+    bandwidth: float
+    """Of its memory, bytes/s."""
+    link: float
+    """To the other devices of the node, bytes/s in each direction."""
+    bus: float
+    """Bus bandwidth of a large all-reduce over a whole node, bytes/s."""
+    per_node: int
+    """Devices that the fast links join."""
+    network: float
+    """To other nodes, bytes/s in each direction."""
+    ranks_per_device: int
+    """Ranks that share a device, each with a part of it (NeuronCores)."""
+    source: str
+
+    def peak(self, form: str) -> float:
+        """FLOP/s of a format; that of the next wider one where the device has none of its own."""
+        order = ("fp4", "fp8", "bf16", "fp32")
+        return next(self.peaks[name] for name in order[order.index(form) :] if name in self.peaks)
+
+    def format_used(self, form: str) -> str:
+        """The format whose peak ``form`` gets here."""
+        order = ("fp4", "fp8", "bf16", "fp32")
+        return next(name for name in order[order.index(form) :] if name in self.peaks)
+
+    def per_rank(self) -> Device:
+        """The part of the device that one of its ranks has."""
+        parts = self.ranks_per_device
+        if parts == 1:
+            return self
+        return replace(
+            self,
+            peaks={form: peak / parts for form, peak in self.peaks.items()},
+            memory_bytes=self.memory_bytes // parts,
+            bandwidth=self.bandwidth / parts,
+            link=self.link / parts,
+            bus=self.bus / parts,
+            per_node=self.per_node * parts,
+            network=self.network / parts,
+            ranks_per_device=1,
+        )
+
+
+@functools.cache
+def devices() -> dict[str, Device]:
+    """Every device of the table by its name, lower case."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return {row["name"]: _device(row) for row in csv.DictReader(file)}
+
+
+@functools.cache
+def _aliases() -> dict[str, str]:
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return {alias: row["name"] for row in csv.DictReader(file) for alias in row["aliases"].split(";") if alias}
+
+
+def find_device(name: str) -> Device | None:
+    """The device that ``name`` means, as tables write it ("H100-80GB-SXM (DGX)"); None where none is meant.
+
+    A name is read from its beginning, the longest alias first, so that words behind it do no harm.
+    """
+    plain = "".join(letter if letter.isalnum() else " " for letter in name.lower())
+    squeezed = plain.replace(" ", "")
+    table = {"".join(filter(str.isalnum, alias)): device for alias, device in _aliases().items()}
+    table |= {"".join(filter(str.isalnum, own)): own for own in devices()}
+    for alias in sorted(table, key=len, reverse=True):
+        if squeezed.startswith(alias):
+            return devices()[table[alias]]
+    return None
+
+
+def _device(row: dict[str, str]) -> Device:
+    formats = ("fp32", "bf16", "fp8", "fp4")
+    peaks = {form: 1e12 * float(row[f"{form}_tflops"]) for form in formats if row[f"{form}_tflops"]}
+    reach = {form: float(row[f"reach_{form}"]) for form in ("bf16", "fp8") if row[f"reach_{form}"]}
+    link = 1e9 * float(row["link_gbps"])
+    return Device(
+        name=row["name"],
+        family=row["family"],
+        peaks=peaks,
+        reach={form: reach.get(form, reach.get("bf16", TYPICAL_REACH)) for form in peaks},
+        memory_bytes=int(float(row["memory_gib"]) * 2**30),
+        bandwidth=1e12 * float(row["bandwidth_tbps"]),
+        link=link,
+        bus=1e9 * float(row["bus_gbps"]) if row["bus_gbps"] else TYPICAL_BUS_SHARE * link,
+        per_node=int(row["per_node"]),
+        network=1e9 * float(row["network_gbps"]),
+        ranks_per_device=int(row["ranks_per_device"]),
+        source=row["source"],
+    )

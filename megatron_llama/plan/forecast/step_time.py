@@ -1,0 +1,242 @@
+"""Seconds of a training step, by what they are spent on.
+
+A step is: the micro batches of the slowest pipeline stage, the pipeline's bubble, what communication adds to them where
+it can't be hidden, and the optimizer. Matrix products run at the share of the device's peak that was fitted for its
+chip and format, less on small shapes; what runs between them at the speed of memory; constants.json has the fitted
+numbers, docs/planning.md the formulas in words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from megatron_llama.plan.forecast.collective_time import all_reduce, bus_bandwidth
+from megatron_llama.plan.forecast.hardware import Device
+from megatron_llama.plan.forecast.training_job import Job
+
+MEMORY_REACH = 0.85
+"""Share of the memory's bandwidth that simple kernels reach."""
+BACKWARD_PRODUCTS = 2
+"""Products in the backward pass for each one of the forward pass: the input's gradient and the weight's."""
+FLASH_BACKWARD = 2.5
+"""Five products in the backward of attention that recomputes its scores, two in the forward (arXiv:2205.14135)."""
+NARROW = ("fp8", "fp4")
+"""Formats that tensors are cast to before a product."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the slowest ranks; what is hidden beside something else is not in it."""
+
+    matmul: float = 0.0
+    """Matrix products of the blocks."""
+    head: float = 0.0
+    """The output head's products, and the loss."""
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    """Norms, activations, residuals, rotations, casts."""
+    launch: float = 0.0
+    """Gaps between kernels, and what the host does once a step."""
+    tensor: float = 0.0
+    context: float = 0.0
+    pipeline: float = 0.0
+    """Messages between stages."""
+    bubble: float = 0.0
+    data_parallel: float = 0.0
+    optimizer: float = 0.0
+    waiting: float = 0.0
+    """For the slowest of many nodes."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(asdict(self).values())
+
+    def parts(self) -> dict[str, float]:
+        """Each part by its name, in the order above."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one micro batch on one rank: forward, backward and what is recomputed."""
+
+    matmul: float
+    attention: float
+    memory_bound: float
+    launch: float
+    tensor: float
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
+
+
+def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepTime:
+    """The forecast of one step of ``job`` on ``device``, of which each rank has one (or its part of one)."""
+    layer, head = _layer(job, device, constants), _head(job, device, constants)
+    layers, m = job.layers_by_stage, job.num_microbatches
+    per_stage = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
+    slowest = max(range(job.pp), key=per_stage.__getitem__)
+    count, has_head = layers[slowest], slowest == job.pp - 1
+    bubble = (sum(per_stage) - per_stage[slowest]) / job.vpp
+    working = m * per_stage[slowest]
+    context = m * count * _context_parallel(job, layer, device, constants)
+    pipeline = m * _messages(job, device, constants)
+    data = _data_parallel(job, slowest, working, device, constants)
+    host = constants["launch.step"]
+    optimizer = _optimizer(job, slowest, device, constants)
+    nodes = max(1.0, job.ranks / device.per_node)
+    done = working + bubble + context + pipeline + data + host + optimizer
+    return StepTime(
+        matmul=m * count * layer.matmul,
+        head=m * head * has_head,
+        attention=m * count * layer.attention,
+        memory_bound=m * count * layer.memory_bound,
+        launch=m * count * layer.launch + host,
+        tensor=m * count * layer.tensor,
+        context=context,
+        pipeline=pipeline,
+        bubble=bubble,
+        data_parallel=data,
+        optimizer=optimizer,
+        waiting=done * constants["waiting"] * math.log2(nodes),
+    )
+
+
+def matmul_seconds(
+    rows: float, inner: float, columns: float, form: str, device: Device, constants: Mapping[str, float]
+) -> float:
+    """Seconds of a product [rows, inner] x [inner, columns]: 2 * rows * inner * columns FLOPs at the share of the peak
+    that the device reaches, and less where a side is short beside the tiles that the work is cut into."""
+    form = device.format_used(form)
+    share = constants.get(f"matmul.{device.family}.{form}", constants["matmul"] * device.reach[form])
+    tile = constants["tile.bf16" if form in ("bf16", "fp32") else "tile.fp8"]
+    filled = (1 + tile / rows) * (1 + tile / inner) * (1 + tile / columns)
+    return 2 * rows * inner * columns / (device.peaks[form] * share) * filled
+
+
+def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
+    """One block."""
+    rows, shape, kernels = job.tokens, job.shape, job.program.kernels
+    forward = weights = 0.0
+    for inner, columns in shape.layer_products(job.tp):
+        forward += matmul_seconds(rows, inner, columns, job.format, device, constants)
+        weights += matmul_seconds(columns, rows, inner, job.format, device, constants)
+    again = {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute]
+    matmul = forward * (2 + again)
+    if job.lora_parameters:
+        # Frozen weights have no gradient; the adapters' thin products are as slow as reading their inputs.
+        thin = 3 * rows * sum(inner + columns for inner, columns in shape.layer_products(job.tp)) * 2
+        memory = thin / (device.bandwidth * MEMORY_REACH)
+    else:
+        matmul, memory = matmul + weights, 0.0
+    core, scores = _attention(job, device, constants)
+    attention = core * (1 + FLASH_BACKWARD + again)
+    if job.program.attention == "scores":
+        attention = (core + scores) * (3 + max(again, job.recompute == "selective"))
+    split = job.tp if job.sp else 1
+    whole = 10 * rows * shape.hidden / split
+    inside = rows * ((3 if shape.gated else 2) * shape.ffn + 2 * (shape.queries + shape.keys)) / job.tp
+    passes = (whole + inside) * job.inner_bytes * constants[f"passes.{kernels}"]
+    if job.format in NARROW:
+        passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
+    memory += passes * (2.5 + again) / (device.bandwidth * MEMORY_REACH)
+    return _Work(matmul, attention, memory, constants[f"launch.{kernels}"], _tensor_parallel(job, device, constants))
+
+
+def _attention(job: Job, device: Device, constants: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds of the two products with the sequence in the forward pass, and of moving the scores where they are
+    kept."""
+    shape, seen = job.shape, job.document or job.seq
+    products = 4 * job.tokens * seen * shape.queries / job.tp
+    form = device.format_used("bf16" if job.format in NARROW else job.format)
+    if job.program.attention == "scores":
+        rate = device.peaks[form] * constants.get(f"matmul.{device.family}.{form}", device.reach[form]) * 0.6
+        elements = job.tokens * seen * shape.heads / job.tp
+        return products / rate, elements * 2 * constants["passes.scores"] / (device.bandwidth * MEMORY_REACH)
+    kernel = job.program.attention
+    share = constants.get(f"attention.{device.family}.{kernel}", constants[f"attention.{kernel}"])
+    short = 1 + constants["tile.attention"] / seen
+    return products / 2 / (device.peaks[form] * share) * short * (1 + constants["tile.head"] / shape.head_dim), 0.0
+
+
+def _head(job: Job, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds of the output head and the loss of a micro batch."""
+    rows, inner, columns = job.tokens, job.shape.hidden, job.shape.vocab / job.tp
+    form = "bf16" if job.format in NARROW else job.format
+    forward = matmul_seconds(rows, inner, columns, form, device, constants)
+    products = forward * (2 if job.lora_parameters else 3)
+    passes = rows * columns * 24 * constants[f"passes.{job.program.kernels}"]
+    return products + passes / (device.bandwidth * MEMORY_REACH)
+
+
+def _tensor_parallel(job: Job, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds of a block's sums over tp that nothing hides: two in the forward, two in the backward pass."""
+    if job.tp == 1:
+        return 0.0
+    size = job.tokens * job.shape.hidden * job.inner_bytes
+    sums = 4 + (2 if job.recompute == "full" else 0)
+    exposed = constants["exposed.tp overlapped" if job.program.overlaps_tp else "exposed.tp"]
+    return exposed * sums * all_reduce(size, job.tp, 1, device, constants)
+
+
+def _context_parallel(job: Job, layer: _Work, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds of passing keys and values round in a block, as far as its attention does not hide them."""
+    if job.cp == 1:
+        return 0.0
+    keys = 2 * job.tokens * job.shape.keys / job.tp * job.inner_bytes
+    bandwidth = bus_bandwidth(device, job.cp, job.tp, constants)
+    passing = 3 * (job.cp - 1) * keys / bandwidth
+    return constants["exposed.cp"] * passing + max(0.0, (1 - constants["exposed.cp"]) * passing - layer.attention)
+
+
+def _messages(job: Job, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds of a micro batch's messages between stages that nothing hides."""
+    if job.pp == 1:
+        return 0.0
+    size = job.tokens * job.shape.hidden * job.inner_bytes / job.tp
+    across = job.tp * job.cp * job.dp >= device.per_node
+    bandwidth = constants["network.share"] * device.network if across else device.link
+    start = constants["latency.network"] if across else constants["latency.node"]
+    return constants["exposed.pp"] * 2 * job.vpp * (start + size / bandwidth)
+
+
+def _data_parallel(job: Job, stage: int, working: float, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds of gathering weights and reducing gradients that the passes do not hide."""
+    ranks = job.dp * job.cp
+    if ranks == 1:
+        return 0.0
+    held = job.stage_parameters(stage)
+    trained = held if not job.lora_parameters else job.lora_parameters * job.layers_by_stage[stage]
+    gradients = trained * min(job.state.gradient, 4)
+    weights = held * job.state.weight
+    stride, m = job.tp, job.num_microbatches
+    if job.zero == 3:
+        # Block by block: weights are gathered for each pass (two gathers move what one sum does), gradients scattered.
+        blocks = job.layers_by_stage[stage]
+        gathers = all_reduce(weights / blocks, ranks, stride, device, constants)
+        reduces = all_reduce(gradients / blocks, ranks, stride, device, constants) / 2
+        window, moving = working, m * blocks * (gathers + reduces)
+    else:
+        moving = all_reduce(gradients, ranks, stride, device, constants)
+        if job.zero:
+            moving = moving / 2 + all_reduce(trained * job.state.weight, ranks, stride, device, constants) / 2
+        window = working / m
+    if not job.program.overlaps_dp:
+        return moving
+    exposed = constants["exposed.dp"]
+    return exposed * moving + max(0.0, (1 - exposed) * moving - window)
+
+
+def _optimizer(job: Job, stage: int, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds of reading and writing gradients, weights and averages, and of the gradient's norm."""
+    trained = job.stage_parameters(stage)
+    if job.lora_parameters:
+        trained = job.lora_parameters * job.layers_by_stage[stage]
+    share = trained / (job.shard_size if job.zero else 1)
+    state = job.state
+    size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
+    return size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)

@@ -1,0 +1,263 @@
+"""What a forecast is made of: the shape of the model, the layout, and the program that trains it.
+
+A ``Job`` describes our own runs (``job_of_plan``) and runs of other programs (tools/plan/published.py reads them from
+tables), so that one set of formulas speaks of both. What programs do differently is in ``Program``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+from megatron_llama.config.precision import BYTES
+from megatron_llama.plan.derive import spread
+from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.shapes import kv_heads, lora_parameters
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model, with what Llama fixes and other decoders don't."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    """SwiGLU with three matrices; else an MLP with two."""
+    tied: bool = False
+    """The output head is the embedding table."""
+    learned_positions: int = 0
+    """Rows of a table of learned positions."""
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads; that of the values too."""
+        return self.kv_heads * self.head_dim
+
+    def layer_products(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
+        """(in, out) of each matrix product of a block on one of ``tp`` ranks."""
+        keys = max(self.kv_heads // tp, 1) * self.head_dim
+        return (
+            (self.hidden, self.queries // tp + 2 * keys),
+            (self.queries // tp, self.hidden),
+            (self.hidden, (2 if self.gated else 1) * self.ffn // tp),
+            (self.ffn // tp, self.hidden),
+        )
+
+    def layer_parameters(self, tp: int = 1) -> int:
+        """Parameters of a block on one of ``tp`` ranks: its matrices and two norms."""
+        return sum(rows * columns for rows, columns in self.layer_products(tp)) + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        tables = (1 if self.tied else 2) * self.vocab + self.learned_positions
+        return self.layers * self.layer_parameters() + self.hidden * (tables + 1)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of what is kept of one trained parameter."""
+
+    weight: int = 2
+    """What the blocks compute with."""
+    gradient: int = 4
+    """Gradient sums."""
+    master: int = 4
+    """Master weights; 0 where the optimizer updates the weights themselves."""
+    moments: int = 8
+    """Adam's two averages."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one training program does its own way, as far as memory and time show it."""
+
+    name: str
+    attention: str = "flash"
+    """``scores``: the whole square of attention scores is computed and kept; ``flash``: neither, in kernels as torch
+    has them (FlashAttention 2); ``flash 1``: in those before; ``tuned``: in kernels made for the device (cuDNN,
+    FlashAttention 3)."""
+    kernels: str = "eager"
+    """What runs between the matrix products: ``eager`` (one kernel for each operation), ``compiled`` (torch.compile),
+    ``fused`` (hand-written)."""
+    overlaps_tp: bool = False
+    """Communication of tensor parallelism is cut in pieces that run beside the products."""
+    overlaps_dp: bool = True
+    """Gradients are reduced beside the backward pass, weights gathered beside the forward pass."""
+    dropout: bool = False
+    """Masks of dropout are kept."""
+    keeps_gathered: bool = False
+    """With sequence parallelism, the gathered inputs of the products are kept, not each rank's part of them."""
+    stages_by_cost: bool = False
+    """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
+    logit_bytes: int = 12
+    """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits."""
+
+
+OURS = Program("megatron_llama")
+PROGRAMS = {
+    "ours": OURS,
+    "ours, compiled": Program("megatron_llama, compiled", kernels="compiled"),
+    "megatron 2021": Program(
+        "Megatron-LM before FlashAttention", "scores", "fused", overlaps_dp=False, dropout=True, logit_bytes=0
+    ),
+    "megatron": Program("Megatron-Core with Transformer Engine", "tuned", "fused"),
+    "megatron, overlapped": Program("the same, tensor parallelism overlapped", "tuned", "fused", overlaps_tp=True),
+    "eager": Program("PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14),
+    "nanotron": Program("nanotron", keeps_gathered=True, stages_by_cost=True, logit_bytes=10),
+    "eager, flash 1": Program("the same, with the first FlashAttention", "flash 1", logit_bytes=14),
+    "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True),
+    "compiled, overlapped": Program(
+        "the same, asynchronous tensor parallelism", kernels="compiled", overlaps_tp=True, keeps_gathered=True
+    ),
+    "xla": Program("compiled whole, by XLA", "scores", "compiled"),
+}
+"""The variants that the formulas know, by the name under which tables are read."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as the formulas see it."""
+
+    shape: Shape
+    seq: int
+    """Tokens in a sequence."""
+    micro_batch: int
+    """Sequences in a forward pass."""
+    num_microbatches: int
+    """Forward passes of a data-parallel rank in a step."""
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    """Ranks that share a sequence (context parallelism)."""
+    dp: int = 1
+    sp: bool = False
+    """Activations between the products are split over tp."""
+    zero: int = 1
+    shard_size: int = 1
+    """Ranks over which optimizer states, gradients or parameters are split."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage."""
+    recompute: str = "none"
+    """none, selective or full, as trainer.recompute."""
+    format: str = "bf16"
+    """Number format of the matrix products: fp32, bf16, fp8 or fp4."""
+    scaling: str = "per tensor"
+    """What of a tensor shares a scale in fp8 and fp4: ``per tensor``, ``per row`` or ``per block``."""
+    state: StateBytes = field(default_factory=StateBytes)
+    lora_parameters: int = 0
+    """Parameters of LoRA's adapters in one block on one rank; 0: every weight is trained."""
+    document: int | None = None
+    """Tokens among which attention is computed where a sequence holds several documents."""
+    program: Program = OURS
+    inner_bytes: int = 2
+    """Bytes of an activation."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in a step."""
+        return self.micro_batch * self.num_microbatches * self.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a step."""
+        return self.global_batch * self.seq
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch on one rank; with tp, before they are split along the sequence."""
+        return self.micro_batch * self.seq // self.cp
+
+    @property
+    def layers_by_stage(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage; spread evenly where they are not stated."""
+        if self.stage_layers:
+            return self.stage_layers
+        return _by_cost(self.shape, self.pp) if self.program.stages_by_cost else _evenly(self.shape.layers, self.pp)
+
+    def stage_parameters(self, stage: int) -> int:
+        """Parameters that a rank of a stage holds, LoRA's left out."""
+        shape, first, last = self.shape, stage == 0, stage == self.pp - 1
+        table = -(-shape.vocab // self.tp) * shape.hidden
+        tables = first + (last and not (shape.tied and first))
+        positions = first * shape.learned_positions * shape.hidden
+        layers = self.layers_by_stage[stage] * shape.layer_parameters(self.tp)
+        return layers + tables * table + positions + last * shape.hidden
+
+
+@functools.cache
+def _evenly(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(spread(layers, stages))
+
+
+@functools.cache
+def _by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where each one is filled until its cost reaches an equal share; the last has the rest."""
+    head = shape.vocab * shape.hidden / shape.layer_parameters()
+    share, left, found = (shape.layers + head) / stages, shape.layers, []
+    for stage in range(stages):
+        count = left if stage == stages - 1 else min(left, math.ceil(share))
+        found.append(count)
+        left -= count
+    return tuple(found)
+
+
+def job_of_plan(plan: Plan) -> Job:
+    """Our own run, as ``resolve`` planned it."""
+    model, trainer, precision = plan.model, plan.config.trainer, plan.precision
+    keys = kv_heads(model)
+    assert model.head_dim is not None, "resolve fills it in"
+    shape = Shape(
+        hidden=model.hidden_size,
+        layers=model.num_hidden_layers,
+        heads=model.num_attention_heads,
+        kv_heads=keys,
+        head_dim=model.head_dim,
+        ffn=model.intermediate_size,
+        vocab=plan.padded_vocab_size,
+        tied=model.tie_word_embeddings,
+    )
+    lora = plan.config.finetune.method == "lora"
+    compute = BYTES[precision.compute_dtype]
+    return Job(
+        shape=shape,
+        seq=plan.config.data.seq_length,
+        micro_batch=trainer.micro_batch_size,
+        num_microbatches=plan.num_microbatches,
+        tp=trainer.tp,
+        pp=trainer.pp,
+        vpp=trainer.vpp,
+        dp=plan.dp,
+        sp=plan.sp,
+        zero=trainer.zero,
+        shard_size=plan.shard_size,
+        stage_layers=tuple(trainer.pipeline_layers or ()),
+        recompute=trainer.recompute,
+        format=precision.compute_format,
+        state=StateBytes(
+            weight=compute,
+            gradient=BYTES[precision.grad_accum_dtype],
+            master=BYTES[precision.param_dtype] if precision.master else 0,
+            moments=2 * BYTES[precision.optimizer_state_dtype],
+        ),
+        lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
+        program=PROGRAMS["ours, compiled" if trainer.compile else "ours"],
+        inner_bytes=compute,
+    )

@@ -1,0 +1,1 @@
+"""Plans runs before they run: ``scripts/plan.py``."""

@@ -1,0 +1,149 @@
+"""From a command line to everything that is forecast of a run: memory, a step's time, and the same on more devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.cluster import ClusterConfig, load_cluster
+from megatron_llama.config.problems import nearest
+from megatron_llama.launch import cli
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.flops import FlopsPerToken, flops_per_token, mfu
+from megatron_llama.plan.forecast.constants import fitted
+from megatron_llama.plan.forecast.footprint import Footprint, footprint
+from megatron_llama.plan.forecast.goodput import Goodput, goodput
+from megatron_llama.plan.forecast.hardware import Device, devices, find_device
+from megatron_llama.plan.forecast.step_time import StepTime, step_time
+from megatron_llama.plan.forecast.training_job import Job, job_of_plan
+
+USABLE = 0.94
+"""Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
+what the allocator can't use."""
+MOST_DEVICES = 16_384
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The run on another number of devices."""
+
+    devices: int
+    global_batch: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    """Causal."""
+    goodput: Goodput
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is forecast of one run."""
+
+    plan: Plan
+    cluster: ClusterConfig
+    device: Device
+    """What one rank has."""
+    devices: int
+    job: Job
+    stages: tuple[Footprint, ...]
+    time: StepTime
+    flops: FlopsPerToken
+    goodput: Goodput
+    scaling: tuple[Scaled, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.job.tokens_per_step / self.time.total
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the whole run."""
+        return self.cluster.tokens or self.plan.batches.after(self.plan.config.trainer.steps).tokens
+
+    @property
+    def days(self) -> float:
+        """Of the whole run, with failures and checkpoints."""
+        return self.tokens / self.tokens_per_second / 86400 / max(self.goodput.useful, 1e-9)
+
+    @property
+    def cost(self) -> float | None:
+        """Of the whole run, in the price's currency."""
+        return None if self.cluster.price is None else self.days * 24 * self.devices * self.cluster.price
+
+    def utilisation(self, flops: float) -> float:
+        """MFU by ``flops`` a token, over the peak of all ranks."""
+        return mfu(flops, self.tokens_per_second, self.device.peak(self.job.format), self.job.ranks)
+
+
+def forecast_run(overrides: Sequence[str]) -> Forecast:
+    """The forecast of a command line. Raises ConfigError with everything that is wrong with it."""
+    cluster, rest, problems = load_cluster(overrides)
+    whole = find_device(cluster.device)
+    if whole is None:
+        names = list(devices())
+        guess = nearest(cluster.device, names)
+        advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
+        problems.append(Problem("cluster.device", cluster.device, "is not in the hardware table", advice))
+    try:
+        config = cli.parse_overrides(rest)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems or whole is None:
+        raise ConfigError(problems)
+    if cluster.devices_per_node:
+        whole = replace(whole, per_node=cluster.devices_per_node)
+    parts = whole.ranks_per_device
+    block = config.trainer.tp * config.trainer.pp
+    wanted = block * (config.trainer.dp or 1)
+    nodes = cluster.nodes or -(-wanted // (whole.per_node * parts))
+    count = nodes * whole.per_node if cluster.nodes else -(-wanted // parts)
+    plan = resolve(config, count * parts if cluster.nodes else wanted, exists=lambda path: True)
+    return forecast_plan(plan, replace(cluster, nodes=nodes), whole.per_rank(), count)
+
+
+def forecast_plan(plan: Plan, cluster: ClusterConfig, device: Device, count: int) -> Forecast:
+    """The forecast of ``plan`` on ``count`` devices, of which each rank has ``device``."""
+    job = job_of_plan(plan)
+    stages = tuple(footprint(job, stage) for stage in range(job.pp))
+    time = step_time(job, device, fitted())
+    flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
+    scaling = tuple(_scaled(job, times, device, cluster, flops, count) for times in _multiples(count))
+    return Forecast(
+        plan, cluster, device, count, job, stages, time, flops, _goodput(job, device, cluster, count), scaling
+    )
+
+
+def _multiples(count: int) -> list[int]:
+    """1, 2, 4, ... times as many devices, up to 16,384."""
+    found, times = [], 1
+    while times == 1 or times * count <= MOST_DEVICES:
+        found.append(times)
+        times *= 2
+    return found
+
+
+def _scaled(job: Job, times: int, device: Device, cluster: ClusterConfig, flops: FlopsPerToken, count: int) -> Scaled:
+    """The job with ``times`` as many data-parallel ranks, each with the same work."""
+    sharded = job.shard_size * times if job.shard_size == job.dp and job.zero else job.shard_size
+    larger = replace(job, dp=job.dp * times, shard_size=sharded)
+    seconds = step_time(larger, device, fitted()).total
+    rate = larger.tokens_per_step / seconds
+    used = mfu(flops.causal, rate, device.peak(job.format), larger.ranks)
+    kept = _goodput(larger, device, cluster, count * times)
+    return Scaled(count * times, larger.global_batch, seconds, rate, used, kept)
+
+
+def _goodput(job: Job, device: Device, cluster: ClusterConfig, count: int) -> Goodput:
+    """With checkpoints as often as is best."""
+    whole = job.shape.parameters * (job.state.weight + job.state.master + job.state.moments)
+    nodes = max(1, count // device.per_node)
+    return goodput(
+        count,
+        whole / count,
+        failure_hours=cluster.failure_hours,
+        restart_seconds=60 * cluster.restart_minutes,
+        write_seconds=whole / nodes / (1e9 * cluster.storage_gbps),
+    )

@@ -1,0 +1,359 @@
+"""Reads tables of published training runs: each row becomes a ``Job``, or the reason why none can be made of it.
+
+Pages count in different ways. What a row's numbers mean is decided here, once, from its columns: which FLOPs a
+utilisation counts, what a device is, which program ran with which kernels.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_llama.plan.forecast.footprint import footprint
+from megatron_llama.plan.forecast.hardware import Device, find_device
+from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Program, Shape, StateBytes
+
+Row = Mapping[str, str]
+SQUAD_DOCUMENT = 256
+"""Tokens of an example of the fine-tuning sets that NVIDIA's pages pack (SQuAD): attention is computed among them."""
+
+RESERVED = 1.04
+"""What the caching allocator holds for each byte that is live, where a page states what is reserved."""
+TYPICAL_VOCABULARY = 51_200
+"""GPT's, padded as Megatron-LM pads it, where a row has none."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row that the planner can speak of."""
+
+    row: Row
+    job: Job
+    device: Device
+    """What one rank has."""
+    seconds: float | None
+    """Published time of a step; derived from tokens/s, or from a utilisation whose convention is stated."""
+    memory: float | None
+    """Published peak memory of a rank, bytes."""
+    assumed: tuple[str, ...]
+    """What the row does not say, and what was taken."""
+
+
+class NotSpoken(ValueError):
+    """A row that nothing can be predicted for, and why."""
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; columns that are not there are empty."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
+
+
+def read_run(row: Row) -> Published:
+    """What ``row`` describes. Raises NotSpoken."""
+    assumed: list[str] = []
+    device = find_device(row.get("device", ""))
+    if device is None:
+        raise NotSpoken("the device is not in the hardware table")
+    device = with_network(device, row.get("interconnect", ""))
+    shape = _shape(row, assumed)
+    seq = _need(row, "seq", "the sequence length")
+    form = number_format(row.get("precision", ""))
+    tp, pp, cp, dp, device = _layout(row, device, assumed)
+    vpp = _whole(row, "vpp") or 1
+    micro, batches = _batch(row, dp, pp, assumed)
+    arch = row.get("arch", "").lower()
+    lora = "lora" in arch
+    program = program_of(row, device)
+    sp = "yes" in row.get("sp", "").lower()
+    if not row.get("sp") and tp > 1 and program.attention != "scores":
+        sp = True
+        assumed.append("sequence parallelism")
+    zero = zero_stage(row.get("sharding", ""), program)
+    if not row.get("sharding"):
+        assumed.append(f"ZeRO {zero}")
+    recompute = recompute_of(row.get("recompute", ""))
+    if not row.get("recompute"):
+        recompute = "none"
+        assumed.append("no recomputation")
+    packed = "sft" in arch or (lora and "mlperf" not in arch)
+    if packed:
+        assumed.append(f"attention inside examples of {SQUAD_DOCUMENT} tokens")
+    job = Job(
+        shape=shape,
+        seq=seq,
+        micro_batch=micro,
+        num_microbatches=batches,
+        tp=tp,
+        pp=pp,
+        vpp=max(1, min(vpp, shape.layers // pp)),
+        cp=cp,
+        dp=dp,
+        sp=sp and tp > 1,
+        zero=zero,
+        shard_size=_shard_size(row.get("sharding", ""), dp * cp) if zero else 1,
+        recompute=recompute,
+        format=form,
+        scaling=scaling_of(row.get("precision", "")),
+        state=_state(row, program, form),
+        lora_parameters=_lora(row, shape, tp) if lora else 0,
+        document=min(SQUAD_DOCUMENT, seq) if packed else None,
+        program=program,
+    )
+    return Published(row, job, device, _seconds(row, job, device, assumed), _memory(row), tuple(assumed))
+
+
+def number_format(precision: str) -> str:
+    """The format of the blocks' products, from words such as "fp8 hybrid", "bf16 (PURE)", "nvfp4"."""
+    words = precision.lower()
+    for form in ("fp4", "fp8"):
+        if words.startswith((form, "mx" + form, "nv" + form, "amp_" + form)):
+            return form
+    return "fp32" if words.startswith(("fp32", "tf32")) else "bf16"
+
+
+def scaling_of(precision: str) -> str:
+    """What shares a scale: a tensor, unless the words say a row, or a block as in the mx formats and nvfp4."""
+    words = precision.lower()
+    if "row" in words:
+        return "per row"
+    return "per block" if re.search(r"mx|nvfp4|block", words) else "per tensor"
+
+
+def with_network(device: Device, interconnect: str) -> Device:
+    """``device`` with the network that the row states, "1600 Gb/s per node" or "400Gb/s per GPU"."""
+    per_node = re.search(r"(?:(\d+)x [^,;+]*?)?(\d+) ?Gb/s[^,;+]* per (?:\d+-chip )?node", interconnect)
+    per_device = re.search(r"(\d+) ?Gb/s[^,;+]* per GPU", interconnect)
+    if per_node:
+        return replace(device, network=int(per_node[1] or 1) * float(per_node[2]) * 1e9 / 8 / device.per_node)
+    if per_device:
+        return replace(device, network=float(per_device[1]) * 1e9 / 8)
+    return device
+
+
+def program_of(row: Row, device: Device) -> Program:
+    """The variant of the formulas that speaks of the row's framework: by family, not by release."""
+    words, date = row.get("framework", "").lower(), row.get("date", "")
+    overlapped = "overlap" in row.get("sp", "").lower() or "overlap" in row.get("note", "").lower()
+    if device.family.startswith("trn"):
+        return PROGRAMS["xla"]
+    if "async" in words:
+        return PROGRAMS["compiled, overlapped"]
+    if "compile" in words:
+        return PROGRAMS["compiled"]
+    if "deepspeed" in words and "megatron" in words or re.search(r"megatron-lm 20(19|2[012])", words):
+        return PROGRAMS["megatron 2021"]
+    if re.search(r"megatron|nemo|bridge|primus|mlperf|mcore|transformer ?engine", words) or words == "amd":
+        return PROGRAMS["megatron, overlapped" if overlapped else "megatron"]
+    if date[:4].isdigit() and int(date[:4]) < 2022:
+        return PROGRAMS["megatron 2021"]
+    if "nanotron" in words:
+        return PROGRAMS["nanotron"]
+    if "foundry" in words or "composer" in words or date[:4].isdigit() and int(date[:4]) < 2023:
+        return PROGRAMS["eager, flash 1"]
+    return PROGRAMS["eager"]
+
+
+def zero_stage(sharding: str, program: Program) -> int:
+    """ZeRO's stage from a page's words for it; where there are none, what the program does by default."""
+    words = sharding.lower()
+    stated = re.search(r"zero[- ]?(\d)", words)
+    if "full_shard" in words or "fsdp2" in words:
+        return 3
+    if stated:
+        return min(int(stated[1]), 3)
+    if "grad_op" in words:
+        return 2
+    if "fsdp" in words:
+        return 3
+    if "distributed optimizer" in words:
+        return 1
+    if words in ("none", "ddp", "no"):
+        return 0
+    return {"scores": 0}.get(program.attention, 1)
+
+
+def recompute_of(text: str) -> str:
+    """none, selective, half (every second product is kept, as torchtitan does) or full."""
+    words = text.lower()
+    if words.startswith("none") or not words or words in ("no", "off"):
+        return "none"
+    if "per-op" in words or "sac" in words:
+        return "half"
+    return "selective" if "select" in words else "full"
+
+
+def _shape(row: Row, assumed: list[str]) -> Shape:
+    hidden, layers = _need(row, "hidden", "the model's shape"), _need(row, "layers", "the model's shape")
+    heads, ffn = _need(row, "heads", "the model's shape"), _need(row, "ffn", "the model's shape")
+    vocab = _whole(row, "vocab")
+    if vocab is None:
+        vocab = TYPICAL_VOCABULARY
+        assumed.append(f"a vocabulary of {vocab:,}")
+    arch = row.get("arch", "")
+    return Shape(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=_whole(row, "kv_heads") or heads,
+        head_dim=max(1, hidden // heads),
+        ffn=ffn,
+        vocab=vocab,
+        gated="glu" in row.get("ffn_kind", "").lower() or (not row.get("ffn_kind") and "llama" in arch.lower()),
+        tied=row.get("tied", "").lower() in ("1", "true", "yes"),
+        learned_positions=(_whole(row, "seq") or 0) if arch.startswith("GPT") else 0,
+    )
+
+
+def _layout(row: Row, device: Device, assumed: list[str]) -> tuple[int, int, int, int, Device]:
+    """tp, pp, cp, dp, and what one rank has. dp is what the other sizes leave of the ranks: printed ones are often
+    wrong. Where a device has several cores, a table may count either."""
+    count = _need(row, "n_devices", "the number of devices")
+    tp, pp, cp = (_whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
+    if not row.get("tp") and not row.get("pp"):
+        assumed.append("no model parallelism")
+    model, printed = tp * pp * cp, _whole(row, "dp")
+    parts = 1
+    if device.ranks_per_device > 1 and (printed is None or model * printed == count * device.ranks_per_device):
+        parts = device.ranks_per_device
+    dp, rest = divmod(count * parts, model)
+    if rest or not dp:
+        raise NotSpoken("tp, pp and cp do not divide the devices")
+    if printed is not None and printed != dp:
+        assumed.append(f"dp {dp}, not the printed {printed}")
+    return tp, pp, cp, dp, device.per_rank() if parts > 1 else device
+
+
+def _batch(row: Row, dp: int, pp: int, assumed: list[str]) -> tuple[int, int]:
+    """Sequences in a micro batch, and micro batches."""
+    micro, whole = _whole(row, "micro_batch"), _whole(row, "global_batch")
+    if micro is None and whole is None:
+        raise NotSpoken("neither micro batch nor global batch is stated")
+    if whole is None:
+        assert micro is not None
+        assumed.append("one micro batch a stage")
+        return micro, pp
+    if micro is None:
+        micro = 1
+        assumed.append("micro batch 1")
+    per_rank = max(1, round(whole / dp))
+    micro = min(micro, per_rank)
+    return micro, max(1, round(per_rank / micro))
+
+
+def _state(row: Row, program: Program, form: str) -> StateBytes:
+    """Bytes of a parameter's states, from the words of precision and sharding."""
+    words = f"{row.get('precision', '')} {row.get('sharding', '')}".lower()
+    if "pure" in words:
+        return StateBytes(2, 2, 0, 4)
+    if "stochastic" in words:
+        return StateBytes(2, 2, 0, 8)
+    if "amp_" in words or "fsdp" in words:  # fully sharded: fp32 weights are the masters, gathered in 16 bits
+        return StateBytes(2, 4 if "torchtitan" in row.get("framework", "") else 2, 4, 8)
+    if form == "fp8" and ("mlperf" in f"{row.get('arch', '')} {row.get('framework', '')}".lower()):
+        return StateBytes(1, 2, 4, 8)  # their weights are kept in fp8
+    if "params fp8" in words:  # then gradients are reduced in 16 bits
+        return StateBytes(1, 2, 4, 8)
+    return StateBytes()
+
+
+def _shard_size(sharding: str, ranks: int) -> int:
+    """Ranks that share the states: "mcore FSDP 64" says how many."""
+    stated = re.search(r"fsdp (\d+)", sharding.lower())
+    return min(int(stated[1]), ranks) if stated else ranks
+
+
+def _lora(row: Row, shape: Shape, tp: int) -> int:
+    """Parameters of adapters on one block's matrices."""
+    stated = re.search(r"rank (\d+)", row.get("arch", ""))
+    rank = int(stated[1]) if stated else 16
+    return rank * sum(inner + columns for inner, columns in shape.layer_products(tp))
+
+
+def _seconds(row: Row, job: Job, device: Device, assumed: list[str]) -> float | None:
+    """Published seconds of a step of ``job``."""
+    count = _need(row, "n_devices", "the number of devices")
+    if (rate := _number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
+        return job.tokens_per_step / (rate * count)
+    if seconds := _number(row, "step_time_s"):
+        return seconds
+    if rate:
+        return job.tokens_per_step / (rate * count)
+    return _seconds_from_flops(row, job, device, count, assumed)
+
+
+def _seconds_from_flops(row: Row, job: Job, device: Device, count: int, assumed: list[str]) -> float | None:
+    """Seconds from TFLOP/s or a utilisation, where the page says which FLOPs it counts."""
+    convention = row.get("flop_convention", "").lower()
+    per_token = {"full": flops_per_token(job, 12), "causal": flops_per_token(job, 6)}
+    if "not stated" in convention:
+        return None
+    if "6n" in convention and "no attention" in convention:
+        counted = flops_per_token(job, 0)
+    elif "hardware" in convention:
+        counted = per_token["full"] * 4 / 3
+    elif "causal" in convention:
+        counted = per_token["causal"]
+    elif "full" in convention:
+        counted = per_token["full"]
+    else:
+        return None
+    rank_parts = job.ranks / count
+    peak = device.peak(job.format) * rank_parts
+    if tflops := _number(row, "tflops_per_dev"):
+        rate = tflops * 1e12
+    elif percent := _number(row, "mfu_pct"):
+        rate = percent / 100 * peak
+    else:
+        return None
+    assumed.append("time from its FLOP/s")
+    return job.tokens_per_step * counted / (rate * count)
+
+
+def flops_per_token(job: Job, attention: int) -> float:
+    """6 FLOPs for each weight of a product, ``attention`` * layers * width * sequence on top; two thirds of the blocks'
+    where LoRA leaves their weights frozen."""
+    shape = job.shape
+    blocks = shape.layers * sum(rows * columns for rows, columns in shape.layer_products())
+    each = 4 if job.lora_parameters else 6
+    return each * (blocks + shape.vocab * shape.hidden) + attention * shape.layers * shape.queries * job.seq
+
+
+def _memory(row: Row) -> float | None:
+    peak = _number(row, "peak_mem_GiB")
+    return None if peak is None else peak * 2**30
+
+
+def predicted_memory(run: Published) -> float:
+    """Peak of the rank that the row speaks of: the first, the one that logs the loss, or the heaviest."""
+    words, job = run.row.get("mem_kind", "").lower(), run.job
+    stages: Sequence[int] = range(job.pp)
+    if "rank 0" in words or "chart" in words:
+        stages = [0]
+    elif "logging rank" in words or "log" in words and "maximum" not in words:
+        stages = [job.pp - 1]
+    peak = max(footprint(job, stage).total for stage in stages)
+    return peak * (RESERVED if "max reserved" in words else 1)
+
+
+def _number(row: Row, column: str) -> float | None:
+    try:
+        value = float(row.get(column, "").replace(",", ""))
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def _whole(row: Row, column: str) -> int | None:
+    value = _number(row, column)
+    return int(value) if value is not None and value >= 1 else None
+
+
+def _need(row: Row, column: str, what: str) -> int:
+    value = _whole(row, column)
+    if value is None:
+        raise NotSpoken(f"{what} is not stated")
+    return value

@@ -1,0 +1,213 @@
+"""Fits the planner's constants to published step times, and judges them on rows that the fit has not seen.
+
+    python scripts/fit_planner.py FILE.csv            fits, and prints the errors on held-out rows
+    python scripts/fit_planner.py FILE.csv --write    and writes megatron_llama/plan/forecast/constants.json
+
+The constants are few: one share of the peak for each chip and number format, one for each kind of attention kernel,
+and what kinds of kernels and networks cost. None belongs to a row, a model or a release of a framework. Each stays
+between physical bounds and is drawn towards a value that was chosen before the fit. Rows of high confidence count
+fully, of medium less, of low not at all. Held out is each fifth of the rows in turn, while the other four are fitted;
+what is written is fitted to all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_llama.plan.forecast.constants import FILE  # noqa: E402
+from megatron_llama.plan.forecast.step_time import step_time  # noqa: E402
+from megatron_llama.tools.plan.judge import summary  # noqa: E402
+from megatron_llama.tools.plan.published import NotSpoken, Published, read_run, read_table  # noqa: E402
+
+FOLDS = 5
+WEIGHTS = {"high": 1.0, "medium": 0.25}
+BEND = 0.05  # errors below count by their square, larger ones by their size: a wild row must not decide
+PULL = 0.02  # towards the values that were chosen before the fit
+SHARE = "share of the peak that large matrix products reach, "
+ATTENTION = "share of the peak that attention reaches, "
+PASSES = "bytes moved between products, as multiples of the least, "
+HIDDEN = "share of the communication that is not hidden, "
+SPECIFICATION = {
+    # name: (start, least, most, meaning)
+    "matmul": (0.9, 0.6, 1.1, "of what a benchmark of large products reaches, on chips without a share of their own"),
+    "matmul.a100.bf16": (0.80, 0.4, 0.95, SHARE + "A100"),
+    "matmul.h100.bf16": (0.70, 0.4, 0.95, SHARE + "H100 and H200"),
+    "matmul.h100.fp8": (0.60, 0.3, 0.95, SHARE + "H100 and H200"),
+    "matmul.h100-500w.bf16": (0.60, 0.3, 0.95, SHARE + "H100 held to 500 W"),
+    "matmul.h100-500w.fp8": (0.50, 0.2, 0.95, SHARE + "H100 held to 500 W"),
+    "matmul.blackwell.bf16": (0.72, 0.4, 0.95, SHARE + "B200 and GB200"),
+    "matmul.blackwell.fp8": (0.60, 0.3, 0.95, SHARE + "B200 and GB200"),
+    "matmul.blackwell.fp4": (0.45, 0.2, 0.95, SHARE + "B200 and GB200"),
+    "matmul.blackwell-ultra.fp8": (0.65, 0.3, 0.95, SHARE + "B300 and GB300"),
+    "matmul.trn1.bf16": (0.60, 0.2, 0.95, SHARE + "Trainium 1"),
+    "matmul.gaudi2.fp8": (0.80, 0.3, 0.97, SHARE + "Gaudi 2"),
+    "matmul.mi300x.bf16": (0.50, 0.2, 0.90, SHARE + "MI300X and MI325X"),
+    "matmul.mi300x.fp8": (0.50, 0.2, 0.90, SHARE + "MI300X and MI325X"),
+    "tile.bf16": (80, 16, 300, "rows, columns or depth of a product that are lost to starting and ending"),
+    "tile.fp8": (150, 16, 500, "the same in fp8 and fp4"),
+    "attention.flash": (0.35, 0.1, 0.8, ATTENTION + "FlashAttention 2"),
+    "attention.flash 1": (0.30, 0.1, 0.8, ATTENTION + "the first FlashAttention"),
+    "attention.tuned": (0.50, 0.1, 0.8, ATTENTION + "kernels made for the device"),
+    "attention.a100.flash 1": (0.36, 0.2, 0.8, ATTENTION + "the first FlashAttention on A100"),
+    "attention.h100.flash 1": (0.20, 0.1, 0.8, ATTENTION + "the first FlashAttention on H100"),
+    "attention.h100.tuned": (0.50, 0.2, 0.8, ATTENTION + "cuDNN or FlashAttention 3 on H100"),
+    "attention.blackwell.tuned": (0.50, 0.2, 0.8, ATTENTION + "cuDNN on B200 and GB200"),
+    "tile.attention": (200, 20, 1000, "tokens of a sequence that attention loses to starting and ending"),
+    "tile.head": (10, 1, 100, "width of a head that attention loses to its softmax"),
+    "passes.eager": (3.0, 1.0, 6.0, PASSES + "a kernel for each operation"),
+    "passes.compiled": (1.2, 0.7, 3.0, PASSES + "torch.compile"),
+    "passes.fused": (1.0, 0.7, 3.0, PASSES + "fused by hand"),
+    "passes.scores": (8.0, 3.0, 15.0, "times that the square of attention scores is read or written"),
+    "passes.per tensor": (1.0, 0.2, 5.0, PASSES + "casts to fp8 with a scale for a tensor"),
+    "passes.per row": (3.0, 0.2, 20.0, PASSES + "casts to fp8 with a scale for a row"),
+    "passes.per block": (1.3, 0.2, 5.0, PASSES + "casts to fp8 and fp4 with a scale for a block"),
+    "launch.eager": (2e-4, 2e-5, 4e-4, "seconds of a block's gaps between kernels, one for each operation"),
+    "launch.compiled": (5e-5, 1e-5, 5e-4, "the same under torch.compile"),
+    "launch.fused": (5e-5, 1e-5, 5e-4, "the same, fused by hand"),
+    "launch.step": (0.01, 0.002, 0.05, "seconds that the host takes once a step"),
+    "network.share": (0.7, 0.4, 1.0, "share of the network cards' speed that collectives reach"),
+    "latency.node": (3e-5, 1e-5, 1e-4, "seconds that a collective takes to start inside a node"),
+    "latency.network": (6e-5, 2e-5, 5e-4, "seconds that a collective takes to start over the network"),
+    "exposed.tp": (0.9, 0.4, 1.0, HIDDEN + "tensor parallelism"),
+    "exposed.tp overlapped": (0.4, 0.05, 1.0, HIDDEN + "tensor parallelism cut in pieces"),
+    "exposed.cp": (0.2, 0.02, 1.0, HIDDEN + "context parallelism"),
+    "exposed.pp": (0.7, 0.1, 1.0, HIDDEN + "between pipeline stages"),
+    "exposed.dp": (0.15, 0.02, 1.0, HIDDEN + "data parallelism"),
+    "waiting": (0.004, 0.0005, 0.03, "share of a step lost to the slowest, for each doubling of the nodes"),
+}
+NAMES = tuple(SPECIFICATION)
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def named(logs: Vector) -> dict[str, float]:
+    """The constants of a vector of their logarithms."""
+    return dict(zip(NAMES, np.exp(logs).tolist(), strict=True))
+
+
+def log_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> Vector:
+    """log(predicted / published) of each row's step time."""
+    return np.array([math.log(step_time(run.job, run.device, constants).total / run.seconds) for run in runs])  # type: ignore[operator]
+
+
+def fit(runs: Sequence[Published], iterations: int = 12) -> dict[str, float]:
+    """The constants with the least weighted error: Gauss and Newton's steps, each damped until it helps."""
+    start, low, high = (np.log([SPECIFICATION[name][column] for name in NAMES]) for column in (0, 1, 2))
+    weights = np.array([WEIGHTS[run.row["confidence"]] for run in runs])
+    pull = 2 * PULL * len(runs) / 100
+
+    def cost(errors: Vector, logs: Vector) -> float:
+        size = np.abs(errors)
+        bent = np.where(size < BEND, size * size / 2 / BEND, size - BEND / 2)
+        return float((weights * bent).sum() + pull / 2 * ((logs - start) ** 2).sum())
+
+    logs, damping = start.copy(), 1e-2
+    errors = log_errors(runs, named(logs))
+    best = cost(errors, logs)
+    for _ in range(iterations):
+        slopes = np.empty((len(runs), len(NAMES)))
+        for column in range(len(NAMES)):
+            moved = logs.copy()
+            moved[column] += 1e-3
+            slopes[:, column] = (log_errors(runs, named(moved)) - errors) / 1e-3
+        scaled = weights / np.maximum(np.abs(errors), BEND)
+        curvature = slopes.T @ (slopes * scaled[:, None])
+        gradient = slopes.T @ (scaled * errors) + pull * (logs - start)
+        before = best
+        for _ in range(8):
+            damped = curvature + np.diag(np.diag(curvature) * damping + pull + 1e-9)
+            tried = np.clip(logs - np.clip(np.linalg.solve(damped, gradient), -0.5, 0.5), low, high)
+            found = log_errors(runs, named(tried))
+            if cost(found, tried) < best:
+                logs, errors, best, damping = tried, found, cost(found, tried), damping / 3
+                break
+            damping *= 4
+        if before - best < 1e-4 * before:
+            break
+    return named(logs)
+
+
+def usable(rows: Iterable[Mapping[str, str]]) -> list[Published]:
+    """The rows that have a step time, and a confidence that counts."""
+    found = []
+    for row in rows:
+        try:
+            run = read_run(row)
+        except NotSpoken:
+            continue
+        if run.seconds is not None and row.get("confidence") in WEIGHTS:
+            found.append(run)
+    return found
+
+
+def fold_of(run: Published) -> int:
+    """The fifth in which a row is held out: by its number, so that it never changes."""
+    return int.from_bytes(hashlib.sha256(run.row["id"].encode()).digest()[:4], "big") % FOLDS
+
+
+def held_out_errors(runs: Sequence[Published]) -> dict[str, list[float]]:
+    """By confidence: (predicted - published) / published of each row, by constants fitted without its fifth."""
+    errors: dict[str, list[float]] = {confidence: [] for confidence in WEIGHTS}
+    for fold in range(FOLDS):
+        judged = [run for run in runs if fold_of(run) == fold]
+        constants = fit([run for run in runs if fold_of(run) != fold])
+        for run, error in zip(judged, np.expm1(log_errors(judged, constants)), strict=True):
+            errors[run.row["confidence"]].append(float(error))
+        print(f"fifth {fold + 1} of {FOLDS} judged", flush=True)
+    return errors
+
+
+def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Four digits are more than the data tell."""
+    return {name: float(f"{number:.4g}") for name, number in numbers.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fits, judges and writes; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, help="published runs, with the columns that docs/planning.md lists")
+    parser.add_argument("--write", action="store_true", help="write constants.json")
+    options = parser.parse_args(arguments)
+    runs = usable(read_table(options.table))
+    held_out = {name: rounded(summary(errors)) for name, errors in held_out_errors(runs).items() if errors}
+    constants = fit(runs)
+    fitted_errors = {
+        name: rounded(summary(np.expm1(log_errors(part, constants)).tolist()))
+        for name in WEIGHTS
+        if (part := [run for run in runs if run.row["confidence"] == name])
+    }
+    for name, value in constants.items():
+        print(f"{name:30s} {SPECIFICATION[name][0]:10.4g} -> {value:10.4g}   {SPECIFICATION[name][3]}")
+    for title, errors in (("held out", held_out), ("fitted", fitted_errors)):
+        for name, numbers in errors.items():
+            mean, most = numbers["mean"], numbers["percentile_90"]
+            print(f"{title}, confidence {name}: mean {mean:.1%}, 90th percentile {most:.1%}")
+    if options.write:
+        page = {
+            "date": datetime.date.today().isoformat(),
+            "data": f"{len(runs)} step times of {options.table.name}, sha256 "
+            + hashlib.sha256(options.table.read_bytes()).hexdigest()[:16],
+            "script": "scripts/fit_planner.py",
+            "held out, each fifth judged by the other four": held_out,
+            "fitted": fitted_errors,
+            "constants": {
+                name: {"value": value, "meaning": SPECIFICATION[name][3]} for name, value in rounded(constants).items()
+            },
+        }
+        FILE.write_text(json.dumps(page, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""Memory, time and cost of a run before it runs: python scripts/plan.py model=llama7b cluster.nodes=4 (see --help)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from megatron_llama.tools.plan.cli import main
+
+    sys.exit(main(sys.argv[1:]))

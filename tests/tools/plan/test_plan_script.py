@@ -1,0 +1,99 @@
+"""``scripts/plan.py``: its page, its numbers, its refusals."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from megatron_llama.plan.forecast.goodput import goodput
+from megatron_llama.tools.plan.cli import main
+from megatron_llama.tools.plan.forecast_run import forecast_run
+
+LLAMA_70B = [
+    "model=llama70b",
+    "data.mock=true",
+    "data.prefixes=[]",
+    "data.seq_length=4096",
+    "trainer.precision=bf16",
+    "trainer.tp=8",
+    "trainer.pp=4",
+    "trainer.global_batch_size=512",
+]
+
+
+def test_the_page_has_memory_time_run_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12"]) == 0
+    text = capsys.readouterr().out
+    for words in ("stage 3", "fits", "pipeline bubble", "tokens/s", "causal", "full attention", "goodput", "cost"):
+        assert words in text
+    for words in ("assumed", "fitted to", "a device fails each 50,000 h", "16,384"):
+        assert words in text
+
+
+def test_numbers_agree_with_one_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12", "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    times = page["step_time_s"]
+    assert sum(part for name, part in times.items() if name != "total") == pytest.approx(times["total"])
+    assert page["tokens_per_second"] == pytest.approx(512 * 4096 / times["total"])
+    days = 2e12 / page["tokens_per_second"] / 86400 / page["goodput"]["useful"]
+    assert page["days"] == pytest.approx(days) and page["cost"] == pytest.approx(days * 24 * 128 * 2)
+    assert page["mfu"]["full"] / page["mfu"]["causal"] == pytest.approx(444.49 / 428.39, rel=1e-3)
+    for stage in page["memory_bytes"]["stages"]:
+        assert stage["peak"] == sum(
+            stage[part] for part in ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+        )
+    assert page["memory_bytes"]["stages"][0]["peak"] > page["memory_bytes"]["stages"][2]["peak"], "more under way"
+
+
+def test_trainium_nodes_have_32_ranks() -> None:
+    """dp on 1, 2, 4 nodes of the Trainium recipe is 4, 8, 16; its own table says 4."""
+    llama_7b = ["model=llama7b", "data.mock=true", "data.prefixes=[]", "trainer.tp=8", "trainer.global_batch_size=256"]
+    found = [forecast_run([*llama_7b, "cluster.device=trn1", f"cluster.nodes={nodes}"]).job.dp for nodes in (1, 2, 4)]
+    assert found == [4, 8, 16]
+
+
+def test_a_plan_for_16_384_devices_is_made_in_two_seconds() -> None:
+    overrides = [*LLAMA_70B, "trainer.pp=16", "trainer.global_batch_size=2048", "cluster.nodes=2048"]
+    start = time.process_time()
+    found = forecast_run(overrides)
+    assert found.devices == 16_384 and found.job.dp == 128
+    assert time.process_time() - start < 2
+    assert len(found.scaling) == 1 and found.goodput.failures_a_day == pytest.approx(7.86, abs=0.01)
+
+
+def test_more_devices_fail_more_often_and_the_best_interval_is_best() -> None:
+    def useful(devices: int, interval: float | None = None) -> float:
+        kept = {"failure_hours": 50_000.0, "restart_seconds": 600.0, "write_seconds": 60.0}
+        return goodput(devices, 1e10, interval=interval, **kept).useful
+
+    assert 1 > useful(128) > useful(1024) > useful(16_384) > 0.9
+    best = goodput(16_384, 1e10, failure_hours=50_000, restart_seconds=600, write_seconds=60).interval
+    assert all(useful(16_384) >= useful(16_384, best * factor) for factor in (0.3, 0.7, 1.5, 4))
+
+
+def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["cluster.device=h10", "cluster.nodes=0", "cluster.nods=2", "cluster.tokens=many", "trainer.tpp=2"]
+    assert main(wrong) == 2
+    text = capsys.readouterr().err
+    assert "cluster.device=h100" in text and "cluster.nodes=2" in text and "trainer.tp=2" in text
+    assert text.count("\n  cluster.") + text.count("\n  trainer.") >= 5
+    assert main([*LLAMA_70B, "cluster.nodes=3"]) == 2
+    assert "trainer.tp" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["model=llama3_8b", "data.seq_length=8192", "trainer.micro_batch_size=8", "trainer.zero=3"]
+    more = ["trainer.precision=bf16", "trainer.global_batch_size=64", "cluster.nodes=1"]
+    assert main([*large, *more]) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_devices_are_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--devices"]) == 0
+    text = capsys.readouterr().out
+    for name in ("a100", "h100", "h200", "b200", "mi300x", "trn1", "trn2", "gaudi2", "gaudi3"):
+        assert f"\n{name} " in text
+    assert text.count("data sheet") >= 8
