@@ -13,6 +13,9 @@ default PYTHON "$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || ech
 default PYTHONUNBUFFERED 1       # logs grow while the run does
 default PYTHONFAULTHANDLER 1     # a crash in C++ leaves the Python stack
 # MASTER_ADDR and MASTER_PORT   the launcher derives them: the job's first node, and a port from the job's number.
+# What only this job's processes know, so that no other can take a rank's place where they meet. srun hands it on; it is on
+# no command line.
+default MEGATRON_LLAMA_SECRET "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
 # GLOO_SOCKET_IFNAME            the launcher takes, on each node, the interface that leads to the first node.
 default NCCL_DEBUG WARN          # what went wrong; INFO also says which network is used
 default NCCL_SOCKET_IFNAME "^lo,docker,virbr,cni"   # never these; one name (eth0) takes only that

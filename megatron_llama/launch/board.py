@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from time import sleep
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from megatron_llama.launch.job_store import JobStore, StoreLost
 
 T = TypeVar("T")
 
-_STORE_SECONDS = 10.0
 _GATHER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
@@ -17,80 +17,60 @@ _POLL_SECONDS = 0.2
 class Board:
     """One watcher's view of the store: its note and everybody's, and the alarm."""
 
-    def __init__(self, store: Any, prefix: str, number: int, count: int, host: str) -> None:
-        """``store`` is a torch.distributed store that ``count`` watchers share; this one is the ``number``-th. ``host``
-        names the process in which it is."""
+    def __init__(self, store: JobStore, number: int, count: int, host: str) -> None:
+        """``count`` watchers share the store; this one is the ``number``-th. ``host`` names the process that has it."""
+        self._store, self._number, self._count = store.again(), number, count
         self.host = host
-        self._store = store.clone()  # a connection of its own: the other one may be waiting for something
-        self._prefix, self._number, self._count = f"{prefix}/hang", number, count
         self.answers = True
         """False once the store has not answered in time; then the process that hosts it does not run."""
 
     def alarmed(self, note: str) -> bool:
         """Leaves ``note`` for the others; whether any of them has given up."""
-
-        def ask() -> bool:
-            self._store.set(self._key("note", self._number), note)
-            return bool(self._store.check([self._key("alarm")]))
-
-        return bool(self._bounded(ask))
+        self._ask(lambda: self._store.set(f"hang/note/{self._number}", note))
+        return self._ask(lambda: self._store.get("hang/alarm")) is not None
 
     def gather(self, mine: str) -> tuple[dict[int, str], dict[int, str]] | None:
         """Gives the alarm. For the first to do so: the texts of all who answer, by number, and the notes of the others;
         None for the rest. Alone with its own text where the store does not answer."""
-        first = self._bounded(
-            lambda: self._store.compare_set(self._key("alarm"), "", str(self._number)) == str(self._number).encode()
-        )
-        self._bounded(lambda: self._store.set(self._key("text", self._number), mine))
-        if first is False:
+        teller = self._ask(lambda: self._store.first("hang/alarm", str(self._number)))
+        self._ask(lambda: self._store.set(f"hang/text/{self._number}", mine))
+        if self.answers and teller != str(self._number):
             return None
-        numbers, texts, notes = range(self._count), {self._number: mine}, dict[int, str]()
+        texts, notes = {self._number: mine}, dict[int, str]()
         for _ in range(round(_GATHER_SECONDS / _POLL_SECONDS)):
             if not self.answers or len(texts) == self._count:
                 break
-            texts |= {n: text for n in numbers if n not in texts and (text := self._read("text", n)) is not None}
+            texts |= self._all("text", but=texts)
             sleep(_POLL_SECONDS)
         if self.answers:
-            notes = {n: note for n in numbers if n not in texts and (note := self._read("note", n)) is not None}
+            notes = self._all("note", but=texts)
         return texts, notes
 
     def tell(self) -> None:
         """The first to give the alarm has printed what it gathered."""
-        self._bounded(lambda: self._store.set(self._key("told"), "1"))
+        self._ask(lambda: self._store.set("hang/told", ""))
 
     def wait_until_told(self) -> None:
         """Returns when that has happened, or takes too long."""
-        for _ in range(round(2 * _GATHER_SECONDS / _POLL_SECONDS)):
-            if not self.answers or self._bounded(lambda: self._store.check([self._key("told")])):
-                return
-            sleep(_POLL_SECONDS)
+        self._ask(lambda: self._store.wait("hang/told", 2 * _GATHER_SECONDS))
 
-    def _key(self, *words: object) -> str:
-        return "/".join(map(str, (self._prefix, *words)))
+    def _all(self, kind: str, but: dict[int, str]) -> dict[int, str]:
+        """What there is of all other numbers."""
+        found = {}
+        for number in range(self._count):
+            if number not in but and (text := self._read(f"hang/{kind}/{number}")) is not None:
+                found[number] = text
+        return found
 
-    def _read(self, *words: object) -> str | None:
-        key = self._key(*words)
-        return self._bounded(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+    def _read(self, name: str) -> str | None:
+        return self._ask(lambda: self._store.get(name))
 
-    def _bounded(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; None where it takes too long or fails, which is then true of all later calls: a store
-        whose process is stopped keeps who asks it waiting for ever."""
-        found: list[T] = []
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None once the store is lost."""
         if not self.answers:
             return None
-
-        def run() -> None:
-            found.append(call())
-
-        thread = threading.Thread(target=_quietly, args=(run,), name="hang watch's store", daemon=True)
-        thread.start()
-        thread.join(_STORE_SECONDS)
-        self.answers = bool(found)
-        return found[0] if found else None
-
-
-def _quietly(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:  # torch raises RuntimeError and its kinds; the caller sees that there is no answer
-        return
+        try:
+            return call()
+        except StoreLost:
+            self.answers = False
+            return None

@@ -64,9 +64,9 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
         # Imported here: --help needs none of it.
         from megatron_llama.config import ConfigError, format_problems
         from megatron_llama.launch.environment import process_context
+        from megatron_llama.launch.job_store import LaunchFailed
         from megatron_llama.launch.prepare_data import PreparationStopped
         from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
-        from megatron_llama.launch.rendezvous import LaunchFailed
         from megatron_llama.launch.run_dir import report_to_batch_script
 
         context = process_context(os.environ)

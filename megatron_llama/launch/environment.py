@@ -162,13 +162,13 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in lists if name in environ), "")
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    address = environ.get("MASTER_ADDR") or first_node(nodes)
+    count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if count == "1" else first_node(nodes))
     if not address:
         raise _missing("SLURM_JOB_NODELIST", environ)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     node = int(environ.get("SLURM_NODEID", 0))
     local_ranks = tasks_on_node(tasks, node) or numbers["SLURM_NTASKS"]
-    count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
     # A port that all tasks of a step agree on without talking; steps of one job on one node get different ones.
     digits = [int(re.sub(r"\D", "", text or "") or 0) for text in (job, environ.get("SLURM_STEP_ID"))]
     port = free_port_of(digits[0] * 10, digits[1])

@@ -13,10 +13,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_llama.launch.environment import ProcessContext
+from megatron_llama.launch.job_store import SECRET, LaunchFailed
 from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, run_as_rank
 from megatron_llama.launch.rendezvous import (
     ARRIVAL_LIMIT_SECONDS,
-    LaunchFailed,
     NodeInfo,
     Rendezvous,
     check_consistent,
@@ -24,7 +24,7 @@ from megatron_llama.launch.rendezvous import (
     node_table,
 )
 from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
-from megatron_llama.launch.ssh import obey_starter
+from megatron_llama.launch.ssh import obey_starter, secret_from_starter
 from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
@@ -49,7 +49,8 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
     with ExitStack() as stack:
         # Where files of records were replaced by datasets, other nodes may still prepare theirs.
         prepared = plan.config.data.prefixes != world.config.data.prefixes
-        rendezvous = Rendezvous(context, PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS)
+        limit = PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS
+        rendezvous = Rendezvous(context, limit, secret_of_job(context))
         mine = node_info(context, first, ranks, plan.world_size)
         rendezvous.report(mine)
         if context.rank > 0:
@@ -67,7 +68,7 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
             report_to_batch_script("running", chosen)
             sys.stdout.write(record(plan, Path(chosen)) + "\n")
             if context.nodes > 1:
-                sys.stdout.write(node_table(nodes, context) + "\n")
+                sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.openness()}\n\n")
             sys.stdout.flush()
             rendezvous.open(chosen)
         spill_into(Path(str(plan.config.run.dir)))
@@ -91,6 +92,11 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
             board=board,
             while_running=partial(obey_starter, partial(os._exit, EXIT_FAILED)) if context.starter == "hosts" else None,
         )
+
+
+def secret_of_job(context: ProcessContext) -> str:
+    """What only this job's processes know; empty where no starter has made it."""
+    return secret_from_starter() if context.starter == "hosts" else os.environ.get(SECRET, "")
 
 
 def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:

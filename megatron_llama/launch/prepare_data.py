@@ -22,7 +22,7 @@ from typing import Any
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
 from megatron_llama.config.data_prefixes import has_columns, record_files, tokenizer_of_records
 from megatron_llama.config.hub import short_name
-from megatron_llama.launch.rendezvous import LaunchFailed
+from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.plan.rules.paths import check_data as missing_data
 from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock

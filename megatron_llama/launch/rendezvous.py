@@ -7,18 +7,20 @@ the ranks use afterwards.
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
 import os
 import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.environment import ProcessContext
+from megatron_llama.launch.job_store import SECRET, JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.network import addresses_of, interface_of, is_loopback, own_address_towards
 from megatron_llama.system.text_table import text_table
 
@@ -26,11 +28,7 @@ from megatron_llama.system.text_table import text_table
 ARRIVAL_LIMIT_SECONDS = 300.0
 NO_ROUTE_LIMIT_SECONDS = 30.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
-_RUN_DIR_KEY = "megatron_llama/run.dir"
-
-
-class LaunchFailed(RuntimeError):
-    """The processes could not be brought together; the message says which and why, and needs no traceback."""
+_SPEAK_SECONDS = 60.0  # torch looks up the name of who connects, and there may be a thousand
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,9 @@ class NodeInfo:
 class Rendezvous:
     """Where the processes of one start meet; the first one gathers the others' reports and then opens the start."""
 
-    def __init__(self, context: ProcessContext, limit_seconds: float = ARRIVAL_LIMIT_SECONDS) -> None:
-        """Connects to the store, or hosts it; all processes must arrive within ``limit_seconds``.
+    def __init__(self, context: ProcessContext, limit_seconds: float = ARRIVAL_LIMIT_SECONDS, secret: str = "") -> None:
+        """Connects to the store, or hosts it; all processes must arrive within ``limit_seconds``. With a ``secret``
+        (the same for all) nobody without it can pass for one of them.
 
         Raises ConfigError for an address or port that can't be used, and LaunchFailed where the first process can't be
         reached.
@@ -64,68 +63,87 @@ class Rendezvous:
         from torch.distributed import TCPStore
 
         self._context, self._limit = context, limit_seconds
-        self._prefix = (
-            f"megatron_llama/{context.job}/{context.starter}/{context.world_size}"
-            f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        )
-        self._store: Any
-        if context.rank == 0 and not context.has_store:
+        # What an earlier attempt of torchrun's has left must not count again, but for the folder that it chose.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._reports, self._opening = f"{attempt}/report", f"{attempt}/open"
+
+        self._secret = bool(secret)
+        self._listens: str | None = None
+
+        def connect() -> Any:
+            if context.rank > 0 or context.has_store:
+                return TCPStore(context.master_addr, context.master_port, is_master=False)
             with _listen(context) as listener:
-                self._store = TCPStore(
-                    "127.0.0.1",
-                    context.master_port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=os.dup(listener.fileno()),
-                )
-        else:
-            if not context.has_store:
-                _wait_until_reachable(context, limit_seconds)
-            self._store = TCPStore(context.master_addr, context.master_port, is_master=False)
+                host, port, file = listener.getsockname()[0], context.master_port, os.dup(listener.fileno())
+                everywhere = ipaddress.ip_address(host).is_unspecified
+                self._listens = "all its addresses" if everywhere else f"{host} alone"
+                host = "127.0.0.1" if everywhere else host  # it talks to itself where it listens
+                return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+
+        if context.rank > 0 and not context.has_store:
+            _wait_until_reachable(context, limit_seconds)
+        try:
+            job = f"{context.job}/{context.starter}/{context.world_size}"
+            self._store = JobStore(connect, job, secret, _SPEAK_SECONDS)
+        except StoreLost as error:
+            raise LaunchFailed(
+                f"what listens at {context.master_addr}, port {context.master_port}, is not this job's first process "
+                f"({error}); if another program has that port, set MASTER_PORT to a free one, the same on all nodes"
+            ) from error
 
     def report(self, mine: NodeInfo) -> None:
         """Leaves this process's report for the first one."""
-        self._store.set(f"{self._prefix}/{mine.number}", json.dumps(asdict(mine)))
+        self._store.set(f"{self._reports}/{mine.number}", json.dumps(asdict(mine)))
 
     def gather(self) -> list[NodeInfo]:
         """For the first process: all reports, in order. Raises LaunchFailed where one does not come in time."""
         found: dict[int, NodeInfo] = {}
         deadline = time.monotonic() + self._limit
         for number in range(self._context.world_size):
-            key, left = f"{self._prefix}/{number}", deadline - time.monotonic()
-            try:
-                self._store.wait([key], timedelta(seconds=max(0.01, left)))
-            except RuntimeError:
-                continue  # the error names all that are missing
-            found[number] = NodeInfo(**json.loads(self._store.get(key)))
+            left = max(0.1, deadline - time.monotonic())
+            node = _read_report(self._store.wait(f"{self._reports}/{number}", left))
+            if node is not None and node.number == number:  # else the error names all that are missing
+                found[number] = node
         if len(found) < self._context.world_size:
-            raise LaunchFailed(_missing(self._context, found.values(), self._limit))
+            raise LaunchFailed(_missing(self._context, found.values(), self._limit, len(self._store.forged)))
         return list(found.values())
 
     def agreed_run_dir(self, run_dir: str) -> str:
         """The folder that an earlier attempt of the same start has chosen (torchrun starts ranks again), else
         ``run_dir``."""
-        return self._store.compare_set(_RUN_DIR_KEY, "", run_dir).decode() if self._context.has_store else run_dir
+        return self._store.first("run.dir", run_dir) if self._context.has_store else run_dir
 
     def open(self, run_dir: str) -> None:
         """For the first process: lets the others continue."""
-        self._store.set(f"{self._prefix}/open", run_dir)
+        self._store.set(self._opening, run_dir)
 
     def wait(self) -> str:
         """For the others: the run's folder, once the first process opens the start. Raises EOFError where that process
         has ended instead."""
-        key = f"{self._prefix}/open"
         try:
-            self._store.wait([key], timedelta(seconds=self._limit))
-            return self._store.get(key).decode()
-        except RuntimeError as error:
+            run_dir = self._store.wait(self._opening, self._limit)
+        except StoreLost as error:
             raise EOFError(str(error)) from error
+        if run_dir is None:
+            forged = " from somebody who has not the job's secret" if self._store.forged else ""
+            raise EOFError(f"no word to begin within {self._limit:g} s but{forged}" if forged else "no word to begin")
+        return run_dir
+
+    def openness(self) -> str:
+        """Where the first process listens, and whether strangers could pass for one of the job's; one line."""
+        where = f"The first listens on {self._listens}. " if self._listens else ""
+        who = (
+            f"Only who has the job's {SECRET} counts."
+            if self._secret
+            else (f"There is no {SECRET}: whoever reaches that port can take a node's place (SECURITY.md).")
+        )
+        return where + who
 
     def board(self) -> Board:
         """Where the processes tell each other of hangs."""
         context = self._context
         host = "torchrun's first agent" if context.has_store else "rank 0's, or its starter's"
-        return Board(self._store, self._prefix, context.rank, context.world_size, host)
+        return Board(self._store, context.rank, context.world_size, host)
 
 
 def check_first_address(context: ProcessContext) -> None:
@@ -194,14 +212,25 @@ def node_table(reports: Sequence[NodeInfo], context: ProcessContext) -> str:
 
 
 def _listen(context: ProcessContext) -> socket.socket:
-    """The first process's port, on all its addresses."""
-    backlog = max(128, 2 * context.world_size)
+    """The first process's port, on the address that the others were told, and on no other where that can be."""
+    own = addresses_of(context.master_addr)
+    # As a name it may be the loopback here only (Debian's 127.0.1.1), and as an address that of a router: then on all.
+    usable = own and (context.nodes == 1 or not is_loopback(own[0]))
+    return _listen_on(own[0] if usable else "", context)
+
+
+def _listen_on(address: str, context: ProcessContext) -> socket.socket:
+    """A port on ``address``, on all where it is empty. Where this machine has not that address, on all. Raises
+    ConfigError."""
+    backlog, port = max(128, 2 * context.world_size), context.master_port
     try:
-        if socket.has_dualstack_ipv6():
-            where = ("", context.master_port)
-            return socket.create_server(where, family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-        return socket.create_server(("", context.master_port), backlog=backlog)
+        if not address and socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=backlog)
     except OSError as error:
+        if address and error.errno == errno.EADDRNOTAVAIL:
+            return _listen_on("", context)
         rule = f"the first node, {socket.gethostname()}, can't listen there: {error.strerror}"
         instead = "set MASTER_PORT to a free port, the same on all nodes"
         raise ConfigError([Problem("MASTER_PORT", context.master_port, rule, instead)]) from error
@@ -225,10 +254,22 @@ def _wait_until_reachable(context: ProcessContext, limit_seconds: float) -> None
         time.sleep(_RETRY_SECONDS)
 
 
-def _missing(context: ProcessContext, reports: Collection[NodeInfo], limit_seconds: float) -> str:
+def _read_report(text: str | None) -> NodeInfo | None:
+    """A report that has come; None where none has, or what came is none."""
+    try:
+        node = NodeInfo(**json.loads(text or ""))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    numbers = (node.number, node.node, node.first_rank, node.ranks, node.world_size)
+    words = (node.name, node.address, node.interface or "")
+    return node if all(type(n) is int for n in numbers) and all(type(word) is str for word in words) else None
+
+
+def _missing(context: ProcessContext, reports: Collection[NodeInfo], limit_seconds: float, forged: int) -> str:
     numbers = {node.number for node in reports}
     missing = [number for number in range(context.world_size) if number not in numbers]
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     here = ", ".join(dict.fromkeys(node.name for node in reports))
     kind = "nodes" if context.one_per_node else "ranks"
-    return f"{kind} {shown} of {context.world_size} have not come within {limit_seconds:g} s; here are {here}"
+    told = f"{kind} {shown} of {context.world_size} have not come within {limit_seconds:g} s; here are {here or 'none'}"
+    return told + (f"; {forged} reports had not this job's {SECRET}, and were not counted" if forged else "")

@@ -1,13 +1,14 @@
 """launch.hosts: runs this program once on each host over ssh; there it starts the ranks of that host.
 
-The remote process's standard input is the control line: a word on it is a signal to pass on, and its end means that the
-process here is gone.
+The remote process's standard input is the control line: its first word is the job's secret, each other one a signal to
+pass on, and its end means that the process here is gone.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import selectors
 import shlex
 import signal
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from megatron_llama.config import ConfigError, Host, Problem
 from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, free_port_of
+from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
@@ -60,9 +62,13 @@ class Remote(Child):
         return True
 
     def send(self, number: int) -> None:
+        self.write(signal.Signals(number).name)
+
+    def write(self, word: str) -> None:
+        """Sends a word down the control line."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):  # it has ended
-            self.process.stdin.write(f"{signal.Signals(number).name}\n".encode())
+            self.process.stdin.write(f"{word}\n".encode())
 
     def show_output(self, prefix: str) -> bool:
         """Prints what the host has written to stderr since the last call; False at the end of it."""
@@ -92,6 +98,8 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     fixed = [("run.dir", plan.config.run.dir), ("checkpoint.resume", plan.config.checkpoint.resume)]
     command = [sys.executable, os.path.abspath(sys.argv[0]), *overrides, *(_override(*pair) for pair in fixed)]
     remotes: list[Remote] = []
+    # Down the control line and not on the command line, which everybody on the hosts can read.
+    secret = secrets.token_hex(32)
     with Signals() as signals:
         try:
             for number, host in enumerate(hosts):
@@ -100,6 +108,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
                 variables = [f"{name}={value}" for name, value in (common | {NODE: str(number)}).items()]
                 line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *variables, *command])}"
                 remotes.append(Remote(host, _start([*ssh, host.name, line], plan)))
+                remotes[-1].write(secret)
                 signals.children.append(remotes[-1])
             _watch(remotes, signals)
         finally:
@@ -115,6 +124,14 @@ def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
     except OSError as error:
         rule = f"this command can't be started: {error.strerror}"
         raise ConfigError([Problem("launch.ssh", plan.config.launch.ssh, rule, "write another")]) from error
+
+
+def secret_from_starter() -> str:
+    """On a host: the job's secret, the first word that comes down the control line."""
+    word = sys.stdin.readline().strip()
+    if not word:
+        raise LaunchFailed("the command that started this one has ended, or its ssh does not pass on standard input")
+    return word
 
 
 def obey_starter(end: Callable[[], None]) -> None:

@@ -237,5 +237,8 @@ def _as_text(positions: Sequence[Position]) -> str:
 
 
 def _of_text(text: str, fault: str = "") -> list[Position]:
-    positions = [Position(**fields) for fields in json.loads(text)]
+    try:
+        positions = [Position(**fields) for fields in json.loads(text)]
+    except (ValueError, TypeError, RecursionError):  # not written by this program; who wrote nothing else has no answer
+        return []
     return [replace(position, fault=position.fault or fault) for position in positions]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
+import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch import network, rendezvous
+from megatron_llama.launch import job_store, network, rendezvous
 from megatron_llama.launch.environment import ProcessContext
-from megatron_llama.launch.rendezvous import LaunchFailed, NodeInfo, Rendezvous
+from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
+from megatron_llama.launch.rendezvous import NodeInfo, Rendezvous
+from megatron_llama.system.signals import is_stopped
+from tests.processes import PATIENCE_SECONDS
 
 
 def context(rank: int, world: int = 3, address: str = "127.0.0.1", port: int = 0, job: str = "7") -> ProcessContext:
@@ -88,6 +99,184 @@ def test_a_first_process_that_ends_lets_the_others_go(port: int) -> None:
 def test_a_port_that_is_taken_is_the_users_to_change(port: int) -> None:
     with socket.create_server(("", port)), pytest.raises(ConfigError, match="MASTER_PORT"):
         Rendezvous(context(0, port=port))
+
+
+SECRET = "0123456789abcdef"
+
+
+def stranger(port: int) -> Any:
+    """Somebody who reaches the port and knows everything about the job but its secret."""
+    return TCPStore("127.0.0.1", port, is_master=False)
+
+
+def test_who_knows_the_jobs_name_but_not_its_secret_takes_nobodys_place(port: int) -> None:
+    first = Rendezvous(context(0, 2, port=port), secret=SECRET)
+    first.report(info(0))
+    Rendezvous(context(1, 2, port=port), secret=SECRET).report(replace(info(1), name="good"))
+    Rendezvous(context(1, 2, port=port)).report(replace(info(1), name="evil"))
+    Rendezvous(context(1, 2, port=port), secret="another").report(replace(info(1), name="evil"))
+    assert [node.name for node in first.gather()] == ["n1", "good"]
+
+
+def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: int) -> None:
+    first = Rendezvous(context(0, 2, port=port), 0.5, SECRET)
+    other = Rendezvous(context(1, 2, port=port), 0.5, SECRET)
+    first.report(info(0))
+    evil = stranger(port)
+    (mine,) = our_keys(evil)
+    other.report(info(1))
+    (theirs,) = our_keys(evil) - {mine}
+    good = evil.get(theirs)
+    for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(mine)):  # the last: another's report
+        evil.set(theirs, changed.decode())
+        with pytest.raises(LaunchFailed, match="nodes 1 of 2.*had not this job's MEGATRON_LLAMA_SECRET"):
+            first.gather()
+    evil.set(theirs, good.decode())
+    assert len(first.gather()) == 2
+
+
+def our_keys(store: Any) -> set[str]:
+    return {key for key in store.list_keys() if "megatron_llama/" in key}
+
+
+def test_neither_the_jobs_name_nor_its_secret_stands_in_the_store(port: int) -> None:
+    first = Rendezvous(context(0, 2, port=port, job="4711"), secret=SECRET)
+    first.report(info(0))
+    (key,) = our_keys(stranger(port))
+    assert "4711" not in key and SECRET not in key
+    assert SECRET.encode() not in stranger(port).get(key)
+
+
+@pytest.mark.parametrize("report", ["", "[" * 100_000, '{"number": 1}', "null", "7" * 5000])
+def test_without_a_secret_nonsense_is_a_rank_that_has_not_come(port: int, report: str) -> None:
+    first = Rendezvous(context(0, 2, port=port), limit_seconds=0.5)
+    first.report(info(0))
+    (mine,) = our_keys(stranger(port))
+    stranger(port).set(f"{mine[:-1]}1", report)
+    with pytest.raises(LaunchFailed, match="nodes 1 of 2 have not come"):
+        first.gather()
+
+
+def another_program(how: str) -> socket.socket:
+    """It has the port, but is no first process: it says nothing, drips, talks nonsense, does not stop, or hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def talk(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            if how == "nonsense":
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            while how in ("drips", "does not stop"):
+                connection.sendall(b"\xff" * (1 if how == "drips" else 4096))
+                time.sleep(0.05 if how == "drips" else 0.0)
+
+    def serve() -> None:
+        held = []
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(listener.accept()[0])
+                if how == "hangs up":
+                    held[-1].close()
+                else:
+                    threading.Thread(target=talk, args=(held[-1],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+@pytest.mark.parametrize("how", ["says nothing", "drips", "nonsense", "does not stop", "hangs up"])
+def test_a_port_where_another_program_listens_is_told_in_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(rendezvous, "_SPEAK_SECONDS", 1.0)
+    monkeypatch.setattr(job_store, "ANSWER_SECONDS", 1.0)
+    with another_program(how) as listener, pytest.raises(LaunchFailed, match="is not this job's first process"):
+        Rendezvous(context(1, port=listener.getsockname()[1]), limit_seconds=2.0).report(info(1))
+
+
+def test_a_first_process_that_is_stopped_keeps_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    host = os.fork()
+    if host == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        time.sleep(600)
+    try:
+        port = int(os.read(reader, 20))
+        here = JobStore(lambda: TCPStore("127.0.0.1", port, is_master=False), "job", "", PATIENCE_SECONDS)
+        here.set("a", "1")
+        assert here.get("a") == "1" and here.get("b") is None
+        assert here.wait("b", 0.2) is None, "that nothing comes is an answer"
+        os.kill(host, signal.SIGSTOP)
+        while not is_stopped(host):
+            time.sleep(0.01)
+        monkeypatch.setattr(job_store, "ANSWER_SECONDS", 0.3)
+        calls: list[Callable[[], Any]] = [partial(here.get, "a"), partial(here.wait, "b", 0.3), here.again]
+        for call in calls:
+            with pytest.raises(StoreLost, match="has not answered within"):
+                call()
+    finally:
+        os.kill(host, signal.SIGKILL)
+        os.waitpid(host, 0)
+
+
+def test_a_hostile_crowd_at_the_store_keeps_nobody_out(port: int) -> None:
+    first = Rendezvous(context(0, 2, port=port), PATIENCE_SECONDS, SECRET)
+    first.report(info(0))
+    # torch's protocol: a greeting, then SET, the length of a key, the key, the length of a value, the value.
+    greeting, before = b"\x00" + struct.pack("<I", 0x3C85F7CE), memory_mib()
+    with contextlib.ExitStack() as crowd:
+        silent = [crowd.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(20)]
+        dripping, huge, garbage = silent[:3]
+        dripping.sendall(greeting + b"\x01" + b"\x01" * 5)  # the first bytes of a length
+        garbage.sendall(bytes(range(256)) * 400)
+        huge.sendall(greeting + b"\x01" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 8 << 30))
+        with contextlib.suppress(OSError):  # the store hangs up at once
+            for _ in range(200):
+                huge.sendall(b"x" * (1 << 20))
+        Rendezvous(context(1, 2, port=port), PATIENCE_SECONDS, SECRET).report(info(1))
+        assert [node.number for node in first.gather()] == [0, 1]
+        assert memory_mib() - before < 100, "8 GiB were announced, and 200 MiB offered"
+
+
+def memory_mib() -> float:
+    """What this process holds of the machine's memory; the store is in it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_the_first_process_listens_where_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "is_loopback", lambda host: host == "127.0.1.1")
+    # 127.0.0.2 stands for the address of one of several interfaces, 127.0.1.1 for a name that is the loopback on the
+    # first node alone, 203.0.113.7 for the address of a router before it.
+    for address, nodes, expected in [
+        ("127.0.0.2", 2, "127.0.0.2 alone"),
+        ("127.0.1.1", 2, "all its addresses"),
+        ("203.0.113.7", 2, "all its addresses"),
+        ("127.0.1.1", 1, "127.0.1.1 alone"),
+    ]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            number = int(probe.getsockname()[1])
+        first = Rendezvous(replace(context(0, 2, address, number), nodes=nodes))
+        assert f"The first listens on {expected}." in first.openness()
+        assert [f"{one} alone" if one not in ("::", "0.0.0.0") else "all its addresses" for one in heard(number)] == [
+            expected
+        ]
+
+
+def heard(port: int) -> list[str]:
+    """The addresses on which this machine listens at ``port``."""
+    found = []
+    for file, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
+        for line in Path(file).read_text().splitlines()[1:]:
+            address, _, number = line.split()[1].partition(":")
+            if line.split()[3] == "0A" and int(number, 16) == port:
+                words = bytes.fromhex(address)  # of four bytes, each in the machine's order
+                swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.append(socket.inet_ntop(family, swapped))
+    return found
+
+
+def test_a_start_without_a_secret_says_so(port: int) -> None:
+    first = Rendezvous(context(0, 2, port=port))
+    assert "There is no MEGATRON_LLAMA_SECRET" in first.openness()
+    assert "Only who has" in Rendezvous(context(1, 2, port=port), secret=SECRET).openness()
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.1.1", "::1"])

@@ -21,6 +21,7 @@ from tests.processes import PATIENCE_SECONDS, environment, gone, pids
 # for it. "down" is a host that can't be reached.
 SSH = """#!/bin/sh
 test "$1" = down && { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
+echo "$2" >>"${0%/*}/command_lines"
 exec 3<&0
 cd / && setsid sh -c "$2" <&3 3<&- &
 exec 3<&-
@@ -31,6 +32,18 @@ ADDRESS = "megatron_llama.launch.rendezvous.check_first_address = lambda context
 # Their machine may be slow: a host whose ranks only lost another one speaks when the cause surely has.
 PATIENCE = "megatron_llama.launch.start.CONSEQUENCE_DELAY_SECONDS = 100.0"
 
+# Each host leaves the secret that it got.
+NOTES_SECRET = """
+import os, pathlib
+from megatron_llama.launch import join
+read = join.secret_of_job
+def noted(context):
+    secret = read(context)
+    pathlib.Path({folder!r}, f"secret{{os.getpid()}}").write_text(secret)
+    return secret
+join.secret_of_job = noted
+"""
+
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> str:
@@ -40,10 +53,10 @@ def ssh(tmp_path: Path) -> str:
     return f"launch.ssh={path}"
 
 
-def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
+def start(folder: Path, work: str, *overrides: str, before: str = "") -> subprocess.Popen[str]:
     """The command on the first machine, in the background; its ranks run a function of fake_train.py."""
     modules = "import megatron_llama.launch.rendezvous, megatron_llama.launch.start"
-    path = script(folder, work, before=f"{modules}\n{ADDRESS}\n{PATIENCE}")
+    path = script(folder, work, before=f"{modules}\n{ADDRESS}\n{PATIENCE}\n{before}")
     return subprocess.Popen(
         [sys.executable, str(path), *TINY, "trainer.global_batch_size=4", *overrides],
         cwd=folder,
@@ -55,7 +68,8 @@ def start(folder: Path, work: str, *overrides: str) -> subprocess.Popen[str]:
 
 
 def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
-    run = start(tmp_path, "meet", "trainer.tp=2", "trainer.dp=2", "launch.hosts=[a,u@b]", ssh, "run.dir='a run'")
+    overrides = ["trainer.tp=2", "trainer.dp=2", "launch.hosts=[a,u@b]", "run.dir='a run'"]
+    run = start(tmp_path, "meet", *overrides, ssh, before=NOTES_SECRET.format(folder=str(tmp_path)))
     out, errors = run.communicate(timeout=150)
     assert run.returncode == 0, errors
     folder = tmp_path / "a run"
@@ -63,6 +77,10 @@ def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
     places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(4)]
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
     assert "They meet at 127.0.0.1" in out and "2-3" in out
+    assert "Only who has the job's MEGATRON_LLAMA_SECRET counts" in out
+    secret = next(tmp_path.glob("secret*")).read_text()
+    assert len(secret) == 64 and {path.read_text() for path in tmp_path.glob("secret*")} == {secret}
+    assert secret not in (tmp_path / "command_lines").read_text(), "everybody on the hosts can read that"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
