@@ -74,9 +74,13 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.observe(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def observe(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Counts ``func`` if it is a collective, for modes that see the operators themselves."""
         if isinstance(func, torch._ops.OpOverload) and func.namespace in _OPERATORS:
             self._count(func.namespace, func._schema.name.split("::")[1], args)
-        return func(*args, **(kwargs or {}))
 
     def _count(self, namespace: str, name: str, args: tuple[Any, ...]) -> None:
         if name in _NO_PAYLOAD:

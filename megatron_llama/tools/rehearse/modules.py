@@ -1,0 +1,130 @@
+"""Which module an operation belongs to, in the forward pass, in the backward pass and in recomputation.
+
+Modules announce themselves in the forward pass by hooks. An operation of the backward pass belongs to the module whose
+forward operation it differentiates: autograd numbers its nodes as they are made, so the numbers at which modules begin
+and end tell which node is whose. torch's own profiler relates forward and backward in this way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+
+
+class Place(NamedTuple):
+    """Where an operation happens."""
+
+    phase: str
+    """FORWARD, BACKWARD or RECOMPUTED; forward also outside of any pass."""
+    module: str
+    """Name in its chunk, "" for the chunk itself and outside of any."""
+    run: int
+    """Number of the chunk's forward pass, counted from 0 over all chunks; -1 outside."""
+    accumulates: bool = False
+    """Whether a weight's gradient is being stored."""
+
+
+OUTSIDE = Place(FORWARD, "", -1)
+
+
+class Modules:
+    """Knows the place of the current operation while ``following``."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._names = {id(module): name for chunk in chunks for name, module in chunk.named_modules()}
+        self._chunks = {id(chunk): number for number, chunk in enumerate(chunks)}
+        self._counts = [0] * len(chunks)
+        self.runs: list[tuple[int, int]] = []
+        """(chunk, micro batch) of each forward pass of a chunk in this step."""
+        self.order: list[tuple[str, int, int]] = []
+        """(phase, chunk, micro batch) as they began."""
+        self._stack: list[Place] = []
+        # Sequence numbers at which the place of new nodes changes, and the places.
+        self._numbers: list[int] = []
+        self._places: list[Place] = []
+
+    def new_step(self) -> None:
+        """Forgets the runs of the last step."""
+        self._counts = [0] * len(self._counts)
+        for kept in (self.runs, self.order, self._stack, self._numbers, self._places):
+            kept.clear()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Listens to all modules inside the context."""
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),  # recomputation ends with an exception
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def place(self) -> Place:
+        """Of the operation that is being dispatched."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._stack[-1] if self._stack else OUTSIDE
+        if type(node).__name__ == "AccumulateGrad":
+            return Place(BACKWARD, "", -1, accumulates=True)
+        if self._stack:
+            return self._stack[-1]
+        if torch.is_grad_enabled():  # recomputation between the modules of a block
+            return self._of_node(node)._replace(phase=RECOMPUTED)
+        found = self._of_node(node)._replace(phase=BACKWARD)
+        if found.run >= 0:
+            chunk, microbatch = self.runs[found.run]
+            if not self.order or self.order[-1] != (BACKWARD, chunk, microbatch):
+                self.order.append((BACKWARD, chunk, microbatch))
+        return found
+
+    def _of_node(self, node: Any) -> Place:
+        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._places[at] if at >= 0 else OUTSIDE
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            outer = self._stack[-1] if self._stack else self._of_node(node)
+            self._push(Place(RECOMPUTED, name, outer.run))
+            return
+        if id(module) in self._chunks:
+            chunk = self._chunks[id(module)]
+            self.runs.append((chunk, self._counts[chunk]))
+            self.order.append((FORWARD, chunk, self._counts[chunk]))
+            self._counts[chunk] += 1
+        self._push(Place(FORWARD, name, len(self.runs) - 1))
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        if id(module) in self._names and self._stack:
+            left = self._stack.pop()
+            if left.phase == RECOMPUTED:  # behind the outermost module comes more of its block
+                behind = left._replace(module=".".join(left.module.split(".")[:2]))
+            else:  # and behind a chunk the sum of its losses
+                behind = left._replace(module="loss")
+            self._note(self._stack[-1] if self._stack else behind)
+
+    def _push(self, place: Place) -> None:
+        self._stack.append(place)
+        self._note(place)
+
+    def _note(self, place: Place) -> None:
+        number = torch.autograd._get_sequence_nr()
+        if self._numbers and self._numbers[-1] == number:
+            self._places[-1] = place
+        else:
+            self._numbers.append(number)
+            self._places.append(place)

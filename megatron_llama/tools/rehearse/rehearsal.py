@@ -1,0 +1,190 @@
+"""One rank's training step, watched: with fake tensors (``rehearse``) or, to check that, with real ones."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.devices import Device, get_device
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.optim import Optimizer, build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.plan import Plan
+from megatron_llama.plan.traffic import Amount, Traffic
+from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
+from megatron_llama.tools.rehearse.history import History, any_layer
+from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
+from megatron_llama.tools.rehearse.report import BATCH, GRADIENTS, OPTIMIZER, WEIGHTS, Flops, Rehearsal, Sighting
+from megatron_llama.tools.rehearse.watch import Watch
+from megatron_llama.tools.steps import steps_of
+from megatron_llama.tools.traffic.count_collectives import TrafficCounter, axes_of
+from megatron_llama.topology import Topology, build_topology
+
+MOST_BLOCK_RUNS = 160
+"""Blocks times micro batches that a rehearsal runs; of a longer step only as many micro batches as it needs."""
+
+
+def rehearse(plan: Plan, rank: int) -> Rehearsal:
+    """``rank``'s step of ``plan`` at its true size, with fake tensors; seconds on one core, of any world.
+
+    ``plan`` must train on made-up data (``data.mock``), uncompiled. No process group may exist. The plan's device need
+    not be here: the CPU's code runs. Raises ValueError for a rank outside the world.
+    """
+    topology = build_topology(plan, rank)
+    with fake_world(topology):
+        return watch_rank(plan, topology, get_device("cpu"), fake=True)
+
+
+def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = False) -> Rehearsal:
+    """A rank's second step, watched. With real tensors all ranks must call this."""
+    start = time.perf_counter()
+    cpu = torch.device("cpu")
+    watch = Watch(plan.padded_vocab_size // plan.config.trainer.tp)
+    with process_groups(plan, topology, device, cpu), ExitStack() as inside:
+        data = build_data(plan, topology, cpu)
+        mode = inside.enter_context(FakeTensors()) if fake else None
+        gc.collect()  # what an earlier rehearsal left behind must not die in this one
+        inside.enter_context(watch.watching())
+        model = build_model(plan, topology, device, cpu)
+        optimizer = build_optimizer(plan, model)
+        watch.label((shard.local for shard in model.shards), WEIGHTS)
+        watch.label(_states(optimizer), OPTIMIZER)
+        built = watch.alive
+        watch.modules = modules = Modules(model.chunks)
+        batches = _Batches(data.train, watch, mode)
+        gradient_norm = optimizer.gradient_norm
+
+        def labelled() -> torch.Tensor:
+            """At this moment the shards' gradients are there and complete."""
+            watch.label((shard.grad for shard in model.shards), GRADIENTS)
+            return gradient_norm()
+
+        inside.enter_context(patch.object(optimizer, "gradient_norm", labelled))
+        inside.enter_context(modules.following())
+        watch.counter = counter = TrafficCounter(axes_of(model))
+        steps = inside.enter_context(steps_of(plan, topology, model, optimizer, data, batches))
+        counts = _microbatches(plan, topology, len(batches.all_of_a_step()))
+        found = []
+        for step, count in enumerate(counts, start=1):
+            batches.count = count
+            watch.new_step()
+            history = History(watch.records, watch.changes)
+            steps.run(step)
+            found.append(_Counted(count, dict(watch.flops), counter.taken()))
+            watch.label(_states(optimizer), OPTIMIZER)
+        at_rest = watch.alive
+        total = len(batches.all_of_a_step())
+    return Rehearsal(
+        rank=topology.rank,
+        pp_rank=topology.pp_rank,
+        dp_rank=topology.dp_rank,
+        tp_rank=topology.tp_rank,
+        world_size=topology.world_size,
+        microbatches=total,
+        rehearsed_microbatches=counts[-1],
+        built=built,
+        at_rest=at_rest,
+        **history.summary(watch.marks, modules.runs),
+        flops=_by_module(found, total),
+        traffic=_traffic(found, total),
+        synchronizations=_sightings(watch.host_waits),
+        dynamic=_sightings(watch.shapes_from_values),
+        order=tuple(modules.order),
+        seconds=time.perf_counter() - start,
+    )
+
+
+class _Batches:
+    """The run's micro batches, of which a step gets only the first ``count``; all are alive while it lasts."""
+
+    def __init__(self, batches: Batches, watch: Watch, mode: FakeTensorMode | None) -> None:
+        self._batches, self._watch, self._mode = batches, watch, mode
+        self._alive: list[MicroBatch] = []
+        self.count = 0
+
+    def all_of_a_step(self) -> list[MicroBatch]:
+        """The micro batches of the largest step, with values."""
+        with _disable_current_modes():
+            return self._batches.on_host(self._batches.plan.batches.position_of_the_largest)
+
+    def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
+        self._alive = []
+        for batch in self.all_of_a_step():
+            kept = batch if self._mode is None else _fake(batch, self._mode)
+            tensors = [kept.tokens, kept.labels, kept.loss_mask, kept.sizes]
+            self._watch.label(tensors + ([] if kept.documents is None else [kept.documents.ids]), BATCH)
+            self._alive.append(kept)
+        return self._alive[: self.count]
+
+
+class _Counted(NamedTuple):
+    """What a step of so many micro batches did."""
+
+    microbatches: int
+    flops: Mapping[tuple[str, str], int]
+    traffic: Traffic
+
+
+def _fake(batch: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
+    fake = mode.from_tensor
+    documents = batch.documents and Documents(fake(batch.documents.ids), batch.documents.lengths)
+    return MicroBatch(fake(batch.tokens), fake(batch.labels), fake(batch.loss_mask), fake(batch.sizes), documents)
+
+
+def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]:
+    """How many micro batches the first step has, which only makes what lasts, and how many the second, which counts.
+
+    Once the pipeline is full, later micro batches find the memory as it is then. Interleaved, they come in rounds of
+    pp.
+    """
+    pp = topology.pp
+    layers = sum(len(plan.stage_layers[stage]) for stage in range(topology.pp_rank, pp * topology.vpp, pp))
+    first, enough = (1, pp + 1) if topology.vpp == 1 else (pp, 2 * pp)
+    affordable = MOST_BLOCK_RUNS // max(1, layers) // pp * pp
+    return min(total, first), min(total, max(enough, affordable))
+
+
+def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """All that the optimizer keeps, its counts of updates too."""
+    for state in optimizer.inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _of_all(found: Sequence[_Counted], total: int, of: Callable[[_Counted], int]) -> int:
+    """A number of a step with ``total`` micro batches: it grows with each by the same amount."""
+    few, many = found
+    if many.microbatches == total:
+        return of(many)
+    each = (of(many) - of(few)) // (many.microbatches - few.microbatches)
+    return of(many) + each * (total - many.microbatches)
+
+
+def _by_module(found: Sequence[_Counted], total: int) -> dict[str, Flops]:
+    sums: dict[str, dict[str, int]] = defaultdict(lambda: {FORWARD: 0, BACKWARD: 0, RECOMPUTED: 0})
+    for module, phase in found[-1].flops:
+        count = _of_all(found, total, lambda step: step.flops.get((module, phase), 0))  # noqa: B023
+        sums[any_layer(module)][phase] += count
+    return {module: Flops(count[FORWARD], count[BACKWARD], count[RECOMPUTED]) for module, count in sums.items()}
+
+
+def _traffic(found: Sequence[_Counted], total: int) -> Traffic:
+    none = Amount(0, 0)
+    return {
+        line: Amount(*(_of_all(found, total, lambda step: step.traffic.get(line, none)[part]) for part in (0, 1)))  # noqa: B023
+        for line in found[-1].traffic
+    }
+
+
+def _sightings(counts: Counter[tuple[str, str]]) -> tuple[Sighting, ...]:
+    return tuple(Sighting(what, place, count) for (what, place), count in counts.most_common())

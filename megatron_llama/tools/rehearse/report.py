@@ -1,0 +1,118 @@
+"""What a rehearsal found out about a rank. No torch here, so that planners and tests can compare at no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_llama.plan.traffic import Traffic
+
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered weights", "gradients", "optimizer states"
+ATTENTION, FEED_FORWARD, NORMS = "activations: attention", "activations: feed-forward", "activations: norms"
+RESIDUAL, LOGITS = "activations: residual stream", "logits and loss"
+IN_BACKWARD, COMMUNICATION = "made in the backward pass", "communication buffers"
+TABLES, BATCH, TEMPORARY = "tables and masks", "batch", "temporary"
+KINDS = (
+    *(WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BATCH, TABLES),
+    *(RESIDUAL, NORMS, ATTENTION, FEED_FORWARD, LOGITS, IN_BACKWARD, COMMUNICATION, TEMPORARY),
+)
+"""What a byte is alive for, from what is always there to what comes and goes.
+
+weights: this rank's shard, as the optimizer updates it (or frozen). gathered weights: what ``fully_shard`` makes of the
+shards for the layers. gradients: those of weights, summed or not. made in the backward pass: gradients of activations,
+and those of weights before they are added to others; what is recomputed counts as activations. communication buffers:
+of ``fully_shard``'s collectives, sequence parallelism and pipeline transfers. temporary: inside optimizer and norms.
+"""
+
+
+class Holder(NamedTuple):
+    """Tensors of one origin that are alive at the peak."""
+
+    size: int
+    """Bytes together."""
+    tensors: int
+    kind: str
+    module: str
+    """Where they were made; * stands for any layer's number."""
+    operation: str
+    """torch's name of the operator that made them."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one step."""
+
+    forward: int
+    backward: int
+    recomputed: int
+    """Forward operations that recomputation does a second time."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Something that a device which compiles, or runs ahead of the host, does not like, and where it is."""
+
+    what: str
+    place: str
+    """file:line (function)."""
+    count: int
+    """How often in a step."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes of one step after each change, by kind."""
+
+    kinds: tuple[str, ...]
+    bytes: Any
+    """int64 array [changes, kinds]."""
+    marks: tuple[tuple[int, str], ...]
+    """(change, what begins there)."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rank's step in the steady state: all bytes are of tensors' storages that are alive, in the second step."""
+
+    rank: int
+    pp_rank: int
+    dp_rank: int
+    tp_rank: int
+    world_size: int
+    microbatches: int
+    """Micro batches of the step, rehearsed or not."""
+    rehearsed_microbatches: int
+    """Those that were run. The others repeat the same work: FLOPs and traffic are of all."""
+    seconds: float
+    """What the rehearsal took."""
+    built: Mapping[str, int]
+    """Bytes by kind once model and optimizer are built."""
+    at_rest: Mapping[str, int]
+    """Bytes by kind between steps."""
+    peak: int
+    """Most bytes alive at once."""
+    at_peak: Mapping[str, int]
+    """Bytes by kind then; their sum is ``peak``."""
+    most: Mapping[str, int]
+    """The most bytes of each kind at any time in the step."""
+    moment: str
+    """What was going on at the peak."""
+    holders: tuple[Holder, ...]
+    """What was alive then, largest first."""
+    flops: Mapping[str, Flops]
+    """By module; * stands for any layer's number."""
+    traffic: Traffic
+    synchronizations: tuple[Sighting, ...]
+    """Values that the host waits for."""
+    dynamic: tuple[Sighting, ...]
+    """Operations whose result's shape depends on values, and shapes that differ between batches."""
+    timeline: Timeline
+    order: tuple[tuple[str, int, int], ...]
+    """("forward" or "backward", chunk, micro batch) in the order in which the schedule ran them."""
+
+    @property
+    def total_flops(self) -> Flops:
+        """Of all modules."""
+        return Flops(*(sum(flops[phase] for flops in self.flops.values()) for phase in range(3)))

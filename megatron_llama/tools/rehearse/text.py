@@ -1,0 +1,108 @@
+"""A rehearsal as text, for a terminal, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from megatron_llama.plan import Plan
+from megatron_llama.plan.traffic import wire
+from megatron_llama.system.text_table import text_table
+from megatron_llama.system.units import GIB, gib, short_count
+from megatron_llama.tools.rehearse.report import KINDS, Rehearsal, Sighting
+
+MOST_HOLDERS = 12
+
+
+def head(plan: Plan) -> Iterator[str]:
+    """What is rehearsed, in two lines."""
+    trainer = plan.config.trainer
+    grid = f"pp {trainer.pp}" + (f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "")
+    shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.dp else ""
+    yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
+    yield (
+        f"zero {trainer.zero}{shard}, {trainer.precision}, recompute {trainer.recompute}, "
+        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.seq_length:,} tokens"
+    )
+
+
+def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
+    """All about one rank."""
+    trainer = plan.config.trainer
+    yield (
+        f"rank {rehearsal.rank}: pipeline stage {rehearsal.pp_rank + 1} of {trainer.pp}, data-parallel "
+        f"{rehearsal.dp_rank + 1} of {plan.dp}, tensor-parallel {rehearsal.tp_rank + 1} of {trainer.tp}"
+    )
+    count, total = rehearsal.rehearsed_microbatches, rehearsal.microbatches
+    all_of = f"{total}" if count == total else f"{count} of {total}, the others repeat them"
+    batches = "micro batch" if total == 1 else "micro batches"
+    yield f"  a step of {all_of} {batches}, rehearsed in {rehearsal.seconds:.0f} s"
+    yield from ("", *_memory(rehearsal, plan))
+    yield from ("", f"  the largest at the peak, of {len(rehearsal.holders)}:", *_holders(rehearsal))
+    yield from ("", "  floating-point operations of a step, by module", *_flops(rehearsal))
+    yield from ("", "  bytes sent in a step", *_traffic(rehearsal))
+    yield from ("", *_sightings(rehearsal.synchronizations, "the host waits for the device"))
+    yield from ("", *_sightings(rehearsal.dynamic, "shapes that depend on values"))
+
+
+def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Everything but the timeline, with names as JSON has them."""
+    found = {field.name: getattr(rehearsal, field.name) for field in fields(rehearsal) if field.name != "timeline"}
+    found["holders"] = [holder._asdict() for holder in rehearsal.holders]
+    found["flops"] = {module: flops._asdict() for module, flops in rehearsal.flops.items()}
+    found["traffic"] = [{**line._asdict(), **amount._asdict()} for line, amount in rehearsal.traffic.items()]
+    for name in ("synchronizations", "dynamic"):
+        found[name] = [vars(sighting) for sighting in found[name]]
+    return found
+
+
+def _memory(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
+    kinds = [kind for kind in KINDS if rehearsal.most.get(kind)]
+    rows: list[tuple[str, ...]] = [("memory", "at the peak", "most in the step", "between steps")]
+    for kind in kinds:
+        columns = (rehearsal.at_peak, rehearsal.most, rehearsal.at_rest)
+        rows.append((kind, *(gib(column[kind]) if column.get(kind) else "" for column in columns)))
+    rows.append(("together", gib(rehearsal.peak), "", gib(sum(rehearsal.at_rest.values()))))
+    yield from (f"  {row}" for row in text_table(rows, left=1))
+    yield f"  the peak is in the {rehearsal.moment}"
+    if (memory := plan.config.device.memory_gib) is not None:
+        spare = int(memory * GIB) - rehearsal.peak
+        fits = f"fits, {gib(spare)} are left" if spare >= 0 else f"does NOT fit: {gib(-spare)} too much"
+        yield f"  device.memory_gib={memory:g}: {fits}, before what the allocator and libraries take"
+
+
+def _holders(rehearsal: Rehearsal) -> Iterator[str]:
+    rows = []
+    for holder in rehearsal.holders[:MOST_HOLDERS]:
+        shape = ", ".join(map(str, holder.shape))
+        where = f"{holder.operation} in {holder.module}"
+        rows.append((gib(holder.size), f"{holder.tensors} x {holder.dtype} [{shape}]", holder.kind, where))
+    yield from (f"    {row}" for row in text_table(rows))
+
+
+def _flops(rehearsal: Rehearsal) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("", "forward", "backward", "recomputed")]
+    rows += [(module, *map(_count, flops)) for module, flops in rehearsal.flops.items()]
+    rows.append(("together", *map(_count, rehearsal.total_flops)))
+    yield from (f"    {row}" for row in text_table(rows, left=1))
+
+
+def _count(count: int) -> str:
+    return short_count(count) if count else ""
+
+
+def _traffic(rehearsal: Rehearsal) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("axis", "kind", "ranks", "calls", "payload", "wire")]
+    for line, (calls, payload) in rehearsal.traffic.items():
+        rows.append((*map(str, line), f"{calls:,}", gib(payload), gib(int(wire(line, payload)))))
+    yield from (f"    {row}" for row in text_table(rows, left=2))
+
+
+def _sightings(sightings: Sequence[Sighting], what: str) -> Iterator[str]:
+    if not sightings:
+        yield f"  {what}: nowhere"
+        return
+    yield f"  {what}, times in a step:"
+    rows = [(f"{sighting.count:,}", sighting.what, sighting.place) for sighting in sightings]
+    yield from (f"    {row}" for row in text_table(rows))

@@ -1,0 +1,13 @@
+"""A rank at its true size, on one core: python scripts/rehearse.py model=llama7b trainer.tp=8 (see --help)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from megatron_llama.tools.rehearse.cli import main
+
+    sys.exit(main(sys.argv[1:]))
