@@ -10,7 +10,11 @@ import pytest
 from tests.paths import ROOT
 
 # docs/log.md and the results tell of files as they were.
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
+]
 # Other programs' files.
 FOREIGN = {"preprocess_data.py", "test_llama.sh", "train_setup.sh"}
 FOLDERS = ("megatron_llama", "data_prep", "scripts", "tests", "conf", "docs")
