@@ -38,4 +38,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_llama.system.errors import run_main
+
+    run_main(main)

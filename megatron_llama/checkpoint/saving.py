@@ -16,11 +16,12 @@ from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.agree import raise_together
+from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01
 
 
-class SaveFailed(RuntimeError):
+class SaveFailed(MachineError):
     """A checkpoint could not be written; the earlier ones are unchanged."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_llama.system.errors import fault_of_the_machine
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.output import spill_into
 from megatron_llama.system.signals import settle
@@ -90,6 +91,12 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
     except PreparationStopped as stopped:
         sys.stderr.write(f"Stopped: {stopped}.\n")
         status = EXIT_RESTART
+    except OSError as error:
+        fault = fault_of_the_machine(error)
+        if fault is None:
+            raise
+        sys.stderr.write(f"{fault}\n")
+        status = EXIT_FAILED
     settle()
     if context is None or context.rank == 0:
         report_to_batch_script(status)

@@ -22,6 +22,7 @@ from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import FORWARDED, WATCHED
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
+from megatron_llama.system.errors import fault_of_the_machine
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.signals import die_with, ignored_by_wish
 
@@ -94,6 +95,8 @@ def describe(error: BaseException) -> Report:
         return Report("interrupt", code=EXIT_INTERRUPTED)
     if isinstance(error, SystemExit) and error.code == EXIT_RESTART:
         return Report("exit", code=EXIT_RESTART)
+    if fault := fault_of_the_machine(error):
+        return Report("error", fault, EXIT_FAILED)
     return Report("error", text, EXIT_FAILED, consequence=says_peer_lost(error))
 
 
@@ -170,7 +173,8 @@ def run_as_rank(plan: Plan, rank: int, work: Callable[[Plan], None]) -> int:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
-        traceback.print_exc()
+        fault = fault_of_the_machine(error)
+        sys.stderr.write(traceback.format_exc() if fault is None else f"{fault}\n")
         sys.stderr.flush()
         if rank == 0:
             report_to_batch_script(EXIT_FAILED)

@@ -104,7 +104,8 @@ def rank_outputs(folder: Path, ranks: range) -> Iterator[Path]:
     output_dir.mkdir(exist_ok=True)
     yield output_dir
     for path in (output_dir / f"rank_{rank:05d}.txt" for rank in ranks):
-        if path.exists() and path.stat().st_size == 0:
-            path.unlink()
+        with suppress(OSError):  # the disk has become read-only: an empty file is no reason to fail
+            if path.exists() and path.stat().st_size == 0:
+                path.unlink()
     with suppress(OSError):  # something was printed, or another machine's ranks still print
         output_dir.rmdir()

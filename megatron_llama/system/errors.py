@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 
 
 class UserError(ValueError):
@@ -15,6 +18,19 @@ class UserError(ValueError):
 
 class MachineError(RuntimeError):
     """The machine gave up (full disk, a worker killed): shown as one message, exit status 1."""
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+
+
+def fault_of_the_machine(error: BaseException) -> str | None:
+    """What a disk that is full, read-only or broken did, or a worker that was killed: all that is to be said. None
+    where the program may be at fault, and its traceback is of use."""
+    if isinstance(error, MachineError) and isinstance(error.__cause__, OSError | None):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _DISK and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return None
 
 
 class Stopped(Exception):
@@ -26,28 +42,48 @@ def run_main(main: Callable[[], int]) -> None:
 
     Anything that is not one of the errors above, or of the operating system, is ours and keeps its traceback.
     """
+    _mend_outputs()
+    status: int | str | None
     try:
-        status = main()
+        try:
+            status = main()
+        except SystemExit as left:  # argparse
+            status = left.code
         sys.stdout.flush()
     except UserError as error:
         status = _report("error", str(error), EXIT_USER)
     except MachineError as error:
         status = _report("error", str(error), EXIT_FAILED)
-    except (Stopped, KeyboardInterrupt) as error:
-        status = _report("stopped", str(error) or "interrupted", EXIT_RESTART)
+    except Stopped as error:
+        status = _report("stopped", str(error), EXIT_RESTART)
+    except KeyboardInterrupt:
+        status = _report("stopped", "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone: not an error, but stdout can't be flushed any more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = EXIT_FAILED
+        status = EXIT_PIPE
     except PermissionError as error:
         status = _report("error", f"{error.filename}: {error.strerror}", EXIT_USER)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         status = _report("error", f"{where}{error.strerror or error}", EXIT_FAILED)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Python would try again at its end, and tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
 
 
+def _mend_outputs() -> None:
+    """Outputs that exist, though they were closed before the start, and that take any character."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _report(kind: str, message: str, status: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.write(f"{os.path.basename(sys.argv[0])}: {kind}: {message}\n")
+    with suppress(OSError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: {kind}: {message}\n")
     return status

@@ -8,3 +8,5 @@ EXIT_RESTART = 75
 """Stopped by a signal after all work was saved; the same command continues. sysexits.h calls it EX_TEMPFAIL."""
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C: 128 + SIGINT, as shells report it."""
+EXIT_PIPE = 141
+"""The reader of the output has gone: 128 + SIGPIPE, as of any program in a pipe."""

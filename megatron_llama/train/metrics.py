@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics
+from megatron_llama.train.tensorboard_file import TensorBoardFile
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (
@@ -37,7 +38,6 @@ EVERY_STEP = (
 )
 SOME_STEPS = ("padded_tokens_per_second", "val_loss", "parameter_norm")
 THROUGHPUT_STEPS = 10
-TENSORBOARD_FLUSH_SECONDS = 10
 
 
 def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
@@ -65,7 +65,8 @@ class MetricsLogger:
         self._last_lines: Sequence[str] = ()
         self._path = plan.run_dir / METRICS_FILE
         self._file = MetricsFile(self._path, start_step)
-        self._tensorboard = _tensorboard(plan, start_step) if plan.config.logging.tensorboard else None
+        folder = plan.run_dir / "tensorboard"
+        self._tensorboard = TensorBoardFile(folder, start_step) if plan.config.logging.tensorboard else None
         self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
     def __enter__(self) -> MetricsLogger:
@@ -74,7 +75,8 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        self._file.close()
+        with suppress(OSError):  # what a full disk kept it from appending, append has reported
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -83,9 +85,7 @@ class MetricsLogger:
         metrics = self._with_derived(measured)
         self._file.append(metrics)
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(name, value, metrics["step"])
+            self._tensorboard.append(metrics)
         self._progress.step(metrics, sum(self._step_times) / len(self._step_times))
         return metrics
 
@@ -130,12 +130,3 @@ class MetricsLogger:
 def _finite(value: Value) -> Value:
     """JSON has no NaN or infinity; null stands for them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _tensorboard(plan: Plan, start_step: int) -> Any:
-    """TensorBoard's writer; it hides the steps that an earlier attempt logged after ``start_step``."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = plan.run_dir / "tensorboard"
-    purge_step = start_step + 1 if folder.exists() else None
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=TENSORBOARD_FLUSH_SECONDS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.system.errors import MachineError
 from megatron_llama.system.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
@@ -21,9 +22,13 @@ class MetricsFile:
         self.close = self._file.close
 
     def append(self, metrics: Mapping[str, Any]) -> None:
+        """Adds a step's metrics. Raises MachineError."""
         # One write per line: a reader, or a run that resumes after a kill, sees whole lines, except perhaps the last.
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise MachineError(f"{self._file.name} could not be written: {error.strerror}") from error
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:

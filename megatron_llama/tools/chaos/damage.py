@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from megatron_llama.tools.chaos.attempts import SAVED_EVERY, STEPS
+
+NEWEST = STEPS - SAVED_EVERY
+"""The checkpoint that a run with a damaged file begins with; one more is left."""
 # Kinds of files, by patterns below a folder that holds a run in run/ and its dataset in data/.
 KINDS = {
-    "shard": "run/checkpoints/step_*/*.safetensors",
-    "checkpoint.json": "run/checkpoints/step_*/checkpoint.json",
+    "shard": f"run/checkpoints/step_{NEWEST:08d}/*.safetensors",
+    "checkpoint.json": f"run/checkpoints/step_{NEWEST:08d}/checkpoint.json",
     "latest": "run/checkpoints/latest",
     "metrics.jsonl": "run/metrics.jsonl",
     "config.yaml": "run/config.yaml",

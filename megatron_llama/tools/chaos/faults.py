@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_llama.tools.chaos.attempts import POLL_SECONDS, STEPS, Attempt, cut
+from megatron_llama.system.phase import PATIENT
+from megatron_llama.tools.chaos.attempts import POLL_SECONDS, RANKS, STEPS, Attempt, cut
 from megatron_llama.tools.chaos.interposer import DISK_ERRORS, Interposer
 
-HANG_SECONDS = 20
-"""trainer.hang_timeout_seconds of a run that is to be stopped."""
+HANG_SECONDS = 8
+"""trainer.hang_timeout_seconds of a run whose ranks are to wait for one another in vain."""
 
 
 @dataclass
@@ -94,8 +95,8 @@ def stop(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault
     number = chance.randrange(len(ranks))
     with contextlib.suppress(ProcessLookupError):
         os.kill(ranks[number], signal.SIGSTOP)
-    says = (f"rank {number}",)
-    return Fault(f"SIGSTOP of rank {number} {moment}", frozenset({0, 1}), 1, says, HANG_SECONDS + 60)
+    says = (f"Rank {number} of {RANKS[attempt.life.layout]} failed", "it is stopped")
+    return Fault(f"SIGSTOP of rank {number} {moment}", frozenset({0, 1}), 0, says, PATIENT * HANG_SECONDS + 60)
 
 
 def pause(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
@@ -121,7 +122,7 @@ def disk(attempt: Attempt, chance: random.Random, interposer: Interposer | None)
     after = chance.choice((0, chance.randrange(20), chance.randrange(400)))
     interposer.disk_fails(attempt.life.folder, DISK_ERRORS[name], after)
     what = f"{name} from {after} writes on {moment}"
-    return Fault(what, frozenset({0, 1, 2}), 1, (os.strerror(DISK_ERRORS[name]),), 90)
+    return Fault(what, frozenset({0, 1, 2}), 0, (os.strerror(DISK_ERRORS[name]),), 90)
 
 
 def garbage(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
@@ -148,7 +149,7 @@ def drop(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault
     moment, found = _moment(attempt, chance), attempt.connections()
     if moment is None or not found or not cut(*chance.choice(found)):
         return None
-    return Fault(f"1 of {len(found)} connections cut {moment}", frozenset({0, 1}), 1, (), HANG_SECONDS + 60)
+    return Fault(f"1 of {len(found)} connections cut {moment}", frozenset({0, 1}), 1, (), PATIENT * HANG_SECONDS + 60)
 
 
 def clock(attempt: Attempt, chance: random.Random, interposer: Interposer | None) -> Fault | None:
@@ -167,3 +168,4 @@ FAULTS: dict[str, Inject] = {
     function.__name__: function for function in (kill, term, stop, pause, disk, garbage, drop, clock)
 }
 NEED_INTERPOSER = ("disk", "clock")
+MAKE_HANG = ("stop", "drop")

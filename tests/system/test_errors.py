@@ -1,0 +1,64 @@
+"""The end of a program: its status, and what it says where its output is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+PROGRAM = """
+import sys
+from megatron_llama.system.errors import Stopped, UserError, run_main
+def main():
+    {body}
+    return 3
+run_main(main)
+"""
+
+
+def run(body: str, redirection: str, *, encoding: str = "utf-8") -> subprocess.CompletedProcess[bytes]:
+    """A program in a shell; its output goes to ``redirection``, its status is the pipe's first."""
+    program = PROGRAM.format(body=body)
+    line = f'set -o pipefail; {sys.executable} -c "$0" {redirection}'
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    return subprocess.run(["bash", "-c", line, program], capture_output=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("body", "redirection", "status"),
+    [
+        ("print('x' * 300_000)", "| true", 141),
+        ("print('x')", "| (exec <&-; sleep 1)", 141),  # only the last flush fails
+        ("import argparse; argparse.ArgumentParser(description='x' * 300_000).parse_args(['-h'])", "| true", 0),
+        ("sys.stderr.write('y' * 300_000)", "2>&1 >/dev/null | true", 141),
+        ("print('x' * 300_000)", ">&-", 3),
+        ("sys.stderr.write('y')", "2>&-", 3),
+        ("raise UserError('no')", "2>&-", 2),
+        ("raise KeyboardInterrupt", "2>/dev/null", 130),
+        ("raise Stopped('x')", "2>/dev/null", 75),
+    ],
+)
+def test_a_lost_output_is_no_traceback(body: str, redirection: str, status: int) -> None:
+    done = run(body, redirection)
+    assert (done.returncode, done.stderr) == (status, b""), done.stderr.decode()
+
+
+def test_a_full_disk_is_one_message() -> None:
+    done = run("print('x')", ">/dev/full")
+    assert done.returncode == 1 and done.stderr == b"-c: error: No space left on device\n", done.stderr.decode()
+
+
+def test_any_character_can_be_printed() -> None:
+    done = run("print('\\u2192')", "", encoding="ascii")
+    assert (done.returncode, done.stdout) == (3, b"\\u2192\n"), done.stderr.decode()
+
+
+@pytest.mark.parametrize("script", ["compare.py", "traffic.py", "import_config.py", "verify_checkpoint.py"])
+def test_scripts_end_quietly_with_their_reader(script: str, tmp_path: Path) -> None:
+    line = f"set -o pipefail; {sys.executable} {ROOT}/scripts/{script} --help | (exec <&-; sleep 3)"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=100)
+    assert done.returncode in (0, 141) and done.stderr == b"", done.stderr.decode()  # argparse swallows some errors
