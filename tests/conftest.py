@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
+from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 # Commands that tests run get one thread too: pools of threads that spin are in each other's way on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +21,26 @@ SLOW_SECONDS = 900
 # Folders whose files take minutes, because their tests start ranks or commands. `make test` hands whole files to two
 # workers in this order, so that no worker begins with a long file when the other has nothing left.
 LONG_FOLDERS = ("checkpoint", "launch", "layouts", "finetuning", "inference", "data_prep", "devices", "parallel")
+
+
+def pytest_configure() -> None:
+    """Composes each choice of groups of the project's conf/ once a worker: it takes a tenth of a second of processor
+    time, and most tests choose the same groups."""
+    from tests.paths import CONF
+
+    module = importlib.import_module("megatron_llama.config.load_config")  # the package's name is the function's
+    compose = module._compose_groups
+    composed: dict[tuple, bytes] = {}
+
+    def compose_once(choices: dict[str, str], conf_dir: Path) -> DictConfig:
+        if conf_dir != CONF or any("." in choice for choice in choices.values()):  # files of the test's own
+            return compose(choices, conf_dir)
+        key = tuple(sorted(choices.items()))
+        if key not in composed:
+            composed[key] = pickle.dumps(compose(choices, conf_dir))
+        return pickle.loads(composed[key])
+
+    module._compose_groups = compose_once  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,6 +31,7 @@ SHAPE = (
     "model.num_key_value_heads=2",
     "data.seq_length=16",
     "trainer.global_batch_size=8",
+    "trainer.micro_batch_size=2",
     "trainer.steps=20",
 )
 SMALL = (

@@ -21,7 +21,7 @@ from tests.paths import CONF
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-SMALL = (*SHAPE, "optim.lr=0.003", "trainer.micro_batch_size=2")
+SMALL = (*SHAPE, "optim.lr=0.003")
 Tensors = dict[str, torch.Tensor]
 Tamper = Callable[[Checkpointer], None]
 

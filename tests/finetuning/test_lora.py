@@ -21,7 +21,7 @@ from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_bas
 from tests.messages import raises_saying
 from tests.ranks import RankFailed, run_ranks
 
-SP, ZERO_3 = ["trainer.tp=2", "trainer.micro_batch_size=2"], ["trainer.zero=3"]
+SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]
 
 
 def test_at_its_start_it_adds_nothing(world: World, tmp_path: Path) -> None:

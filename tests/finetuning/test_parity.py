@@ -15,17 +15,18 @@ from tests.finetuning import runner
 from tests.finetuning.runner import TOLERANCE, Tuned, World, make_plan, tune, worst
 from tests.oracle import distance
 from tests.ranks import run_ranks
+from tests.rows import rows
 
-# Of a global batch of 4. Ranks that meet at each matrix are slow on two cores, so theirs are larger.
-MICRO_2 = "trainer.micro_batch_size=2"
+# Of a global batch of 4; without it, 2.
+MICRO_1 = "trainer.micro_batch_size=1"
 LAYOUTS = {
     "one process": (1, []),
-    "tp2": (2, ["trainer.tp=2", "trainer.sp=false", MICRO_2]),
-    "tp2+sp": (2, ["trainer.tp=2", MICRO_2]),
+    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),
+    "tp2+sp": (2, ["trainer.tp=2"]),
     "pp2": (2, ["trainer.pp=2"]),
-    "zero 1": (2, ["trainer.zero=1"]),
-    "zero 2": (2, ["trainer.zero=2"]),
-    "zero 3": (2, ["trainer.zero=3"]),
+    "zero 1": (2, ["trainer.zero=1", MICRO_1]),
+    "zero 2": (2, ["trainer.zero=2", MICRO_1]),
+    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
 }
 
 
@@ -35,12 +36,12 @@ def assert_equal(ours: Tuned, theirs: Tuned) -> None:
     assert max(differences.values()) <= TOLERANCE, differences
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"one process", "tp2+sp", "zero 3"}))
 def test_full_fine_tuning(ranks: int, layout: list[str], world: World, theirs_full: Tuned, tmp_path: Path) -> None:
     assert_equal(tune(ranks, tmp_path, *world.full, *layout), theirs_full)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"tp2", "tp2+sp", "pp2", "zero 2"}))
 def test_lora(ranks: int, layout: list[str], world: World, theirs_lora: Tuned, tmp_path: Path) -> None:
     ours = tune(ranks, tmp_path, *world.lora, *layout)
     assert_equal(ours, theirs_lora)
@@ -49,16 +50,17 @@ def test_lora(ranks: int, layout: list[str], world: World, theirs_lora: Tuned, t
     assert all(torch.equal(tensor, base[name]) for name, tensor in ours.frozen.items()), "the base has moved"
 
 
+HARDER = {
+    "tp4, shared kv heads": (4, ["trainer.tp=4", "trainer.sp=false"]),
+    "tp4+sp, shared kv heads": (4, ["trainer.tp=4"]),
+    "tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"]),
+    "dp8, rank below dp": (8, ["trainer.zero=3", "trainer.global_batch_size=8", MICRO_1]),
+    "tp2·dp2, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
+}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (4, ["trainer.tp=4", "trainer.sp=false", MICRO_2]),
-        (4, ["trainer.tp=4", MICRO_2]),
-        (4, ["trainer.tp=2", "trainer.pp=2", MICRO_2]),
-        (8, ["trainer.zero=3", "trainer.global_batch_size=8"]),
-        (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
-    ],
-    ids=["tp4, shared kv heads", "tp4+sp, shared kv heads", "tp2·pp2+sp", "dp8, rank below dp", "tp2·dp2, recompute"],
+    ("ranks", "layout"), rows(HARDER.items(), {"tp4+sp, shared kv heads", "dp8, rank below dp", "tp2·dp2, recompute"})
 )
 def test_lora_in_harder_layouts(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     alone = [setting for setting in layout if "batch" in setting]

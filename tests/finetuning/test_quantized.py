@@ -152,7 +152,7 @@ def _check_errors(rank: int, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "zero"), [("nf4", 1), ("int8", 3)])
 def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, tmp_path: Path) -> None:
-    layout = ["trainer.tp=2", f"trainer.zero={zero}"]
+    layout = ["trainer.tp=2", f"trainer.zero={zero}", "trainer.micro_batch_size=1"]
     plan = make_plan(4, tmp_path, *LORA, *WIDE, *layout, f"finetune.frozen_dtype={kind}")
     (memory,) = stage_memory(plan)
     for held, gathered, matrices, packed, kept in run_ranks(_memory, 4, plan):

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 TIED = "model.tie_word_embeddings=true"
 SIX_LAYERS = "model.num_hidden_layers=6"
-# Of a global batch of 8. Ranks that meet at each matrix are slow on two cores, so theirs are larger; each layout still
-# accumulates over two micro batches or more.
-MICRO_2, MICRO_4 = "trainer.micro_batch_size=2", "trainer.micro_batch_size=4"
+# Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
+# larger; each layout accumulates over two micro batches or more.
+MICRO_1, MICRO_4 = "trainer.micro_batch_size=1", "trainer.micro_batch_size=4"
+# The rows that run with every `make test`: each axis with its hardest case, and all together.
+QUICK = {
+    "tp2+sp",
+    "tp4+sp, kv heads < tp",
+    "tp2+sp, odd vocabulary",
+    "pp2, tied",
+    "pp2·vpp2, uneven",
+    "pp2·vpp2·dp2, zero 3",
+    "dp2, zero 0",
+    "dp2, zero 1",
+    "dp2, zero 2",
+    "dp4, hybrid, zero 3",
+    "tp2·pp2·dp2+sp, zero 3, tied, odd",
+    "tp2·dp3+sp, one kv head, shards without its rows",
+    "selective recompute",
+    "tp2·dp2+sp, zero 3, full recompute",
+    "micro batches of 8",
+}
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
-    ("tp2", 2, ["trainer.tp=2", "trainer.sp=false", MICRO_2], []),
-    ("tp2+sp", 2, ["trainer.tp=2", MICRO_2], []),
+    ("tp2", 2, ["trainer.tp=2", "trainer.sp=false"], []),
+    ("tp2+sp", 2, ["trainer.tp=2"], []),
     ("tp4+sp, kv heads < tp", 4, ["trainer.tp=4", MICRO_4], []),
     ("tp4, one kv head", 4, ["trainer.tp=4", "trainer.sp=false", MICRO_4], ["model.num_key_value_heads=1"]),
-    ("tp2+sp, odd vocabulary", 2, ["trainer.tp=2", MICRO_2], ["model.vocab_size=61"]),
+    ("tp2+sp, odd vocabulary", 2, ["trainer.tp=2"], ["model.vocab_size=61"]),
     ("tp4, odd vocabulary, a rank of padding", 4, ["trainer.tp=4", MICRO_4], ["model.vocab_size=5"]),
-    ("tp2+sp, tied", 2, ["trainer.tp=2", MICRO_2], [TIED]),
-    ("pp2", 2, ["trainer.pp=2", MICRO_2], []),
+    ("tp2+sp, tied", 2, ["trainer.tp=2"], [TIED]),
+    ("pp2", 2, ["trainer.pp=2"], []),
     ("pp4", 4, ["trainer.pp=4"], []),
-    ("pp2, uneven", 2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]", MICRO_2], []),
-    ("pp2, tied", 2, ["trainer.pp=2", MICRO_2], [TIED]),
+    ("pp2, uneven", 2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"], []),
+    ("pp2, tied", 2, ["trainer.pp=2"], [TIED]),
     ("pp2·vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"], []),
-    ("pp2·vpp2, uneven", 2, ["trainer.pp=2", "trainer.vpp=2", "trainer.pipeline_layers=[4,2]", MICRO_2], [SIX_LAYERS]),
-    ("tp2·pp2·vpp2+sp", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2", MICRO_2], []),
+    ("pp2·vpp2, uneven", 2, ["trainer.pp=2", "trainer.vpp=2", "trainer.pipeline_layers=[4,2]"], [SIX_LAYERS]),
+    ("tp2·pp2·vpp2+sp", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2"], []),
     ("pp2·vpp2·dp2, zero 1", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=1"], []),
     ("pp2·vpp2·dp2, zero 2", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"], []),
     ("pp2·vpp2·dp2, zero 3", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], []),
@@ -30,22 +48,22 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("dp2, zero 1", 2, ["trainer.zero=1"], []),
     ("dp2, zero 2", 2, ["trainer.zero=2"], []),
     ("dp2, zero 3", 2, ["trainer.zero=3"], []),
-    ("dp4, hybrid, zero 3", 4, ["trainer.zero=3", "trainer.shard_group=2"], []),
-    ("dp4, hybrid, zero 1", 4, ["trainer.zero=1", "trainer.shard_group=2"], []),
-    ("tp2·pp2+sp", 4, ["trainer.tp=2", "trainer.pp=2", MICRO_2], []),
-    ("tp2·dp2+sp, zero 2", 4, ["trainer.tp=2", "trainer.zero=2", MICRO_2], []),
+    ("dp4, hybrid, zero 3", 4, ["trainer.zero=3", "trainer.shard_group=2", MICRO_1], []),
+    ("dp4, hybrid, zero 1", 4, ["trainer.zero=1", "trainer.shard_group=2", MICRO_1], []),
+    ("tp2·pp2+sp", 4, ["trainer.tp=2", "trainer.pp=2"], []),
+    ("tp2·dp2+sp, zero 2", 4, ["trainer.tp=2", "trainer.zero=2"], []),
     ("pp2·dp2, zero 3, tied", 4, ["trainer.pp=2", "trainer.zero=3"], [TIED]),
-    ("tp2·pp2·dp2+sp, zero 1", 8, ["trainer.tp=2", "trainer.pp=2", MICRO_2], []),
+    ("tp2·pp2·dp2+sp, zero 1", 8, ["trainer.tp=2", "trainer.pp=2"], []),
     (
         "tp2·pp2·dp2+sp, zero 3, tied, odd",
         8,
-        ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", MICRO_2],
+        ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3"],
         [TIED, "model.vocab_size=61"],
     ),
     (
         "tp2·dp3+sp, one kv head, shards without its rows",
         6,
-        ["trainer.tp=2"],
+        ["trainer.tp=2", MICRO_1],
         ["model.num_key_value_heads=1", "trainer.global_batch_size=6"],
     ),
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
@@ -53,16 +71,16 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     (
         "tp2·pp2+sp, selective recompute",
         4,
-        ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=selective", MICRO_2],
+        ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=selective"],
         [],
     ),
     (
         "tp2·dp2+sp, zero 3, full recompute",
         4,
-        ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", MICRO_2],
+        ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"],
         [],
     ),
-    ("micro batches of 2", 1, [MICRO_2], []),
+    ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
-    ("pp2·dp2, micro batches of 2", 4, ["trainer.pp=2", MICRO_2], []),
+    ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),
 ]

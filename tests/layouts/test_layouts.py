@@ -11,10 +11,11 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.table import LAYOUTS
+from tests.layouts.table import LAYOUTS, QUICK
 from tests.layouts.tampers import local_token_count, mean_over_data_parallel_ranks, norms_count_copies
 from tests.oracle import TOLERANCE, RaggedSamples, Result, Tamper, Tensors, make_plan, oracle, run_layout, worst
 from tests.ranks import run_ranks
+from tests.rows import rows
 
 # Layouts whose sums have the same order as the oracle's: equal to the last bit.
 BITWISE: list[tuple[str, int, list[str], list[str]]] = [
@@ -23,9 +24,7 @@ BITWISE: list[tuple[str, int, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "model"), [case[1:] for case in LAYOUTS], ids=[case[0] for case in LAYOUTS]
-)
+@pytest.mark.parametrize(("ranks", "layout", "model"), rows(((case[0], case[1:]) for case in LAYOUTS), QUICK))
 def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[str]) -> None:
     result, expected = run_layout(ranks, *layout, *model), oracle(*model)
     for name, tensor in expected.initial.items():
@@ -110,11 +109,16 @@ def beyond(bounds: dict[str, float], result: Result, expected: Result) -> dict[s
     return {kind: (found[kind], bound) for kind, bound in bounds.items() if found[kind] > bound}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
 @pytest.mark.parametrize(
-    "layout",
-    [["trainer.tp=2"], ["trainer.pp=2"], ["trainer.zero=1"], ["trainer.zero=3"]],
-    ids=lambda layout: layout[0],
+    ("layout", "precision"),
+    rows(
+        (
+            (f"{layout}, {precision}", ([layout], precision))
+            for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.zero=3")
+            for precision in ("bf16", "bf16_sr")
+        ),
+        {"trainer.tp=2, bf16_sr", "trainer.pp=2, bf16", "trainer.zero=3, bf16_sr"},
+    ),
 )
 def test_bf16_within_its_precision(layout: list[str], precision: str) -> None:
     # The noise of stochastic rounding is the same in all layouts, so it gets no allowance.

@@ -93,7 +93,8 @@ def test_the_table_has_every_name() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
     chosen = list(TABLE) if zero == 1 else [name for name in TABLE if PRECISIONS[name].name == name]
-    plans = [make_plan(2, f"trainer.zero={zero}", f"trainer.precision={name}") for name in chosen]
+    layout = (f"trainer.zero={zero}", "trainer.micro_batch_size=1")
+    plans = [make_plan(2, *layout, f"trainer.precision={name}") for name in chosen]
     first, second = run_ranks(_look, 2, plans)
     assert first == second
     for name, found in zip(chosen, first, strict=True):

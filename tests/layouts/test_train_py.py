@@ -11,11 +11,12 @@ import pytest
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from tests.oracle import SMALL
 from tests.processes import run_train_py
+from tests.rows import rows
 
 TOLERANCE = 1e-4  # relative, over 20 steps
 LAYOUTS = {
     # Larger micro batches where ranks meet at each matrix: they are slow to on two cores.
-    "tp2": ["trainer.tp=2", "trainer.sp=false", "trainer.micro_batch_size=2"],
+    "tp2": ["trainer.tp=2", "trainer.sp=false"],
     "tp2+sp": ["trainer.tp=2", "trainer.micro_batch_size=4"],
     "tp4+sp, kv heads < tp": ["trainer.tp=4", "trainer.micro_batch_size=4"],
     "pp2": ["trainer.pp=2"],
@@ -26,13 +27,13 @@ LAYOUTS = {
     "dp2, zero 1": ["trainer.dp=2", "trainer.zero=1"],
     "dp2, zero 2": ["trainer.dp=2", "trainer.zero=2"],
     "dp2, zero 3": ["trainer.dp=2", "trainer.zero=3"],
-    "dp4, hybrid": ["trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2"],
-    "tp2·pp2": ["trainer.tp=2", "trainer.pp=2", "trainer.micro_batch_size=2"],
-    "tp2·pp2·dp2+sp": ["trainer.tp=2", "trainer.pp=2", "trainer.dp=2", "trainer.micro_batch_size=2"],
+    "dp4, hybrid": ["trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2", "trainer.micro_batch_size=1"],
+    "tp2·pp2": ["trainer.tp=2", "trainer.pp=2"],
+    "tp2·pp2·dp2+sp": ["trainer.tp=2", "trainer.pp=2", "trainer.dp=2"],
     "selective recompute": ["trainer.recompute=selective"],
     "full recompute": ["trainer.recompute=full"],
     "micro batches of 4": ["trainer.micro_batch_size=4"],
-    "tp2+sp, odd vocabulary": ["trainer.tp=2", "trainer.micro_batch_size=2", "model.vocab_size=61"],
+    "tp2+sp, odd vocabulary": ["trainer.tp=2", "model.vocab_size=61"],
 }
 
 
@@ -49,13 +50,12 @@ def one_process(folder: Path, *model: str) -> list[float]:
     return losses(folder, *model)
 
 
-# One of each axis, and all together, with every `make test`; the others, which test_layouts.py has over three steps
-# too, with `make test-slow`.
-QUICK = {"tp2+sp", "pp2·vpp2", "dp2, zero 3", "tp2·pp2·dp2+sp"}
-ROWS = [pytest.param(row, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, row in LAYOUTS.items()]
+# All axes together with every `make test`; the others, which test_layouts.py has over three steps too, with
+# `make test-slow`.
+QUICK = {"tp2·pp2·dp2+sp"}
 
 
-@pytest.mark.parametrize("layout", ROWS)
+@pytest.mark.parametrize("layout", rows(((name, [row]) for name, row in LAYOUTS.items()), QUICK))
 def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = [override for override in layout if override.startswith("model.")]
     expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)

@@ -33,7 +33,7 @@ MODELS = {
     "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
-LAYOUTS = {"one process": (1, ()), "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2", "trainer.micro_batch_size=2"))}
+LAYOUTS = {"one process": (1, ()), "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2"))}
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)

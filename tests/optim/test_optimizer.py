@@ -33,7 +33,7 @@ CASES = {
     "sgd": (*COMMON, "optim.name=sgd", "optim.lr=0.3", "optim.betas=[0.7,0]"),
 }
 SHARDED = {
-    "tp2·dp2, zero 1": (4, ("trainer.tp=2", "trainer.zero=1", "trainer.micro_batch_size=2")),
+    "tp2·dp2, zero 1": (4, ("trainer.tp=2", "trainer.zero=1")),
     "dp2, zero 1": (2, ("trainer.zero=1",)),
 }
 

@@ -27,6 +27,8 @@ from tests.ranks import run_ranks
 from tests.train.steps import PEAK, measured, plan_of
 
 LENGTH = 16
+# Samples in pairs would mix kinds with and without documents in a micro batch, which no dataset does.
+ALONE = "trainer.micro_batch_size=1"
 # The documents of a sample, by its number modulo 4: padded, packed with and without padding, full.
 KINDS: list[tuple[str, list[int]]] = [
     ("num_tokens", [5]),
@@ -63,7 +65,7 @@ def squares(lengths: list[int]) -> int:
 
 @pytest.mark.parametrize("kind", range(4))
 def test_a_sample_counts_its_tokens_and_their_documents(kind: int) -> None:
-    plan = make_plan(1)
+    plan = make_plan(1, ALONE)
     batches = Batches(Kinds(kind), plan, build_topology(plan, 0), CPU).at(0)
     _, lengths = KINDS[kind]
     assert [batch.sizes.tolist() for batch in batches] == [[sum(lengths), squares(lengths)]] * 8
@@ -72,7 +74,7 @@ def test_a_sample_counts_its_tokens_and_their_documents(kind: int) -> None:
 @pytest.mark.parametrize("layout", ["", "trainer.tp=2", "trainer.pp=2", "trainer.zero=1"])
 def test_a_global_batch_is_counted_once_in_every_layout(layout: str) -> None:
     world = 2 if layout else 1
-    plan = make_plan(world, *filter(None, [layout]))
+    plan = make_plan(world, ALONE, *filter(None, [layout]))
     expected = [2 * 8, 2 * (5 + 8 + 16 + 16), 2 * sum(squares(lengths) for _, lengths in KINDS)]
     assert run_ranks(_counts, world, plan) == [expected] * world
 
@@ -81,7 +83,6 @@ def _counts(rank: int, plan: Plan) -> list[int]:
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
-        # Samples in pairs would mix kinds with and without documents in a micro batch, which no dataset does.
         return [int(count) for count in model.count(Batches(Kinds(), plan, topology, CPU).at(0))]
 
 

@@ -72,19 +72,19 @@ def test_lora_is_refused_rather_than_counted_wrong() -> None:
 
 
 def test_measured(tmp_path: Path) -> None:
-    status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.tp=2", "trainer.global_batch_size=2"])
+    status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.tp=2", "trainer.global_batch_size=4"])
     assert status == 0, output
     assert output.endswith("every byte and every call as predicted\n")
-    # 2 micro batches: 2·(6·4 + 3) gathers of 16·32 fp32 values.
+    # 2 micro batches of 2: 2·(6·4 + 3) gathers of 2·16·32 fp32 values.
     row = re.search(r"tp +all_gather +2 +54 +(\S+) +(\S+) +(\S+)\n", output)
-    assert row and row.groups() == (f"{54 * 16 * 32 * 4:,}",) * 3
+    assert row and row.groups() == (f"{54 * 2 * 16 * 32 * 4:,}",) * 3
     assert "rank 0-1\n" in output
 
 
 def test_a_difference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line("dp", "all_reduce", 2)
     monkeypatch.setattr("megatron_llama.plan.traffic.totals", lambda operations: {line: Amount(1, 12)})
-    status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.dp=2", "trainer.global_batch_size=2"])
+    status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.dp=2", "trainer.global_batch_size=4"])
     assert status == 1
     assert output.endswith("NOT as predicted\n")
     assert re.search(r"dp +all_reduce +2 +1 +12 +0 +0 +DIFFERS, calls \[0, 0\]\n", output)

@@ -26,20 +26,20 @@ from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 from megatron_llama.train.sanity import FiniteCheck
 from tests.oracle import make_plan
 from tests.ranks import RankFailed, run_ranks
+from tests.rows import rows
 
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 FEW = "trainer.global_batch_size=4"
-MICRO_2 = "trainer.micro_batch_size=2"  # ranks that meet at each matrix are slow on two cores
 LAYOUTS = {
     "one process": (1, [FEW]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
-    "tp2+sp, micro batches of 2, selective recompute": (
+    "tp2+sp, micro batches of 1, selective recompute": (
         2,
-        ["trainer.tp=2", "trainer.micro_batch_size=2", "trainer.recompute=selective", FEW],
+        ["trainer.tp=2", "trainer.micro_batch_size=1", "trainer.recompute=selective", FEW],
     ),
-    "tp2+sp, odd vocabulary, tied": (2, ["trainer.tp=2", ODD, TIED, FEW, MICRO_2]),
-    "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW, MICRO_2]),
-    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW, MICRO_2]),
+    "tp2+sp, odd vocabulary, tied": (2, ["trainer.tp=2", ODD, TIED, FEW]),
+    "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW]),
+    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW]),
     "pp2": (2, ["trainer.pp=2", FEW]),
     "pp3, uneven": (3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,1]", FEW]),
     "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2", FEW]),
@@ -51,7 +51,7 @@ LAYOUTS = {
         3,
         ["trainer.zero=3", "trainer.precision=bf16", "trainer.global_batch_size=6", ODD],
     ),
-    "tp2·dp2+sp, zero 2, bf16_sr": (4, ["trainer.tp=2", "trainer.zero=2", "trainer.precision=bf16_sr", MICRO_2]),
+    "tp2·dp2+sp, zero 2, bf16_sr": (4, ["trainer.tp=2", "trainer.zero=2", "trainer.precision=bf16_sr"]),
     "dp2, zero 1, fp32_ZeroOptMaster": (2, ["trainer.zero=1", "trainer.precision=fp32_ZeroOptMaster"]),
     "dp4, hybrid, zero 1": (4, ["trainer.zero=1", "trainer.shard_group=2"]),
     "dp4, hybrid, zero 2": (4, ["trainer.zero=2", "trainer.shard_group=2"]),
@@ -68,7 +68,6 @@ LAYOUTS = {
             "trainer.recompute=full",
             "trainer.precision=bf16",
             FEW,
-            MICRO_2,
         ],
     ),
     "tp2·dp3+sp, one kv head, shards without its rows": (
@@ -103,11 +102,25 @@ def differences(world_size: int, *overrides: str) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS.keys())
+# Each kind of collective on each axis with every `make test`.
+QUICK = {
+    "tp2+sp, odd vocabulary, tied",
+    "tp2, full recompute",
+    "pp3, uneven",
+    "pp2·vpp2",
+    "dp2, zero 0",
+    "dp2, zero 3",
+    "dp4, hybrid, zero 2",
+    "tp2·dp2+sp, zero 2, bf16_sr",
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_counted_is_predicted(ranks: int, layout: list[str]) -> None:
     assert differences(ranks, *layout) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 def test_compiled(tmp_path: Path) -> None:
     # Compiled graphs call functional collectives, and fewer of them.
@@ -141,8 +154,8 @@ BREAKS: dict[str, tuple[int, list[str], object, str, Callable, Line]] = {
         2, ["trainer.tp=2"], ReplicatedGradients, "reduce", lambda self, shards: None, Line("tp", "all_reduce", 2),
     ),
     "gradients are reduced at each micro batch": (
-        2, ["trainer.zero=1"], megatron_llama.parallel.pipeline, "before_last_microbatch", lambda chunk, zero: None,
-        Line("dp", "reduce_scatter", 2),
+        2, ["trainer.zero=1", "trainer.micro_batch_size=1"], megatron_llama.parallel.pipeline,
+        "before_last_microbatch", lambda chunk, zero: None, Line("dp", "reduce_scatter", 2),
     ),
     "one number more": (
         2, ["trainer.pp=2"], megatron_llama.optim.optimizer, "gradient_norm",
