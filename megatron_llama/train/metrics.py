@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -75,8 +74,7 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        with suppress(OSError):  # what a full disk kept it from appending, append has reported
-            self._file.close()
+        self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

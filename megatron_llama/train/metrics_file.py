@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ class MetricsFile:
     def __init__(self, path: Path, start_step: int) -> None:
         cut_back(path, start_step)
         self._file = open(path, "a", encoding="utf-8")
-        self.close = self._file.close
+
+    def close(self) -> None:
+        """Frees the file; what a full disk kept ``append`` from writing, it has reported."""
+        with suppress(OSError):
+            self._file.close()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Adds a step's metrics. Raises MachineError."""

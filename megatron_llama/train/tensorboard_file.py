@@ -26,6 +26,11 @@ class TensorBoardFile:
         except OSError as error:
             self._lose(error)
 
+    @property
+    def writes(self) -> bool:
+        """Whether it is still being written."""
+        return self._writer is not None
+
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Adds a step's metrics, those that have a value."""
         for name, value in metrics.items():

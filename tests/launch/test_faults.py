@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch import ssh, start, supervise
-from megatron_llama.launch.rank_process import says_peer_lost
+from megatron_llama.launch.rank_process import describe, says_peer_lost
+from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
+from megatron_llama.system.errors import MachineError
 from tests.processes import PATIENCE_SECONDS, MakeStarter, announce, gone, pids, rank, save_and_leave
 
 TAKES_ALL_DOWN_SECONDS = 10.0
@@ -144,6 +146,36 @@ def test_a_consequence_that_is_reported_first_does_not_win(starter: MakeStarter,
     job = starter(run(fail_late_to_say_so, tmp_path, ranks=2))
     assert job.wait() == 1
     assert job.last_line == "ValueError: the cause"
+
+
+def _from(error: Exception, cause: BaseException | None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_message"),
+    [
+        (_from(MachineError("step 2 could not be written (No space left on device)"), OSError(28, "No space")), True),
+        (_from(MachineError("step 2 could not be written (TypeError)"), TypeError("of the program")), False),
+        (OSError(28, "No space left on device", "/run/metrics.jsonl"), True),
+        (OSError(28, "No space left on device"), False),  # where, only the traceback says
+        (FileNotFoundError(2, "No such file", "/run/step"), False),
+    ],
+)
+def test_what_a_disk_did_is_no_traceback(error: Exception, is_message: bool) -> None:
+    found = describe(error)
+    assert found.kind == "error" and ("Traceback" in found.text or "Error" in found.text) != is_message
+    assert (error.strerror if isinstance(error, OSError) else str(error)) in found.text
+
+
+def test_an_output_that_can_not_be_deleted_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with rank_outputs(tmp_path, range(2)) as folder:
+        (folder / "rank_00001.txt").touch()
+        monkeypatch.setattr(Path, "unlink", read_only)
 
 
 def exit_early(folder: Path) -> None:

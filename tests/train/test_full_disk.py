@@ -1,0 +1,61 @@
+"""What a run logs, on a disk that is full: metrics.jsonl is missed, TensorBoard is not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.system.errors import MachineError
+from megatron_llama.train import tensorboard_file
+from megatron_llama.train.metrics_file import MetricsFile
+from megatron_llama.train.tensorboard_file import TensorBoardFile
+
+
+def on_a_full_disk(work: Callable[[], None], errors: Path, size: int) -> str:
+    """What a process says whose files can't grow beyond ``size`` bytes; it must end well."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", buffering=1, closefd=False)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, errors.read_text()
+    return errors.read_text()
+
+
+def test_metrics_that_can_not_be_written_are_the_end_and_closing_adds_nothing(tmp_path: Path) -> None:
+    def work() -> None:
+        file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+        with pytest.raises(MachineError, match=r"metrics\.jsonl could not be written: File too large"):
+            for step in range(100):
+                file.append({"step": step})
+        file.close()
+
+    assert on_a_full_disk(work, tmp_path / "errors", 200) == ""
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 200
+
+
+def test_tensorboard_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard_file, "FLUSH_SECONDS", 0.01)
+
+    def work() -> None:
+        board = TensorBoardFile(tmp_path / "tensorboard", 0)
+        deadline = time.monotonic() + 60
+        while board.writes and time.monotonic() < deadline:
+            board.append({"step": 1, "loss": 2.0})
+        board.append({"step": 2, "loss": 2.0})
+        board.close()
+
+    said = on_a_full_disk(work, tmp_path / "errors", 1000)
+    assert said == f"TensorBoard: {tmp_path}/tensorboard can't be written any more: File too large\n"
