@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,38 @@ import numpy as np
 
 from megatron_llama.data.indexed_format import CHUNK, IndexedDataset
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import sha256_file
+from megatron_llama.system.files import read_json, sha256_file
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("documents_read", "documents_written", "documents_skipped", "vocab_size"), (int,)),
+    **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (str,)),
+    **dict.fromkeys(("options", "skipped"), (dict,)),
+    "eod": (int, type(None)),
+}
+"""What a manifest must hold to be shown and checked, besides what only some have."""
 
 
 def read_manifest(prefix: str) -> dict[str, Any] | None:
     """PREFIX.json, which preprocess.py or sft.py wrote; None where another program made the dataset.
 
     Raises:
-        UserError: it is damaged.
+        UserError: it is damaged, or can't be read.
     """
     try:
-        return dict(json.loads(Path(prefix + ".json").read_bytes()))
+        manifest = read_json(Path(prefix + ".json"))
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no JSON object")
+        for name, kinds in _KINDS.items():
+            if name not in manifest or type(manifest[name]) not in kinds:
+                raise ValueError(f"{name} is {str(manifest.get(name, 'missing'))[:60]}")
+        if not all(type(count) is int for count in manifest["skipped"].values()):
+            raise ValueError("skipped holds no counts")
+        if not isinstance(manifest.get("sha256", {}), dict):
+            raise ValueError("sha256 is no object")
+        return manifest
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{prefix}.json is damaged: {error}") from None
 
 

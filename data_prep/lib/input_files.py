@@ -103,6 +103,9 @@ def _in_folder(folder: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
         for name in [one for one in folders if one.startswith(".")]:
             folders.remove(name)
             reasons[os.path.join(base, name)] = "a hidden folder"
+        for name in [one for one in folders if _is_loop(base, one)]:
+            folders.remove(name)
+            reasons[os.path.join(base, name)] = "a link to a folder that it is in"
         for name in names:
             path = os.path.join(base, name)
             if reason := _reason(path, wanted):
@@ -111,6 +114,15 @@ def _in_folder(folder: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
                 paths.append(path)
     reasons |= not_chosen(folder, sorted(paths))
     return sorted(path for path in paths if path not in reasons), reasons
+
+
+def _is_loop(base: str, name: str) -> bool:
+    """Whether a folder in ``base`` is a link to that folder, or to one above it."""
+    path = os.path.join(base, name)
+    if not os.path.islink(path):
+        return False
+    inside, real = os.path.realpath(base), os.path.realpath(path)
+    return os.path.commonpath([inside, real]) == real
 
 
 def _no_records(paths: Sequence[str], texts: tuple[str, ...], arrays: bool) -> dict[str, str]:

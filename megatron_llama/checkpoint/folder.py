@@ -11,7 +11,7 @@ from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, plain_name
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import CheckpointConfig
-from megatron_llama.system.files import DRAFT, sync_folder, write_atomically, write_synced
+from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -96,7 +96,7 @@ def pointed(checkpoints: Path, pointer: str) -> Path:
     """The checkpoint that the file ``latest`` or ``best`` names. Raises CorruptFile where it names none."""
     path = checkpoints / pointer
     try:
-        return checkpoints / plain_name(path.read_text(encoding="utf-8").strip())
+        return checkpoints / plain_name(read_whole(path).decode().strip())
     except (OSError, UnicodeDecodeError, CorruptFile) as error:
         raise CorruptFile(f"{path} is unusable: {error}") from error
 

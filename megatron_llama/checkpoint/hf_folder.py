@@ -21,6 +21,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     Rectangles,
     Stored,
     StoredTensor,
+    check_finite,
     plain_name,
     read_json,
 )
@@ -61,6 +62,7 @@ class SafetensorsFiles(Stored):
             source = content.get_slice(tensor.key)
             for offset, target in wanted.parts:
                 values = source[tuple(slice(o, o + n) for o, n in zip(offset, target.shape, strict=True))]
+                check_finite(self.folder / tensor.file, tensor.key, values, offset)
                 target.copy_(values)
                 read += values.nbytes
         return read

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
@@ -32,7 +33,7 @@ def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
 def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
     """exp_avg and exp_avg_sq of this rank's weights, as views, named like ``optimizer.exp_avg.model.norm.weight``;
     zeros before the optimizer's first step."""
-    states = ((f"optimizer.{kind}.", shard, tensor) for kind, shard, tensor in optimizer.states())
+    states = ((f"{STATES}{kind}.", shard, tensor) for kind, shard, tensor in optimizer.states())
     return _by_name(states, owned)
 
 

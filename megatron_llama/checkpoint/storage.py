@@ -29,13 +29,17 @@ from megatron_llama.checkpoint.stored_tensors import (
     Rectangles,
     Stored,
     StoredTensor,
+    check_finite,
     safetensors_header,
 )
 from megatron_llama.model.names import Shape
+from megatron_llama.system.files import open_regular
 
 HASH = "sha256"
 HASH_DIGITS = 32  # 128 of its bits
 BLOCK_BYTES = 4 << 20
+STATES = "optimizer."
+"""With this the names of the optimizer's states begin."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,11 @@ class CheckpointTensors(Stored):
         columns = _slices(item.storage_offsets[1:], item.lengths[1:])
         for start, block in _verified_blocks(content, chunk, dtype, self.block_bytes, first, last, name):
             low, high = max(start, first), min(start + len(block), last)
-            target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
+            values = block[(slice(low - start, high - start), *columns)]
+            if not name.startswith(STATES):  # the square of a large gradient may be infinite: that weight rests
+                place = (chunk.offset[0] + low, *(o + c.start for o, c in zip(chunk.offset[1:], columns, strict=True)))
+                check_finite(content.name, name, values, place)
+            target[low - first : high - first].copy_(values)
             read += block.nbytes
         return read
 
@@ -166,7 +174,7 @@ def _slices(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
 def _open(path: Path) -> Iterator[BinaryIO]:
     """The file, to be read; the operating system's errors become a CorruptFile that names it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise CorruptFile(f"{path}: {error.strerror}") from error

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_llama.model.names import Shape
+from megatron_llama.system import files
 
 # safetensors' names of the dtypes that we read or write
 DTYPES = {
@@ -30,7 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
 class CorruptFile(Exception):
@@ -90,6 +91,23 @@ class Stored(ABC):
         return self.read(name, (first, *(0 for _ in columns)), (last - first, *columns))
 
 
+def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Shape) -> None:
+    """Raises CorruptFile where some of a weight's values, a rectangle at ``offset``, are infinite or no number.
+
+    One such weight makes every loss NaN, at a step that names no file. Costs one pass over the values.
+    """
+    if not values.is_floating_point() or not values.numel():
+        return
+    ends = torch.stack(torch.aminmax(values))  # NaN if any value is
+    if ends.isfinite().all():
+        return
+    wrong = (~values.isfinite()).nonzero()
+    place = [int(o + n) for o, n in zip(offset, wrong[0], strict=True)]
+    found = values[tuple(wrong[0])].item()
+    others = f", and {len(wrong) - 1:,} more values are not finite" if len(wrong) > 1 else ""
+    raise CorruptFile(f"{where}: {name} holds {found} at {place}{others}: no model has such weights")
+
+
 def plain_name(name: Any) -> str:
     """``name`` if it is the plain name of a file; raises CorruptFile for anything that could lead out of its folder."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
@@ -107,10 +125,10 @@ def whole_numbers(values: Any) -> Shape:
 def read_json(path: Path) -> Any:
     """The file's content. Raises CorruptFile."""
     try:
-        return json.loads(path.read_bytes())
+        return files.read_json(path)
     except OSError as error:
         raise CorruptFile(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptFile(f"{path}: is not JSON ({error})") from error
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.fields import KINDS, settings_by_name
 from megatron_llama.config.hub import or_fetch_it, short_name
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import ModelConfig, RopeScaling
+from megatron_llama.system.files import read_json
 
 FROM_HF = "from_hf"
 CONFIG = "config.json"
+MOST_BYTES = 16 << 20
+"""Of a config.json."""
 NAME_A_FOLDER = "write the folder that holds config.json and the .safetensors files"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What config.json may leave out, and what transformers' LlamaConfig takes then.
@@ -70,11 +73,10 @@ def read_hf_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
     """
     path = os.path.join(folder, name)
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = read_json(Path(path), MOST_BYTES)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
@@ -231,8 +233,11 @@ def other_than_lora(content: dict[str, Any]) -> list[str]:
         if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "that is more than plain LoRA"
             found.append(f"its {name} is {value!r}, and {rule}")
-    if not isinstance(content.get("target_modules"), list):
-        found.append("its target_modules are no list of names")
+    for name in ("target_modules", "modules_to_save"):
+        value = content.get(name)
+        optional = value is None and name == "modules_to_save"
+        if not optional and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            found.append(f"its {name} are no list of names")
     return found
 
 

@@ -6,6 +6,7 @@ typed result, because Hydra stops at the first mistake and users want all of the
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from megatron_llama.config.data_prefixes import folder_of_records
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
 from megatron_llama.config.hf_config import FROM_HF, fill_from_adapter, fill_from_hf
 from megatron_llama.config.hub import local_folder
+from megatron_llama.config.interpolations import check_interpolations
 from megatron_llama.config.limits import is_number
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
@@ -36,6 +38,9 @@ from megatron_llama.system.bounded_yaml import check_yaml
 SCHEMA = "settings"
 # The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given.
 EXPERIMENT = "experiment"
+MOST_BRACKETS = 16
+"""Open at one place of an override: Hydra's grammar and OmegaConf take time, and the stack, for each."""
+_BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
 # Pairs of settings for one quantity: giving one on the command line resets the other.
 INSTEAD_OF = {
     "trainer.steps": "trainer.epochs",
@@ -56,6 +61,8 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([*problems, _problem_in_files(error, choices)]) from error
+    if endless := check_interpolations(config):
+        raise ConfigError([*problems, *endless])
     if config.allow_targets:
         rule = "is set in a file, and files must not choose what may run"
         instead = "take it out of the file; if you trust the classes, write allow_targets=[...] on the command line"
@@ -66,6 +73,8 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
             _delete(config, override.key_or_group, problems)
         else:
             _set(config, override.key_or_group, _value(override), problems)
+    if endless := check_interpolations(config):
+        raise ConfigError([*problems, *endless])
     given = {override.key_or_group for override in values}
     not_null = {override.key_or_group for override in values if _value(override) is not None}
     if "data.prefixes" in given and "data.prepare" not in given:
@@ -151,6 +160,10 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
     """Each override, read by Hydra's grammar. What is no override, or asks for several runs, becomes a problem."""
     parser = OverridesParser.create()
     for text in overrides:
+        if max(itertools.accumulate(_BRACKETS.get(letter, 0) for letter in text), default=0) > MOST_BRACKETS:
+            rule, instead = f"has more than {MOST_BRACKETS} brackets inside one another", "write a simpler value"
+            problems.append(Problem("override", f"{text[:40]} ...", rule, instead))
+            continue
         try:
             override = parser.parse_override(text)
         except HydraException:

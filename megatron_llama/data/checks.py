@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths
 from megatron_llama.data.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.plan.epochs import SPLITS, split_range
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import read_json, sha256_file
 from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
@@ -28,7 +27,7 @@ def check_data(config: Config) -> list[Problem]:
     tokenizer = None if data.tokenizer is None else tokenizer_file(data.tokenizer)
     pieces = None if tokenizer is None else vocabulary_size(tokenizer)
     problems = [] if tokenizer is None else _unfit_tokenizer(config, tokenizer, pieces)
-    sha256 = None if tokenizer is None or problems else hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    sha256 = None if tokenizer is None or problems else sha256_file(tokenizer)
     for name, prefix in named:
         try:
             dataset = IndexedDataset(prefix)
@@ -111,7 +110,7 @@ def _other_tokenizer(prefix: str, tokenizer: str, sha256: str) -> list[Problem]:
     if not manifest.exists():
         return []
     try:
-        made_with = json.loads(manifest.read_text()).get("tokenizer_sha256")
+        made_with = read_json(manifest).get("tokenizer_sha256")
     except (OSError, ValueError, AttributeError) as error:
         rule = f"its manifest {manifest} can't be read: {error}"
         return [Problem("data.prefixes", prefix, rule, "make the dataset again")]

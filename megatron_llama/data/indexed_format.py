@@ -17,6 +17,7 @@ from typing import IO
 import numpy as np
 
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import open_regular
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -65,7 +66,7 @@ def read_index(prefix: str) -> Index:
         UserError: it is no Megatron index, or its size differs from what its header gives.
     """
     path = Path(prefix + ".idx")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise UserError(f"{path} is not a Megatron index file: it does not start with {MAGIC!r}")
@@ -106,7 +107,10 @@ class IndexedDataset:
                 raise UserError(f"there is no {path}")
         self.index = read_index(self.prefix)
         dtype = self.index.dtype
-        has_tokens = self.bin_path.stat().st_size >= dtype.itemsize
+        size = self.bin_path.stat().st_size
+        if size % dtype.itemsize:
+            raise UserError(f"{self.bin_path} has {size:,} bytes, which are no whole tokens of {dtype.itemsize} bytes")
+        has_tokens = size > 0
         self.tokens: np.ndarray = np.memmap(self.bin_path, dtype, "r") if has_tokens else np.zeros(0, dtype)
         """All tokens, [tokens] of ``index.dtype``."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_llama.data.blend import EPOCHS, MEGATRON, Segment, Timeline, same_
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.plan import Plan
 from megatron_llama.plan.epochs import planned_blends, planned_timeline
+from megatron_llama.system.files import read_json
 
 Record = dict[str, Any]
 READING = {
@@ -106,7 +106,7 @@ def dataset_facts(prefix: str) -> dict[str, Any]:
                 file.seek(start)
                 digest.update(file.read(_SAMPLED_BYTES))
     manifest = Path(prefix + ".json")  # a dataset of another program has none
-    described = json.loads(manifest.read_text()) if manifest.exists() else {}
+    described = read_json(manifest) if manifest.exists() else {}
     return {
         "sequences": len(dataset.index),
         "tokens": dataset.index.tokens(),

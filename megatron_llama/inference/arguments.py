@@ -110,6 +110,16 @@ def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentP
     return parser
 
 
+def not_utf8(text: str) -> str | None:
+    """What is wrong with a text from a command line or stdin that came as other bytes than UTF-8; None for others."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) & 0xFF  # surrogateescape keeps it so
+        return f"is not UTF-8: byte {byte:#04x} after {text[: error.start][-20:]!r}"
+    return None
+
+
 def run_task(
     arguments: argparse.Namespace,
     start: Start,
@@ -143,8 +153,15 @@ def run_task(
 def _run_rank(opened: OpenedModel, task: Task) -> None:
     from megatron_llama.inference.generator import open_generator
 
-    with open_generator(opened.saved, opened.plan, task.stop) as generator:
-        task.run(generator, opened, is_first=os.environ["RANK"] == "0")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not every terminal has UTF-8
+    try:
+        with open_generator(opened.saved, opened.plan, task.stop) as generator:
+            task.run(generator, opened, is_first=os.environ["RANK"] == "0")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered can't be written either
+        rule = "its reader has gone, and nothing more is written"
+        raise ConfigError([Problem("stdout", None, rule, "let it read to the end, or write to a file")]) from None
 
 
 def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool) -> OpenedModel | None:

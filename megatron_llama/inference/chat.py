@@ -8,6 +8,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
+from megatron_llama.inference.arguments import not_utf8
 from megatron_llama.inference.generator import Generator
 from megatron_llama.inference.prompts import Message, PromptBuilder
 from megatron_llama.inference.sampling import Sampling
@@ -51,6 +52,8 @@ class Chat:
             if message == RESET:
                 self._history = list(self._first)
                 self._say("new conversation")
+            elif rule := not_utf8(message):
+                self._say(f"the message {rule}")
             elif message:
                 asked = [*self._history, {"role": "user", "content": message}]
                 try:

@@ -14,6 +14,7 @@ from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import bare_name
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
 
 Record = Mapping[str, Any]
@@ -39,7 +40,7 @@ def find_template(name: str) -> Template:
     if not Path(name).is_file():
         raise ConfigError([Problem("--template", name, "is neither a template's name nor a file", instead)])
     try:
-        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        content = read_json(Path(name))
         template = Template(content["prompt"], content["answer"], content.get("labels", {}))
         template.fields  # noqa: B018  raises ValueError where the braces can't be parsed
         if not all(isinstance(text, str) and text for text in (*template.labels, *template.labels.values())):
@@ -63,6 +64,8 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
                 records.skipped["unreadable"] += 1
             elif any(not str(record.get(name) or "").strip() for name in wanted):
                 records.skipped["lacks a field"] += 1
+            elif any(_is_broken(str(record[name])) for name in wanted):
+                records.skipped["lone surrogate"] += 1
             elif template.labels and str(record[template.answer]) not in template.labels:
                 records.skipped["unknown label"] += 1
             else:
@@ -74,6 +77,11 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
         rule = f"has no record with {', '.join(sorted(wanted))} ({dict(records.skipped) or 'it is empty'})"
         raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
     return records
+
+
+def _is_broken(text: str) -> bool:
+    """Whether it holds half of a surrogate pair, which is no character and can't be encoded."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _rows(path: Path) -> Iterator[Record | None]:

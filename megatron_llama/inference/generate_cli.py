@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import CHAT_TEMPLATES
-from megatron_llama.inference.arguments import OpenedModel, Problems, Start, Task, model_parser, run_task
+from megatron_llama.inference.arguments import OpenedModel, Problems, Start, Task, model_parser, not_utf8, run_task
 
 if TYPE_CHECKING:
     from megatron_llama.inference.generator import Generator
@@ -39,6 +39,7 @@ class Request(Task):
         from megatron_llama.inference.stream import Printer
 
         if self.chat is not None:
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
             Chat(generator, self.chat, self.sampling, self.max_new_tokens, self.system).run(sys.stdin, sys.stdout)
         else:
             ids = [self.tokenizer.encode(text) for text in self.texts]
@@ -83,6 +84,10 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--system", arguments.system, "is a part of conversations", "write --chat too, or leave it out")
     if arguments.chat_template is not None and not arguments.chat:
         problems.add("--chat-template", arguments.chat_template, "is for conversations", "write --chat too")
+    for name, text in [("--system", arguments.system), *(("--prompt", prompt) for prompt in arguments.prompt)]:
+        if rule := not_utf8(text or ""):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            problems.add(name, shown, rule, "convert it (iconv -t utf-8), or set the terminal to UTF-8")
     if arguments.max_new_tokens < 1:
         problems.add("--max-new-tokens", arguments.max_new_tokens, "must be at least 1", "write --max-new-tokens 64")
     for name, value in _drawing(arguments).items() if arguments.greedy else ():
@@ -116,7 +121,7 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
             system = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
             problems.collect(builder.ids, [*system, {"role": "user", "content": "Hello"}])
     context = saved.model.max_position_embeddings
-    for text in arguments.prompt:
+    for text in arguments.prompt if not problems.found else ():
         count, shown = len(tokenizer.encode(text)), text if len(text) < 40 else text[:36] + " ..."
         if count >= context:
             rule = f"has {count} tokens, and the model has {context} positions for prompt and answer"

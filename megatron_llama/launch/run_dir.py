@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.files import DRAFT, try_lock, write_atomically
+from megatron_llama.train.metrics_file import METRICS_FILE
 
 LOCK_NAME = ".lock"
 # Names a file for the exit status of the run and its folder: a batch script learns from it whether all went well.
@@ -59,6 +60,9 @@ def claimed(folder: Path) -> Iterator[None]:
     except OSError as error:
         rule, instead = f"the run's folder can't be written: {error.strerror}", "write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
+    if (metrics := folder / METRICS_FILE).exists() and not metrics.is_file():
+        rule, instead = f"{METRICS_FILE} in it is no regular file, and the run would wait for it", "remove it"
+        raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
     with lock:
         locked = try_lock(lock)
         if locked is False:

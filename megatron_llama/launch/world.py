@@ -11,6 +11,7 @@ from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import Device, get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
+from megatron_llama.system.files import read_whole
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _hosts(config: Config) -> list[Host]:
     if launch.hosts or launch.hostfile is None:
         return listed_hosts(launch.hosts)
     try:
-        return hostfile_hosts(Path(launch.hostfile).read_text(encoding="utf-8"))
+        return hostfile_hosts(read_whole(Path(launch.hostfile)).decode())
     except OSError as error:
         rule, instead = f"it can't be read: {error.strerror}", "write its path, or launch.hosts=[a,b]"
     except ValueError as error:

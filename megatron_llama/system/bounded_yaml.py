@@ -10,9 +10,13 @@ from pathlib import Path
 
 import yaml
 
+from megatron_llama.system.files import read_whole
+
 MOST_BYTES = 256 << 10
 MOST_VALUES = 50_000
 """Scalars, lists and mappings, aliases written out."""
+MOST_DEPTH = 32
+"""Lists and mappings inside one another: whoever reads them takes a part of the stack for each."""
 
 
 def check_yaml(path: Path) -> None:
@@ -20,8 +24,8 @@ def check_yaml(path: Path) -> None:
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path} has {size:,} bytes; a YAML file may have {MOST_BYTES:,}")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # libyaml crashes on deep nesting
-        count = _values(root, {}) if root is not None else 0
+        root = yaml.compose(read_whole(path).decode(), Loader=yaml.SafeLoader)  # libyaml crashes on deep nesting
+        count = _values(root, {}, MOST_DEPTH) if root is not None else 0
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply, or holds itself") from None
     if count > MOST_VALUES:
@@ -30,13 +34,15 @@ def check_yaml(path: Path) -> None:
         )
 
 
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
+def _values(node: yaml.Node, known: dict[int, int], room: int) -> int:
     """Values below a node, itself included; each shared node is counted as often as it is used, but visited once."""
+    if not room:
+        raise RecursionError
     if id(node) not in known:
         parts: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
             parts = node.value
         elif isinstance(node, yaml.MappingNode):
             parts = [part for pair in node.value for part in pair]
-        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+        known[id(node)] = 1 + sum(_values(part, known, room - 1) for part in parts)
     return known[id(node)]

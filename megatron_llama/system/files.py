@@ -7,10 +7,12 @@ import errno
 import fcntl
 import filecmp
 import hashlib
+import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 DRAFT = ".draft"
 """How the hidden name of a file ends that ``atomic_open`` writes; a process that is killed leaves it behind."""
@@ -65,10 +67,39 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+MOST_WHOLE_BYTES = 1 << 30
+"""Of a file that is read as one piece: more than any tokenizer, index or manifest has, less than a machine's memory."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError, for a pipe or device too: to open one may be to wait for ever."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return file
+
+
+def read_whole(path: Path, most: int = MOST_WHOLE_BYTES) -> bytes:
+    """The content of a regular file of at most ``most`` bytes. Raises OSError."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes, and {most:,} are the most that are read", str(path))
+        return file.read(size)
+
+
+def read_json(path: Path, most: int = MOST_WHOLE_BYTES) -> Any:
+    """The value in a JSON file. Raises OSError, and ValueError for what is no JSON or nested too deeply."""
+    try:
+        return json.loads(read_whole(path, most))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def sha256_file(path: Path) -> str:
     """The file's sha256 in hexadecimal, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()

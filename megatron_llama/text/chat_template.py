@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import read_whole
 from megatron_llama.text.conversation import Bad, Turn
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, read_settings
 
@@ -106,6 +107,8 @@ def _marked(text: str, learn: bool) -> list[Piece]:
     return [Piece(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
 
 
+MOST_OF_A_DATE = 100
+"""Characters of a date's format."""
 _NOWHERE = "\ue000\ue001"
 """Characters for private use."""
 
@@ -121,11 +124,14 @@ class Jinja:
         """
         import jinja2
 
-        self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+        faults = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+        self._errors = (jinja2.TemplateError, *faults)
+        self._environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{where}: the chat template is no Jinja: {error}") from None
+            self._template = self._environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else "it is nested too deeply"
+            raise UserError(f"{where}: the chat template is no Jinja: {reason}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
 
@@ -149,6 +155,7 @@ class Jinja:
     def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
         """The text of ``turns``; with ``ask`` the next answer's beginning too. Raises Bad."""
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        self._environment.start(sum(len(turn.text) for turn in turns))
         try:
             return str(
                 self._template.render(messages=messages, add_generation_prompt=ask, tools=None, **self._variables)
@@ -175,10 +182,11 @@ class Jinja:
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up for chat templates."""
+    """Jinja as transformers sets it up for chat templates, in bounds."""
     import jinja2
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from megatron_llama.text.sandbox import BoundedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}`, with which some templates mark answers; we find them without."""
@@ -196,13 +204,13 @@ def _environment() -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    return BoundedEnvironment(
+        {"tojson": to_json},
+        {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form[:MOST_OF_A_DATE])},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 def own_template(path: Path, ends: Sequence[str]) -> Jinja:
@@ -216,11 +224,16 @@ def own_template(path: Path, ends: Sequence[str]) -> Jinja:
     folder = path if path.is_dir() else path.parent
     config = read_settings(folder / SETTINGS) or {}
     file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    try:
+        source = read_whole(file).decode() if file.is_file() else config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} can't be read: {error}") from None
     if source is None:
         source = (read_settings(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        source = next(
+            (one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None
+        )
     if not isinstance(source, str):
         raise UserError(f"{folder} has no chat template of its own: write --chat-template {' or '.join(NAMED)}")
     named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}

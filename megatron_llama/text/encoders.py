@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_llama.config.hub import or_fetch_it
 from megatron_llama.system.errors import MachineError, UserError
+from megatron_llama.system.files import read_whole
 from megatron_llama.text import sentencepiece_model
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
@@ -188,7 +189,7 @@ class TiktokenTokenizer(TextTokenizer):
         self.path = self.file = file
         tiktoken = need_package("tiktoken", file)
         try:
-            pairs = (line.split() for line in file.read_bytes().splitlines() if line)
+            pairs = (line.split() for line in read_whole(file).splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         except OSError as error:
             raise TokenizerError(file, f"can't be read: {error.strerror}") from None

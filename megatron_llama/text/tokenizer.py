@@ -6,7 +6,6 @@ tokenizer is opened.
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from megatron_llama.config.hub import or_fetch_it
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import sha256_file
+from megatron_llama.system.files import read_json, read_whole, sha256_file
 from megatron_llama.text.sentencepiece_model import special_pieces
 
 SETTINGS, FAST_JSON, PIECES = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
@@ -192,7 +191,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return int(self._tokenizer.token_to_id(content))
         for name in ("generation_config.json", "config.json"):
             try:
-                end = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token_id"]
+                end = read_json(folder / name)["eos_token_id"]
                 return int(end[0] if isinstance(end, list) else end)
             except (OSError, ValueError, LookupError, TypeError):
                 continue
@@ -231,7 +230,7 @@ def vocabulary_size(path: str | Path) -> int | None:
     try:
         if file.suffix != ".json":
             return int(read_sentencepiece(file).vocab_size())
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         vocabulary = content["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return max([*ids, *(token["id"] for token in content.get("added_tokens") or [])]) + 1
@@ -244,7 +243,7 @@ def read_sentencepiece(file: Path) -> Any:
     import sentencepiece
 
     try:
-        content = file.read_bytes()
+        content = read_whole(file)
         if not content:  # sentencepiece takes it for a model without pieces
             raise TokenizerError(file, "is not a sentencepiece model: the file is empty")
         return sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -260,7 +259,7 @@ def read_model(file: Path) -> Any:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
 
     try:
-        return ModelProto.FromString(file.read_bytes())
+        return ModelProto.FromString(read_whole(file))
     except (OSError, DecodeError) as error:
         raise TokenizerError(file, f"is not a sentencepiece model: {error}") from None
 
@@ -270,7 +269,7 @@ def read_tokenizer_json(file: Path) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads don't survive the fork of workers and ranks
     tokenizers = need_package("tokenizers", file)
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        tokenizer = tokenizers.Tokenizer.from_str(read_whole(file).decode())
     except OSError as error:
         raise TokenizerError(file, f"can't be read: {error.strerror}") from None
     except Exception as error:  # the library raises a bare Exception
@@ -293,7 +292,7 @@ def need_package(name: str, path: Path) -> Any:
 def read_settings(file: Path) -> dict[str, Any] | None:
     """tokenizer_config.json or a file beside it; None where there is none. Raises TokenizerError."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(read_json(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

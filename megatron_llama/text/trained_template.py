@@ -12,7 +12,7 @@ from typing import Any
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import write_synced
+from megatron_llama.system.files import read_json, write_synced
 from megatron_llama.text.chat_template import NAMED
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import SETTINGS, open_tokenizer
@@ -36,7 +36,7 @@ def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
     found = set()
     for prefix in weights_and_paths(data.get("prefixes", []))[1]:
         try:
-            options = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["options"]
+            options = read_json(Path(f"{prefix}.json"))["options"]
             template, add_bos = options["chat_template"], options["add_bos"]
         except (OSError, ValueError, LookupError, TypeError):
             continue
@@ -58,7 +58,7 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
         return None
     named = NAMED[trained.template]
     try:
-        content = json.loads(settings_file.read_text(encoding="utf-8"))
+        content = read_json(settings_file)
         tokenizer = open_tokenizer(folder)
     except (UserError, OSError, ValueError):
         return None
@@ -74,7 +74,7 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
 
 def add_end(file: Path, end: int) -> None:
     """Adds an id at which generation stops to a generation_config.json."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     known = content.get("eos_token_id")
     ends = known if isinstance(known, list) else [] if known is None else [known]
     if end not in ends:

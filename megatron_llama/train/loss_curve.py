@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.plan import Plan
-from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+from megatron_llama.train.metrics_file import METRICS_FILE, own_records
 from megatron_llama.train.smoothing import moving_average
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SMOOTHING = 0.05
 
 def draw_run(plan: Plan) -> Path | None:
     """Draws the ``loss.png`` of a run from its metrics.jsonl. Returns its path, or None if no step was logged."""
-    records = read_metrics(plan.run_dir / METRICS_FILE)
+    records = own_records(plan.run_dir / METRICS_FILE)
     if not records:
         return None
     return draw(records, plan.run_dir / PICTURE_FILE, title=plan.model.name, subtitle=describe(plan))

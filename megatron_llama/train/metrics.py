@@ -14,7 +14,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
-from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics
+from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records
 from megatron_llama.train.tensorboard_file import TensorBoardFile
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
@@ -97,7 +97,7 @@ class MetricsLogger:
         """Draws the loss curve and prints the summary of the run."""
         self._progress.stop()
         picture = draw_run(self.plan)
-        self._progress.summary(self.plan, self.peak, read_metrics(self._path), samples, picture)
+        self._progress.summary(self.plan, self.peak, own_records(self._path), samples, picture)
 
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """All metrics of a step, in their order."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.files import read_whole, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
+MOST_BYTES = 16 << 30
+OWN = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
+"""What every line of a run's own file has, and its summary and picture need."""
 
 
 class MetricsFile:
     """A metrics.jsonl that a run which resumes after ``start_step`` continues."""
 
     def __init__(self, path: Path, start_step: int) -> None:
-        cut_back(path, start_step)
+        """Lines that can't be read don't stop a run: the file as it was is kept beside it, and stderr says so."""
+        if told := cut_back(path, start_step):
+            sys.stderr.write(told + "\n")
         self._file = open(path, "a", encoding="utf-8")
 
     def close(self) -> None:
@@ -42,29 +48,70 @@ def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str,
     ``steps`` are names for the step, of which every record has one: other programs have other names for it.
 
     Raises:
+        OSError: it can't be read.
         ValueError: a line before the last is not JSON, or has no step.
     """
-    return [record for record, _ in _records(path, steps)]
+    lines, broken = _read(path, steps)
+    if broken:
+        raise ValueError(f"{path}, {_first(broken)}")
+    return [record for record, _ in lines]
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Removes all records after ``step`` and a half-written last line, so that a resumed run logs each step once."""
-    if path.exists():
-        write_atomically(path, b"".join(line for record, line in _records(path) if record["step"] <= step))
+def own_records(path: Path) -> list[dict[str, Any]]:
+    """The records that a run wrote, for its summary and picture; whatever else came into the file is left out."""
+    return [record for record, _ in _read(path, OWN[:1])[0] if all(_is_own(record, name) for name in OWN)]
 
 
-def _records(path: Path, steps: Sequence[str] = ("step",)) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """(record, line) of each whole line. Only the last line may be broken: that is what a kill leaves."""
-    lines = path.read_bytes().splitlines(keepends=True)
+def cut_back(path: Path, step: int) -> str | None:
+    """Removes all records after ``step`` and a half-written last line, so that a resumed run logs each step once.
+
+    Where other lines can't be read, the file is first kept under another name. Returns what to tell about that.
+    Raises OSError.
+    """
+    if not path.exists():
+        return None
+    lines, broken = _read(path)
+    told = None
+    if broken:
+        number = 1
+        while (kept := path.with_name(f"{path.stem}.broken.{number}{path.suffix}")).exists():
+            number += 1
+        write_atomically(kept, read_whole(path, MOST_BYTES))
+        many = f"{len(broken):,} lines are left out, the first of them " if len(broken) > 1 else ""
+        told = f"{path}: {many}{_first(broken)}. The file as it was is kept: {kept}"
+    write_atomically(path, b"".join(line for record, line in lines if record["step"] <= step))
+    return told
+
+
+def _first(broken: Sequence[tuple[int, str]]) -> str:
+    number, reason = broken[0]
+    return f"line {number:,}: not a line of metrics ({reason})"
+
+
+def _is_own(record: Mapping[str, Any], name: str) -> bool:
+    value = record.get(name, "")
+    return value is None or type(value) in (int, float)
+
+
+Lines = list[tuple[dict[str, Any], bytes]]
+
+
+def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, list[tuple[int, str]]]:
+    """((record, line) of each good line, (number, reason) of each other). A broken last line is neither: that is what a
+    kill leaves."""
+    lines = read_whole(path, MOST_BYTES).splitlines(keepends=True)
+    good: Lines = []
+    broken: list[tuple[int, str]] = []
     for number, line in enumerate(lines, start=1):
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("no end of line")
             record = json.loads(line)
-            if not isinstance(record, dict) or not any(name in record for name in steps):
-                raise ValueError(f"no {' or '.join(steps)} in it")
-        except ValueError as error:
-            if number == len(lines):
-                return
-            raise ValueError(f"{path}, line {number}: not a line of metrics ({error})") from None
-        yield record, line
+            if not isinstance(record, dict) or not any(type(record.get(name)) in (int, float) for name in steps):
+                raise ValueError(f"no number under {' or '.join(steps)}")
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                broken.append((number, str(error).partition("\n")[0][:200]))
+            continue
+        good.append((record, line))
+    return good, broken

@@ -28,10 +28,11 @@ class Ended:
     err: str
 
 
-def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 150) -> Ended:
-    """``main`` with these arguments and this on its stdin."""
+def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 150, reader: bool = True) -> Ended:
+    """``main`` with these arguments and this on its stdin, where ``surrogateescape`` stands for any bytes; without
+    ``reader`` its stdout is a pipe that nobody reads."""
     with (
-        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as given,
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,
     ):
@@ -44,6 +45,10 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
             try:
                 for number, file in enumerate((given, out, err)):
                     os.dup2(file.fileno(), number)
+                if not reader:
+                    nobody, pipe = os.pipe()
+                    os.close(nobody)
+                    os.dup2(pipe, 1)
                 sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
                 sys.stderr = open(2, "w", buffering=1, closefd=False)
                 torch.set_num_threads(1)

@@ -114,3 +114,22 @@ def test_chat_without_a_template(tmp_path: Path) -> None:
     plain = make_folder(tmp_path / "plain", template=False)
     done = command(generate, plain, *CPU, "--chat", stdin="Hello\n")
     assert done.status == 2 and "has no chat template" in " ".join(done.err.split())
+
+
+def test_a_prompt_that_is_not_utf8(folder: Path) -> None:
+    latin = "caf\udce9"  # as Python gives an argument with the byte 0xe9
+    done = command(generate, folder, *CPU, "--prompt", "the cat", latin, "--max-new-tokens", 2)
+    assert done.status == 2 and "Traceback" not in done.err
+    assert "is not UTF-8: byte 0xe9 after 'caf'" in done.err and "the cat" not in done.err
+
+
+def test_a_message_that_is_not_utf8_is_refused_and_the_chat_goes_on(folder: Path) -> None:
+    arguments = [folder, *CPU, "--chat", "--max-new-tokens", 8, "--greedy"]
+    done = command(generate, *arguments, stdin="caf\udce9\nHello cat\n")
+    assert done.status == 0 and "[the message is not UTF-8: byte 0xe9 after 'caf']" in done.err
+    assert done.out == command(generate, *arguments, stdin="Hello cat\n").out
+
+
+def test_a_reader_that_has_gone_is_one_message(folder: Path) -> None:
+    done = command(generate, folder, *CPU, "--prompt", "the cat", "--max-new-tokens", 8, reader=False)
+    assert done.status == 2 and "its reader has gone" in done.err and "Traceback" not in done.err, done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -16,8 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.devices import Peak
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.train.console import Progress, duration
+from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
-from megatron_llama.train.metrics_file import cut_back, read_metrics
+from megatron_llama.train.metrics_file import MetricsFile, cut_back, own_records, read_metrics
 from tests.paths import ROOT
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
@@ -131,12 +133,38 @@ def test_cut_back_of_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rubbish", ["rubbish", '{"step": "2"}', '{"step": null}', "[" * 100_000, "[1]", "", '{"lr": 1}', "\0\0"]
+)
+def test_a_broken_line_in_the_middle_does_not_stop_a_run(
+    tmp_path: Path, rubbish: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, text = tmp_path / "metrics.jsonl", LINES[0] + f"{rubbish}\n" * 3 + LINES[1] + LINES[2]
+    path.write_text(text)
+    MetricsFile(path, 2).close()
+    assert path.read_text() == LINES[0] + LINES[1]
+    (kept,) = (one for one in tmp_path.iterdir() if one != path)
+    assert kept.read_text() == text, "nothing was thrown away"
+    told = capsys.readouterr().err
+    assert "3 lines are left out, the first of them line 2" in told and str(kept) in told
+    MetricsFile(path, 1).close()
+    assert len(list(tmp_path.iterdir())) == 2 and not capsys.readouterr().err, "once"
+
+
+def test_others_lines_do_not_spoil_the_end_of_a_run(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    log_steps(plan)
     path = tmp_path / "metrics.jsonl"
-    path.write_text(LINES[0] + "rubbish\n" + LINES[1])
-    with pytest.raises(ValueError, match="line 2"):
-        cut_back(path, 5)
-    assert "rubbish" in path.read_text(), "and nothing was thrown away"
+    with path.open("a") as file:
+        file.write('{"step": 99}\n{"step": 100, "lr": "high", "mfu": 1}\n')
+    assert len(own_records(path)) == STEPS
+    assert draw_run(plan) is not None
+
+
+def test_a_pipe_is_no_file_of_metrics(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="no regular file"):
+        MetricsFile(tmp_path / "metrics.jsonl", 2)
 
 
 def shown(terminal: bool, every: int) -> str:

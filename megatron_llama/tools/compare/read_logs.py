@@ -3,7 +3,6 @@ trainer_state.json."""
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.system.files import read_json
 from megatron_llama.tools.compare.metric_names import OVER_SAMPLES, STEPS
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
@@ -111,7 +111,7 @@ def _read(source: Path) -> Log:
     elif source.name.startswith(EVENTS):
         _read_events(source, log)
     elif source.suffix == ".json":
-        content = json.loads(source.read_text(encoding="utf-8"))
+        content = read_json(source)
         history = content.get("log_history") if isinstance(content, dict) else None
         if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
             raise ValueError(f"{source.name} has no log_history")
@@ -137,11 +137,17 @@ def _is_number(value: object) -> bool:
 
 
 def _events(file: Path) -> Iterator[Any]:
-    """An event file's events; TensorBoard's reader leaves out a last record that is only half written."""
+    """An event file's events; TensorBoard's reader leaves out a last record that is only half written.
+
+    Raises ValueError for a damaged one.
+    """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    events: Iterator[Any] = LegacyEventFileLoader(str(file)).Load()
-    return events
+    try:
+        yield from LegacyEventFileLoader(str(file)).Load()
+    except Exception as error:  # the library's own, protobuf's, struct's
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{file.name} is damaged: {type(error).__name__}: {reason}") from None
 
 
 def _read_events(file: Path, log: Log) -> None:

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_llama.config.interpolations import check_interpolations
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.bounded_yaml import check_yaml
 
@@ -22,7 +23,7 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
     config = OmegaConf.create({})  # where the file is of no use, the overrides are still checked
     try:
         check_yaml(path)
-        content = OmegaConf.create(path.read_text(encoding="utf-8"))
+        content = OmegaConf.load(path)
         if isinstance(content, DictConfig) and isinstance(content.get("model"), DictConfig):
             config = content
         else:
@@ -44,6 +45,7 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             rule = f"is not an override: {str(error).splitlines()[0]}"
             problems.append(Problem("override", text, rule, "write it as on their command line: model.num_layers=32"))
+    problems += check_interpolations(config, functions=True)
     if problems:
         raise ConfigError(problems)
     return config

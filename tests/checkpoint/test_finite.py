@@ -1,0 +1,65 @@
+"""Weights that no model has, NaN and infinity, are told when they are loaded: by file, tensor and place."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, tensors_of
+from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
+from megatron_llama.checkpoint.storage import STATES, save_part
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
+
+EMBEDDING, STATE = "model.embed_tokens.weight", f"{STATES}exp_avg_sq.{'model.embed_tokens.weight'}"
+
+
+def spoiled(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A matrix with one such value, at [5, 1]."""
+    matrix = torch.arange(24.0).reshape(8, 3).to(dtype)
+    matrix[5, 1] = value
+    return matrix
+
+
+def half(first: int) -> Rectangles:
+    """Room for four rows from ``first`` on."""
+    return Rectangles((8, 3), [((first, 0), torch.empty(4, 3))])
+
+
+def write_checkpoint(folder: Path, **tensors: torch.Tensor) -> None:
+    save_part({name: Rectangles(tuple(t.shape), [((0,) * t.ndim, t)]) for name, t in tensors.items()}, folder, 0)
+    (folder / NAME).write_text(merge(folder, State(1, 1, "adamw", 1, 1, {})))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_hugging_face_folder(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({EMBEDDING: spoiled(value, dtype)}, path)
+    stored = SafetensorsFiles(tmp_path, tensors_of(path))
+    with pytest.raises(CorruptFile, match=rf"model.safetensors: {EMBEDDING} holds {value} at \[5, 1\]"):
+        stored.load_into({EMBEDDING: half(4)})
+    stored.load_into({EMBEDDING: half(0)})  # a rank looks at what it reads, no further
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, **{EMBEDDING: spoiled(math.nan)})
+    stored = read_manifest(tmp_path).stored
+    with pytest.raises(CorruptFile, match=rf"rank_00000.safetensors: {EMBEDDING} holds nan at \[5, 1\]"):
+        stored.load_into({EMBEDDING: half(2)})
+
+
+def test_an_optimizer_state_may_be_infinite(tmp_path: Path) -> None:
+    """The square of a large gradient: that run went on, and does so again."""
+    write_checkpoint(tmp_path, **{STATE: spoiled(math.inf)})
+    assert read_manifest(tmp_path).stored.rows(STATE)[5, 1] == math.inf
+
+
+def test_how_many(tmp_path: Path) -> None:
+    save_file({"a": torch.full((3, 3), math.nan)}, tmp_path / "model.safetensors")
+    stored = SafetensorsFiles(tmp_path, tensors_of(tmp_path / "model.safetensors"))
+    with pytest.raises(CorruptFile, match=r"a holds nan at \[0, 0\], and 8 more values are not finite"):
+        stored.rows("a")

@@ -1,0 +1,88 @@
+"""``${...}`` in recipes and on the command line: counted before it is written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config.interpolations import MOST_CHARACTERS, MOST_STEPS, check_interpolations
+from tests.messages import raises_saying
+from tests.paths import CONF
+
+DOUBLING = {"a0": "xxxxxxxxxx", **{f"a{n}": f"${{.a{n - 1}}}" * 30 for n in range(1, MOST_STEPS)}}
+
+
+def rules(values: object, **options: bool) -> list[str]:
+    config = OmegaConf.create(values)
+    assert isinstance(config, DictConfig)
+    return [f"{problem.field}: {problem.rule}" for problem in check_interpolations(config, **options)]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (DOUBLING, "characters once they are written out"),
+        ({"a": "${b}", "b": "${a}"}, "refers to itself"),
+        ({"a": "${a}"}, "refers to itself"),
+        ({"a": {"b": "${a}"}}, "refers to itself"),
+        ({"a": ["${..a}"]}, "refers to itself"),
+        ({"a0": "x", **{f"a{n}": f"${{a{n - 1}}}" for n in range(1, MOST_STEPS + 3)}}, "more than 8 others"),
+        ({"big": ["x" * 1000] * 50, "all": ["${big}"] * 100}, "characters once they are written out"),
+        ({"a": "${b.${c}}", "b": {"x": "1"}, "c": "x"}, "is no reference that is read"),
+        ({"a": "${oc.decode:'[1]'}"}, "is no reference that is read"),
+        ({"a": "${oc.create:'{b: 1}'}"}, "is no reference that is read"),
+        ({"a": "${oc.env:${b}}", "b": "HOME"}, "is no reference that is read"),
+        ({"a": "${now:%Y}"}, "is no reference that is read"),
+    ],
+)
+def test_what_is_refused(values: object, words: str) -> None:
+    assert words in rules(values)[0]
+
+
+def test_the_count_is_what_is_written_out() -> None:
+    values = {"a": "12345", "b": "${a}${.a}-", "c": {"d": ["${..b}", "${b}${oc.env:HOME}", 7]}, "e": "${c.d[0]}"}
+    assert rules(values) == []
+    written = "x" * (MOST_CHARACTERS // 16)
+    assert rules({"a": written, "b": ["${a}"] * 15}) == [], "each 10 characters and 2^18 more"
+    assert rules({"a": written, "b": ["${a}"] * 16}) != []
+
+
+def test_functions_of_other_programs_pass_where_they_are_not_called() -> None:
+    values = {"hidden": 64, "ffn": "${multiply:4, ${.hidden}}", "kv": "${divide:${hidden},${oc.env:HEADS}}"}
+    assert rules(values, functions=True) == [] and len(rules(values)) == 2
+    assert rules({"a": "${oc.decode:${b}}", "b": "1"}, functions=True), "omegaconf's own are"
+
+
+def test_a_recipe_of_a_stranger(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    for values, words in [
+        ({"optim": {"schedule": DOUBLING}}, "characters once they are written out"),
+        ({"run": {"dir": "${run.dir}"}}, "run.dir rule refers to itself"),
+        ({"model": {"name": "${oc.decode:x}"}}, "is no reference that is read"),
+    ]:
+        recipe.write_text(yaml.safe_dump(values))
+        with raises_saying(ConfigError, words):
+            load_config([f"experiment={recipe}", "dry_run=true"], CONF)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.dir=${run.dir}", "run.dir rule refers to itself"),
+        ("model.name=${oc.decode:x}", "is no reference that is read"),
+        (f"data.prefixes={'[' * 3000}{']' * 3000}", "brackets inside one another"),
+        (f"run.dir={'${a:' * 3000}{'}' * 3000}", "brackets inside one another"),
+    ],
+)
+def test_a_command_line(override: str, words: str) -> None:
+    with raises_saying(ConfigError, words):
+        load_config([override, "data=mock"], CONF)
+
+
+def test_what_people_write_is_accepted() -> None:
+    config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
+    assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")

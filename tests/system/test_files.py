@@ -1,0 +1,89 @@
+"""Files that are read whole: pipes, devices and giants are refused by name, nothing waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep.lib.check_dataset import read_manifest as read_dataset_manifest
+from data_prep.lib.input_files import find_sources
+from megatron_llama.checkpoint.folder import pointed
+from megatron_llama.checkpoint.manifest import NAME, read_manifest
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.config.hf_config import read_hf_config
+from megatron_llama.data.indexed_format import IndexedDataset, read_index
+from megatron_llama.launch.run_dir import claimed
+from megatron_llama.system.bounded_yaml import check_yaml
+from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import read_json, read_whole, sha256_file
+from megatron_llama.text.chat_template import own_template
+from megatron_llama.text.encoders import load_encoder
+from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
+from megatron_llama.tools.compare.read_logs import read_log
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "recipe.yaml": lambda folder: check_yaml(folder / "recipe.yaml"),
+    "config.json": lambda folder: read_hf_config(str(folder)),
+    "tokenizer.model": lambda folder: load_encoder("sentencepiece", str(folder / "tokenizer.model"), "sentencepiece"),
+    "tiktoken.model": lambda folder: load_encoder("tiktoken", str(folder / "tiktoken.model"), "auto"),
+    "tokenizer.json": lambda folder: read_tokenizer_json(folder / "tokenizer.json"),
+    "tokenizer_config.json": lambda folder: read_settings(folder / "tokenizer_config.json"),
+    "special_tokens_map.json": lambda folder: own_template(folder, []),
+    "set.idx": lambda folder: read_index(str(folder / "set")),
+    "set.bin": lambda folder: IndexedDataset(str(folder / "set")),
+    "set.json": lambda folder: read_dataset_manifest(str(folder / "set")),
+    NAME: read_manifest,
+    "latest": lambda folder: pointed(folder, "latest"),
+    "metrics.jsonl": lambda folder: claimed(folder).__enter__(),
+    "trainer_state.json": lambda folder: read_log(folder / "trainer_state.json"),
+    "a.sha256": lambda folder: sha256_file(folder / "a.sha256"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", READERS)
+def test_nobody_waits_for_a_pipe(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    if name == "special_tokens_map.json":
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    with pytest.raises((OSError, ValueError, CorruptFile)) as refused:
+        READERS[name](tmp_path)
+    assert name in " ".join(map(str, (refused.value, getattr(refused.value, "filename", ""))))
+
+
+def test_a_vocabulary_of_a_pipe_is_unknown(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.model")
+    assert vocabulary_size(tmp_path / "tokenizer.model") is None
+
+
+def test_a_device_and_a_giant(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no regular file"):
+        read_whole(Path("/dev/zero"))
+    with open(tmp_path / "giant.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=r"has 1,099,511,627,776 bytes, and 1,073,741,824 are the most"):
+        read_json(tmp_path / "giant.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "nul", "", "\ufeff", "9" * 5000])
+def test_what_is_no_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_link_that_leads_round_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "in/deep").mkdir(parents=True)
+    (tmp_path / "in/a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "in/deep/b.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / "in/here").symlink_to(".")
+    (tmp_path / "in/deep/up").symlink_to(tmp_path / "in")
+    found = find_sources([str(tmp_path / "in")])
+    assert [Path(source.path).name for source in found.sources] == ["a.jsonl", "b.jsonl"]
+    assert set(found.not_taken.values()) == {"a link to a folder that it is in"} and len(found.not_taken) == 2
+    (tmp_path / "in/again").symlink_to("deep")  # this is no loop, and takes a file twice
+    with pytest.raises(UserError, match="named twice"):
+        find_sources([str(tmp_path / "in")])
