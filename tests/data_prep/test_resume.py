@@ -122,6 +122,7 @@ workspace.Workspace.checkpoint = timed
 """
 
 
+@pytest.mark.slow
 def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> None:
     texts = some_texts(2500, seed=7)
     write_jsonl(tmp_path / "a.jsonl", texts)

@@ -280,6 +280,7 @@ def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_share_a_folder_that_nobody_named(tmp_path: Path) -> None:
     done = torchrun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -53,8 +53,15 @@ def reduce_once(folder: Path) -> None:
     (folder / f"total{rank()}").write_text(str(total.item()))
 
 
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("fork", "ranks"),
+    [
+        pytest.param(True, 1, id="fork, 1"),
+        pytest.param(False, 1, id="spawn, 1"),
+        pytest.param(True, 3, id="fork, 3"),
+        pytest.param(False, 3, id="spawn, 3", marks=pytest.mark.slow),  # each imports torch for itself
+    ],
+)
 def test_ranks_meet_and_end_well(starter: MakeStarter, tmp_path: Path, fork: bool, ranks: int) -> None:
     job = starter(run(reduce_once, tmp_path, ranks, fork))
     assert job.wait() == 0, job.errors
