@@ -58,7 +58,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     if os.environ.get("RANK", "0") == "0":
         name = "Ctrl-C" if number == signal.SIGINT and os.isatty(2) else signal.Signals(number).name
         with suppress(OSError):
-            os.write(2, f"Stopped by {name} before the start.\n".encode())
+            os.write(2, f"Stopped by {name}.\n".encode())
     with suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     os._exit(128 + number)

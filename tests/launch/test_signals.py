@@ -19,7 +19,7 @@ from megatron_llama.launch import run_dir as run_dir_module
 from megatron_llama.launch import start as start_module
 from megatron_llama.plan import Plan
 from megatron_llama.system.output import FILE
-from megatron_llama.system.signals import leave_quietly
+from megatron_llama.system.signals import leave_quietly, settle
 from megatron_llama.train import loop, run_rank
 from tests.checkpoint.jobs import Job, leftovers, losses
 from tests.checkpoint.runner import SMALL
@@ -56,7 +56,18 @@ def test_while_imports_last(tmp_path: Path, module: str, number: signal.Signals)
         text=True,
         timeout=200,
     )
-    assert (done.returncode, done.stderr) == (128 + number, f"Stopped by {number.name} before the start.\n")
+    assert (done.returncode, done.stderr) == (128 + number, f"Stopped by {number.name}.\n")
+
+
+def test_after_the_end_the_status_is_what_counts() -> None:
+    child = os.fork()
+    if child == 0:
+        leave_quietly()
+        settle()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        os._exit(75)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
 
 
 def told(number: int) -> None:
@@ -156,7 +167,7 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     patch = monkeypatch.setattr
     if moment == "claiming the folder":
         first(run_dir_module, "format_plan", lambda: os.kill(os.getpid(), signal.SIGTERM), 1, patch)
-        expected, last = 128 + signal.SIGTERM, "Stopped by SIGTERM before the start."
+        expected, last = 128 + signal.SIGTERM, "Stopped by SIGTERM."
     else:
         first(start_module, "_start_rank", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
         expected, last = 130, "Stopped by SIGINT."

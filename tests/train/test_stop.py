@@ -10,9 +10,13 @@ import pytest
 from megatron_llama.train import stop
 
 
-@pytest.mark.parametrize(("job", "end"), [(None, -signal.SIGTERM), ("7", 0)], ids=["by hand", "under Slurm"])
-def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, end: int) -> None:
-    """Slurm only repeats the first."""
+@pytest.mark.parametrize(
+    ("job", "second", "end"),
+    [(None, signal.SIGTERM, -signal.SIGTERM), ("7", signal.SIGTERM, 0), (None, signal.SIGHUP, 0)],
+    ids=["by hand", "under Slurm", "a terminal"],
+)
+def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, second: int, end: int) -> None:
+    """Slurm only repeats the first, and so does a terminal that closes."""
     monkeypatch.setattr(stop, "_ECHO_SECONDS", -1.0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:
@@ -22,6 +26,6 @@ def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, end: 
         with stop.StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
             received = signals.received
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), second)
             os._exit(0 if received else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == end
