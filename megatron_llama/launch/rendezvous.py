@@ -119,14 +119,15 @@ class Rendezvous:
 
     def wait(self) -> str:
         """For the others: the run's folder, once the first process opens the start. Raises EOFError where that process
-        has ended instead."""
+        has ended instead, and LaunchFailed where it says nothing."""
         try:
             run_dir = self._store.wait(self._opening, self._limit)
         except StoreLost as error:
             raise EOFError(str(error)) from error
         if run_dir is None:
-            forged = " from somebody who has not the job's secret" if self._store.forged else ""
-            raise EOFError(f"no word to begin within {self._limit:g} s but{forged}" if forged else "no word to begin")
+            said = f"the first process has not begun within {self._limit:g} s: it is stopped, or waits for one that is"
+            forged = f"; a word came from somebody who has not this job's {SECRET}" if self._store.forged else ""
+            raise LaunchFailed(said + forged)
         return run_dir
 
     def openness(self) -> str:

@@ -31,6 +31,7 @@ _LONGEST_LOOK_SECONDS = 5.0
 _ANSWER_SECONDS = 5.0
 _STOPPED = "it is stopped (by SIGSTOP or a debugger)"
 _SILENT = "it does not answer"
+_LAST_HEARD = "it does not answer, and was last heard of there"
 
 
 class Watched(Protocol):
@@ -67,6 +68,7 @@ class Position:
     fault: str = ""
     """Why it can't go on by itself; empty where it can."""
     stacks: str = ""
+    ended: bool = False
 
 
 class Hang(Exception):
@@ -119,6 +121,7 @@ class Watch:
 
     def _give_up(self, running: Sequence[Watched]) -> None:
         positions = self._examine(running)
+        positions += [Position(r.number, r.phase.number, r.phase.name, None, ended=True) for r in self.ranks if r.ended]
         if self.board is not None:
             gathered = self.board.gather(_as_text(positions))
             if gathered is None:
@@ -126,7 +129,7 @@ class Watch:
                 raise Hang(f"No progress: {where}. Another rank tells where all are.", shown_elsewhere=True)
             answers, notes = gathered
             positions = [position for text in answers.values() for position in _of_text(text)]
-            positions += [position for text in notes.values() for position in _of_text(text, _SILENT)]
+            positions += [position for text in notes.values() for position in _of_text(text, _LAST_HEARD)]
             if not self.board.answers:
                 lost = "The store where the ranks met does not answer: the process that hosts it is stopped or lost"
                 raise Hang(f"{describe(positions, self.world_size)}\n{lost}: {self.board.host}.")
@@ -207,9 +210,9 @@ def tell(hang: Hang, board: Board | None) -> None:
 
 def culprits(positions: Sequence[Position]) -> list[Position]:
     """Who is to blame: the ranks that can't go on by themselves, else those that are furthest behind."""
-    behind = min(position.phase for position in positions)
-    unable = [position for position in positions if position.fault]
-    return unable or [position for position in positions if position.phase == behind]
+    running = [position for position in positions if not position.ended]
+    behind = min(position.phase for position in running)
+    return [position for position in running if position.fault] or [p for p in running if p.phase == behind]
 
 
 def describe(positions: Sequence[Position], world_size: int) -> str:
@@ -220,7 +223,8 @@ def describe(positions: Sequence[Position], world_size: int) -> str:
     rows = [("rank", "phase", "for", "state")]
     for position in everybody:
         seconds = "" if position.seconds is None else f"{position.seconds:.0f} s"
-        rows.append((str(position.rank), position.name, seconds, position.fault or "it runs"))
+        state = "it has ended" if position.ended else position.fault or "it runs"
+        rows.append((str(position.rank), position.name, seconds, state))
     blamed = culprits(everybody)
     lines += [*text_table(rows), ""]
     if len(blamed) == world_size > 1 and not blamed[0].fault:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
 from megatron_llama.plan import Plan
+from megatron_llama.system import phase
 from tests.paths import ROOT
-from tests.processes import announce, save_and_leave
+from tests.processes import announce, pids, save_and_leave
 
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
 
@@ -71,6 +73,16 @@ def fail_on_one(plan: Plan) -> None:
 def announce_and_wait(plan: object) -> None:
     """A rank that saves and leaves when it is told to."""
     save_and_leave(Path(os.environ["PIDS"]))
+
+
+def stop_on_three(plan: object) -> None:
+    """Rank 3, on the second host, is stopped; the others wait for it."""
+    phase.enter("step 1")
+    announce(Path(os.environ["PIDS"]))
+    pids(Path(os.environ["PIDS"]), 4)
+    if os.environ["RANK"] == "3":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
 
 
 def announce_and_fail_on_three(plan: object) -> None:

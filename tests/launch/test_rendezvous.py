@@ -96,6 +96,13 @@ def test_a_first_process_that_ends_lets_the_others_go(port: int) -> None:
         other.wait()
 
 
+def test_a_first_process_that_does_not_begin_is_named(port: int) -> None:
+    first = Rendezvous(context(0, 2, port=port))
+    with pytest.raises(LaunchFailed, match=r"the first process has not begun within 0\.5 s: it is stopped"):
+        Rendezvous(context(1, 2, port=port), limit_seconds=0.5).wait()
+    first.open("runs/late")
+
+
 def test_a_port_that_is_taken_is_the_users_to_change(port: int) -> None:
     with socket.create_server(("", port)), pytest.raises(ConfigError, match="MASTER_PORT"):
         Rendezvous(context(0, port=port))

@@ -114,6 +114,18 @@ def test_a_failing_rank_ends_all_hosts_and_has_the_last_word(tmp_path: Path, ssh
     assert all(gone(pid) for pid in ranks)
 
 
+@pytest.mark.slow
+def test_a_stopped_rank_on_another_host_is_blamed_by_all(tmp_path: Path, ssh: str) -> None:
+    limit = "trainer.hang_timeout_seconds=20"  # eight times that to start
+    run = start(tmp_path, "stop_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh, limit)
+    ranks = pids(tmp_path, 4)
+    _, errors = run.communicate(timeout=3 * PATIENCE_SECONDS)
+    assert run.returncode == 1
+    last = errors.rstrip().splitlines()[-1]
+    assert last.startswith("Rank 3 of 4 failed: no progress for ") and "in step 1; it is stopped" in last
+    assert all(gone(pid) for pid in ranks)
+
+
 def test_a_host_that_cannot_be_reached_ends_all(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,down]", ssh)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)

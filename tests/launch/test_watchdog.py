@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_llama.launch import board, start, watchdog
+from megatron_llama.launch import board, job_store, start, watchdog
 from megatron_llama.launch.board import Board
+from megatron_llama.launch.job_store import JobStore
 from megatron_llama.launch.start import start_ranks
 from megatron_llama.launch.watchdog import Hang, Watch, watch_this_process
 from megatron_llama.parallel.compiling import may_compile
@@ -117,6 +118,14 @@ def test_who_does_not_answer_is_blamed_else_who_is_behind_else_all(clock: Clock)
     assert said == "All 2 ranks failed: no progress in step 2"
 
 
+def test_a_rank_that_has_ended_is_not_to_blame(clock: Clock) -> None:
+    first, second = Simulated(0), Simulated(1)
+    first.ended = True
+    said = look(Watch([first, second], 2, 10.0), 30)
+    assert "0     step 1        it has ended" in said
+    assert said.splitlines()[-1].startswith("Rank 1 of 2 failed")
+
+
 # Real processes, stopped for real. The watch's clock stands still until the test has seen that the rank is stopped.
 
 
@@ -202,9 +211,11 @@ def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
 def one_of_three(number: int, port: int, folder: Path, host: bool) -> int:
     """Such a rank; number 1 stops itself, number 0 hosts the store where ``host``."""
     os.environ["RANK"] = str(number)
-    store = dist.TCPStore("127.0.0.1", port, is_master=host and number == 0, wait_for_workers=False)
+    hosts = host and number == 0
+    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=hosts, wait_for_workers=False)
     phase.enter("step 7")
-    the_board = Board(store, "job", number, 3, "rank 0's")
+    store = JobStore(connect, "job", "secret", PATIENCE_SECONDS)
+    the_board = Board(store, number, 3, "rank 0's")
     (folder / f"up{number}").touch()
     while len(list(folder.glob("up*"))) < 3:
         time.sleep(0.01)
@@ -223,7 +234,7 @@ def test_ranks_that_watch_themselves_name_the_stopped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, host: bool
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
-    monkeypatch.setattr(board, "_STORE_SECONDS", 2.0 if host else PATIENCE_SECONDS)
+    monkeypatch.setattr(job_store, "ANSWER_SECONDS", 2.0 if host else PATIENCE_SECONDS)
     monkeypatch.setattr(board, "_GATHER_SECONDS", 5.0)
     (tmp_path / "victim").write_text(str(victim))
     store = None if host else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -242,7 +253,7 @@ def test_ranks_that_watch_themselves_name_the_stopped_one(
             assert all("does not answer" in text.splitlines()[-1] and "rank 0's" in text for text in said)
             return
         (full,) = [text for text in said if "Another rank tells" not in text]
-        assert full.rstrip().splitlines()[-1] == "Rank 1 of 3 failed: no progress in step 7; it does not answer"
+        assert full.rstrip().splitlines()[-1] == f"Rank 1 of 3 failed: no progress in step 7; {watchdog._LAST_HEARD}"
         assert "Rank 0's stacks" in full and "Rank 2's stacks" in full
     finally:
         for rank in ranks:
