@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 FILE = "console.txt"
 """In the run's folder: what could not be shown."""
@@ -97,10 +97,11 @@ def protect() -> None:
     for number, old in ((1, sys.stdout), (2, sys.stderr)):
         _outputs[number] = _Output(number)
         made = io.TextIOWrapper(
-            io.BufferedWriter(_outputs[number]),
+            cast(BinaryIO, _outputs[number]),
             encoding=getattr(old, "encoding", None) or "utf-8",
             errors="backslashreplace",
             line_buffering=number == 2 or os.isatty(number),
+            write_through=getattr(old, "write_through", False),  # as PYTHONUNBUFFERED wants it
         )
         setattr(sys, _outputs[number].name, made)
     for number in closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -103,6 +104,19 @@ def test_the_file_may_be_lost_too(tmp_path: Path) -> None:
         for _ in range(1000):
             print("x" * 10_000)
         warnings.warn("and a warning", stacklevel=1)
+
+    assert in_a_fork(work) == 0
+
+
+def test_what_is_not_to_be_buffered_is_not(tmp_path: Path) -> None:
+    """As PYTHONUNBUFFERED asks for, on hosts that are reached by ssh."""
+
+    def work() -> None:
+        os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # type: ignore[type-var]
+        output.protect()
+        sys.stdout.write("at once")
+        assert (tmp_path / "out").read_text() == "at once"
 
     assert in_a_fork(work) == 0
 
