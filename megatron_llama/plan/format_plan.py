@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import fill
-from megatron_llama.plan.memory import RankMemory, stage_memory
+from megatron_llama.plan.forecast.footprint import Footprint
+from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.units import gib, plural, short_count
 
@@ -20,7 +21,7 @@ SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradient
 
 def format_plan(plan: Plan) -> str:
     """Everything that ``resolve`` decided, as text."""
-    memory = stage_memory(plan)
+    memory = stage_footprints(plan)
     heaviest = max(memory, key=lambda rank: rank.total)
     sections = (
         _head(plan),
@@ -84,7 +85,7 @@ def _grid(plan: Plan) -> Iterator[str]:
         yield _line("", f"rank = (pp · {plan.dp} + dp) · {trainer.tp} + tp")
 
 
-def _table(plan: Plan, memory: list[RankMemory]) -> list[str]:
+def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
     """One row per pipeline stage: its layers, what a rank of it holds, and which ranks those are."""
     for columns in range(MOST_COLUMNS, 0, -1):
         rows = _cells(plan, memory, columns)
@@ -105,7 +106,7 @@ def _aligned(rows: list[list[str]], left: int) -> list[str]:
     return [("  " + "   ".join(row)).rstrip() for row in cells]
 
 
-def _cells(plan: Plan, memory: list[RankMemory], columns: int) -> list[list[str]]:
+def _cells(plan: Plan, memory: list[Footprint], columns: int) -> list[list[str]]:
     """The table's text, with at most ``columns`` data-parallel replicas."""
     pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
     replicas = _some(plan.dp, columns)
@@ -134,7 +135,7 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
-def _work(plan: Plan, heaviest: RankMemory) -> Iterator[str]:
+def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     trainer, data, optim = plan.config.trainer, plan.config.data, plan.config.optim
     micro, whole = trainer.micro_batch_size, trainer.global_batch_size
     batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {plural(whole, 'sequence')}"
@@ -163,10 +164,11 @@ def _work(plan: Plan, heaviest: RankMemory) -> Iterator[str]:
     yield _line("schedule", f"{schedule} · {warmup}{end}")
     if plan.config.allow_targets:
         yield _line("", f"may also run {', '.join(plan.config.allow_targets)} (allow_targets)")
-    parts = {"weights": heaviest.weights, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
-    terms = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    yield _line("memory", f"{terms} = {gib(heaviest.total)}")
-    yield _line("", "on the heaviest rank, before activations")
+    terms = [f"{name} {gib(size)}" for name, size in heaviest.parts().items() if size]
+    yield _line("memory", f"{gib(heaviest.total)} on the heaviest rank at its peak, within 10 %:")
+    yield _line("", " + ".join(terms[:3]))
+    if terms[3:]:
+        yield _line("", " + ".join(["", *terms[3:]]).strip())
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
 

@@ -20,6 +20,11 @@ from megatron_llama.plan.rules.paths import check_paths
 from megatron_llama.plan.rules.rule import check_rules
 
 
+def _again(config: Config, world_size: int) -> Plan:
+    """The plan of a variation of a config, wherever its files are."""
+    return resolve(config, world_size, exists=lambda path: True)
+
+
 def resolve(
     config: Config,
     world_size: int,
@@ -53,7 +58,7 @@ def resolve(
             rule = f"gives no step: all samples together are less than trainer.global_batch_size={size}"
             advice = "write a smaller trainer.global_batch_size, or more epochs"
             problems.append(Problem("trainer.epochs", sanitized.trainer.epochs, rule, advice))
-    found = check_paths(sanitized, exists) + (check_memory(plan, machine) if plan else [])
+    found = check_paths(sanitized, exists) + (check_memory(plan, machine, _again) if plan else [])
     # A dry run is about what a run would be, perhaps elsewhere: what only this machine lacks is a note there.
     noted = [problem for problem in found if sanitized.dry_run and problem.only_here]
     problems += [problem for problem in found if problem not in (*noted, *known)]

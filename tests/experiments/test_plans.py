@@ -104,7 +104,7 @@ def test_fsdp_chat_is_the_published_run() -> None:
 def test_fsdp_chat_fits_its_gpus_in_no_other_stage() -> None:
     dry_run(FSDP, "device.memory_gib=79")
     for zero in (0, 1, 2):
-        with pytest.raises(ConfigError, match=r"write\s+trainer.zero=3,\s+which\s+needs\s+64.2\s+GiB\s+on\s+a\s+rank"):
+        with pytest.raises(ConfigError, match=r"trainer.zero=3\s+\(64.2\s+GiB"):
             dry_run(FSDP, "device.memory_gib=79", f"trainer.zero={zero}")
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_llama.config import load_config
-from megatron_llama.plan import Machine, Plan, resolve, stage_memory
-from megatron_llama.plan.memory import RankMemory, rank_memory
+from megatron_llama.plan import Machine, Plan, format_plan, resolve, stage_memory
+from megatron_llama.plan.forecast.footprint import States
+from megatron_llama.plan.memory import rank_memory, stage_footprints
 from megatron_llama.plan.shapes import StageParameters
-from megatron_llama.system.units import GIB
+from megatron_llama.system.units import GIB, gib
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
 
@@ -27,7 +28,7 @@ def plan_of(zero: int, precision: str, dp: int = 4, optimizer: str = "adamw", mi
     return resolve(make(**changes), dp)
 
 
-def memory_of(plan: Plan) -> RankMemory:
+def memory_of(plan: Plan) -> States:
     return rank_memory(plan, StageParameters(held=COUNT, trained=COUNT, quantizable=0))
 
 
@@ -88,7 +89,7 @@ def test_a_bigger_grid_is_advised_where_sharding_can_not_help_and_then_fits() ->
     config = load_config(["model=llama70b", "data=mock", "trainer.zero=3"], CONF)
     machine = Machine(80 * GIB, 1, "one H100")
     (problem,) = problems_of(config, 8, machine)
-    assert "trainer.tp=8 trainer.pp=2, on a multiple of 16 devices" in problem.instead
+    assert "trainer.tp=8 trainer.pp=2 on a multiple of 16 devices (64.2 GiB" in problem.instead
     config.trainer.tp, config.trainer.pp = 8, 2
     assert problems_of(config, 16, machine) == []
 
@@ -122,3 +123,64 @@ def test_a_dry_run_notes_what_this_machine_lacks_and_refuses_what_was_stated() -
 def test_the_machine_changes_nothing_else() -> None:
     config = load_config(["model=llama7b", "data=mock", "dry_run=true"], CONF)
     assert replace(resolve(config, 1, Machine(1 * GIB)), notes=()) == resolve(config, 1)
+
+
+def test_activations_that_can_not_fit_are_refused_on_an_accelerator_alone() -> None:
+    """Llama-3-8B, zero 3 over 8, micro batch 8 x 8192: 15 GiB of states, hundreds of activations."""
+    settings = ["model=llama3_8b", "data=mock", "data.seq_length=8192", "trainer.zero=3", "trainer.precision=bf16"]
+    batch = ["trainer.micro_batch_size=8", "trainer.global_batch_size=128"]
+    config = load_config([*settings, *batch], CONF)
+    machine = Machine(80 * GIB, 1, "one H100", accelerator=True)
+    (problem,) = problems_of(config, 8, machine)
+    assert "activations 414 GiB, logits 47 GiB" in problem.rule
+    assert problems_of(config, 8, replace(machine, accelerator=False)) == [], "a host's memory counts states alone"
+    config.trainer.micro_batch_size = 1
+    assert problems_of(config, 8, machine) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model=llama3_8b", "data.seq_length=8192", "trainer.zero=3", "trainer.micro_batch_size=8"],
+        ["model=llama70b", "data.seq_length=4096", "trainer.tp=4", "trainer.precision=bf16"],
+        ["model=llama13b", "data.seq_length=4096"],
+        ["model=llama70b", "data.seq_length=4096", "finetune=lora", "trainer.precision=bf16"],
+    ],
+    ids=["activations", "states", "both", "lora"],
+)
+def test_each_advice_is_tried_and_fits(settings: list[str]) -> None:
+    """As a user would follow it: each of the changes, typed after the command."""
+    typed = [*settings, "data=mock", "trainer.global_batch_size=128"]
+    machine = Machine(80 * GIB, 1, "one H100", accelerator=True)
+    (problem,) = problems_of(load_config(typed, CONF), 16, machine)
+    options = [option.partition(" (")[0] for option in problem.instead.removeprefix("write ").split(", or ")]
+    assert 1 <= len(options) <= 3 and len(set(options)) == len(options)
+    for option in options:
+        words, _, devices = option.partition(" on a multiple of ")
+        world = int(devices.removesuffix(" devices") or 16)
+        assert problems_of(load_config([*typed, *words.split()], CONF), world, machine) == [], option
+
+
+def test_the_cheapest_change_comes_first() -> None:
+    config = load_config(["model=llama3_8b", "data=mock", "data.seq_length=8192", "trainer.zero=3"], CONF)
+    config.trainer.precision, config.trainer.micro_batch_size, config.trainer.global_batch_size = "bf16", 4, 64
+    (problem,) = problems_of(config, 8, Machine(80 * GIB, 1, "one H100", accelerator=True))
+    costs = [int(part.split("%")[0]) for part in problem.instead.replace("-", "+-").split(", +")[1:]]
+    assert costs == sorted(costs) and len(costs) >= 2
+
+
+def test_what_is_close_is_left_to_be_tried() -> None:
+    """The forecast may be wrong by a tenth: within it nothing is refused."""
+    config = load_config(["model=llama_110m", "data=mock", "data.seq_length=1024"], CONF)
+    peak = max(each.total for each in stage_footprints(resolve(config, 1)))
+    for share, refused in ((0.92, False), (0.88, True)):
+        machine = Machine(int(share * peak), 1, "a device", accelerator=True)
+        assert bool(problems_of(config, 1, machine)) == refused
+
+
+def test_a_dry_run_prints_activations_and_logits() -> None:
+    plan = resolve(load_config(["model=llama7b", "data=mock", "trainer.micro_batch_size=2"], CONF), 1)
+    (footprint,) = stage_footprints(plan)
+    page = format_plan(plan)
+    assert f"activations {gib(footprint.kept)}" in page and f"logits {gib(footprint.logits)}" in page
+    assert f"{gib(footprint.total)} on the heaviest rank" in page

@@ -9,11 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from megatron_llama.plan.forecast.training_job import Job
 
 LOG_SUM_EXP = 4
 """Bytes that attention keeps for each row and head."""
+
+
+class States(NamedTuple):
+    """Bytes on one rank that do not depend on the batch."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Weights, gradients and optimizer states."""
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -70,22 +84,26 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
     queries, keys = shape.queries / job.tp, max(shape.keys / job.tp, shape.head_dim)
     if recompute == "full":
         return {"block inputs": stream / split}
-    norms = 2 * stream / split + 2 * stream / (1 if program.keeps_gathered else split)
+    frozen, selective = bool(job.lora_parameters), recompute == "selective"
+    # A frozen matrix needs no input for its gradient, a frozen norm no quotient.
+    inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
+    norms = 2 * stream / split + inputs * stream / (1 if program.keeps_gathered else split)
+    if program.wide_norms:
+        norms = (2 * 4 * job.tokens * shape.hidden + (inputs + (0 if frozen else 2)) * stream) / split
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and what comes out
     attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
-    if program.kernels != "fused":
+    if program.kernels != "fused" and not selective:
         attention += job.tokens * (queries + keys) * width  # after the rotation, beside before it
     ffn = job.tokens * shape.ffn / job.tp * width
     inner = (3 if shape.gated else 2) * ffn
-    if shape.gated and program.kernels == "eager":
+    if shape.gated and program.kernels == "eager" and not selective:
         inner += ffn  # silu's output
-    if job.lora_parameters:  # a frozen matrix needs no input for its gradient
-        norms -= stream / (1 if program.keeps_gathered else split)
+    if frozen and "down" not in job.adapted:
         inner -= ffn
     found = {"norms": norms, "attention": attention, "feed-forward": inner}
     if program.dropout:
         found["dropout"] = 2 * job.tokens * shape.hidden / split
-    if program.attention == "scores" and recompute != "selective":
+    if program.attention == "scores" and not selective:
         # The softmax, its dropout's mask and output (arXiv:2205.05198).
         found["scores"] = 5 * shape.heads / job.tp * job.seq * job.tokens
     if recompute == "half":
@@ -95,48 +113,75 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
     return found
 
 
-def footprint(job: Job, stage: int) -> Footprint:
-    """The peak of one rank of pipeline stage ``stage``."""
-    layers, held = job.layers_by_stage[stage], job.stage_parameters(stage)
-    adapters = job.lora_parameters * layers
+def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
+    """The peak of one rank of pipeline stage ``stage``; ``states`` where more is known of them than ``job.state``."""
+    weights, gradients, optimizer = states or _states(job, stage)
+    layers, times, last = job.layers_by_stage[stage], under_way(job, stage), stage == job.pp - 1
+    activations = {kind: size * layers * times for kind, size in kept_by_layer(job).items()}
+    stream = job.tokens * job.shape.hidden * job.inner_bytes
+    split = job.tp if job.sp else 1
+    if job.program.wide_norms:
+        wide = 4 if job.lora_parameters else 4 + 2 * job.inner_bytes
+        activations["last norm"] = last * job.tokens * job.shape.hidden * wide / split
+    if job.program.keeps_gathered:
+        activations["head's input"] = last * stream
+    if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees what it has sent
+        activations["sent to the next stage"] = (not last) * times * stream / split
+    head = last * _head(job)
+    block = _block(job, stage)
+    if job.program.frees_logits:  # the head's moment, or that of a block in the backward pass
+        head, block = (head, 0.0) if head >= block else (0.0, block)
+    buffers = _gathered(job, stage) + block
+    kept = {kind: round(size) for kind, size in activations.items()}
+    return Footprint(weights, gradients, optimizer, kept, round(head), round(buffers))
+
+
+def _states(job: Job, stage: int) -> States:
+    """Of other programs: what is kept of each trained and each frozen parameter, shared as ZeRO's stage says."""
+    held = job.stage_parameters(stage)
+    adapters = job.lora_parameters * job.layers_by_stage[stage]
     trained, frozen = (adapters, held) if job.lora_parameters else (held, 0)
     state, share = job.state, job.shard_size if job.zero else 1
-    whole = job.zero == 3 and job.pp == 1  # a pipeline keeps weights and gradients whole between micro batches
-    by_weights = job.zero == 3
-    width = state.weight
-    if by_weights:
-        kept_width = state.master or width
-        weights = (trained * kept_width + frozen * width) / share + (0 if whole else held * width)
-        gradients = trained * kept_width / share + (0 if whole else trained * state.gradient)
-        optimizer = trained * state.moments / share
-    else:
-        weights = held * width + (adapters * width)
+    if job.zero < 3:
         gradients = trained * state.gradient / (share if job.zero == 2 else 1)
         optimizer = trained * (state.master + state.moments) / share
-    times = under_way(job, stage)
-    activations = {kind: round(size * layers * times) for kind, size in kept_by_layer(job).items()}
-    last = stage == job.pp - 1
-    logits = last * job.tokens * -(-job.shape.vocab // job.tp) * job.program.logit_bytes
-    stream = job.tokens * job.shape.hidden * job.inner_bytes
-    if job.program.keeps_gathered:
-        activations["head's input"] = round(last * stream)
-    if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees what it has sent
-        activations["sent to the next stage"] = round((not last) * times * stream / (job.tp if job.sp else 1))
-    buffers = _buffers(job, stage)
-    return Footprint(round(weights), round(gradients), round(optimizer), activations, round(logits), round(buffers))
+        return States(round((held + adapters) * state.weight), round(gradients), round(optimizer))
+    kept = state.master or state.weight  # the shards are what the optimizer updates
+    weights, gradients = (trained * kept + frozen * state.weight) / share, trained * kept / share
+    if job.pp > 1:  # a pipeline keeps both whole between micro batches
+        weights, gradients = weights + held * state.weight, gradients + trained * state.gradient
+    return States(round(weights), round(gradients), round(trained * state.moments / share))
 
 
-def _buffers(job: Job, stage: int) -> float:
-    """Two blocks' gathered weights and one's gradients where they are sharded; a block's activations that are made
-    again."""
+def _head(job: Job) -> float:
+    """Logits and loss: while they are cast to 32 bits, or while the head's gradient is made."""
+    width, table = job.inner_bytes, -(-job.shape.vocab // job.tp)
+    if not job.program.frees_logits:
+        return float(job.tokens * table * job.program.logit_bytes)
+    cast = job.program.logit_bytes + (width if width < job.program.logit_bytes else 0)
+    gradient = 0 if job.lora_parameters else table * job.shape.hidden * width
+    stream = job.tokens * job.shape.hidden * width
+    return float(max(job.tokens * table * cast, job.tokens * table * width + gradient + stream))
+
+
+def _gathered(job: Job, stage: int) -> float:
+    """ZeRO 3's buffers: the tables, which are gathered as one, and two blocks, with gradients of one of each."""
+    if job.zero < 3 or (job.pp > 1 and not job.program.reshards):
+        return 0.0
+    first, last = stage == 0, stage == job.pp - 1
     layer = job.shape.layer_parameters(job.tp)
-    gathered = 0.0
-    if job.zero == 3 and job.pp == 1:
-        table = job.shape.vocab // job.tp * job.shape.hidden * (1 if job.shape.tied else 2)
-        gathered = (2 * layer + table) * job.state.weight + (layer + table / 2) * job.state.gradient
-    again = 0.0
-    if job.recompute == "full":
-        again = sum(kept_by_layer(job, "none").values())
-    # The backward pass of a block: gradients of the feed-forward's inner tensors.
-    inner = 0.0 if stage == job.pp - 1 else 3 * job.tokens * job.shape.ffn / job.tp * job.inner_bytes
-    return gathered + again + inner
+    tables = first + (last and not (job.shape.tied and first))
+    table = -(-job.shape.vocab // job.tp) * job.shape.hidden * tables
+    if job.program.reshards:
+        return (layer + table) * job.state.weight
+    return (2 * layer + table) * job.state.weight + (layer + table / 2) * job.state.gradient
+
+
+def _block(job: Job, stage: int) -> float:
+    """A block in the backward pass: what is computed again, and gradients of the feed-forward's inner tensors."""
+    again = sum(kept_by_layer(job, "none").values()) if job.recompute == "full" else 0.0
+    if stage == job.pp - 1 and not job.program.frees_logits:
+        return again
+    inner = 3 * job.tokens * job.shape.ffn / job.tp
+    largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_products(job.tp))
+    return again + (inner + largest) * job.inner_bytes

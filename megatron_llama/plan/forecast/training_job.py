@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_llama.config.precision import BYTES
@@ -99,16 +100,25 @@ class Program:
     """Masks of dropout are kept."""
     keeps_gathered: bool = False
     """With sequence parallelism, the gathered inputs of the products are kept, not each rank's part of them."""
+    frees_logits: bool = False
+    """Logits are gone before the first block's backward pass."""
+    reshards: bool = False
+    """ZeRO 3 shards weights again after each block, in a pipeline too."""
+    wide_norms: bool = False
+    """A norm keeps its input in fp32, its quotient and its output."""
     stages_by_cost: bool = False
     """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
     logit_bytes: int = 12
-    """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits."""
+    """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits. Of our own code: in 32 bits,
+    beside the product's own."""
 
 
-OURS = Program("megatron_llama")
+OURS = Program("megatron_llama", frees_logits=True, reshards=True, wide_norms=True, logit_bytes=4)
 PROGRAMS = {
     "ours": OURS,
-    "ours, compiled": Program("megatron_llama, compiled", kernels="compiled"),
+    "ours, compiled": Program(
+        "megatron_llama, compiled", kernels="compiled", frees_logits=True, reshards=True, logit_bytes=4
+    ),
     "megatron 2021": Program(
         "Megatron-LM before FlashAttention", "scores", "fused", overlaps_dp=False, dropout=True, logit_bytes=0
     ),
@@ -159,6 +169,8 @@ class Job:
     state: StateBytes = field(default_factory=StateBytes)
     lora_parameters: int = 0
     """Parameters of LoRA's adapters in one block on one rank; 0: every weight is trained."""
+    adapted: frozenset[str] = frozenset()
+    """Products whose inputs LoRA's adapters need: qkv, o, gate_up, down."""
     document: int | None = None
     """Tokens among which attention is computed where a sequence holds several documents."""
     program: Program = OURS
@@ -219,6 +231,11 @@ def _by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _adapted(targets: Sequence[str]) -> frozenset[str]:
+    products = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "down_proj": "down"}
+    return frozenset(products.get(target, "gate_up") for target in targets)
+
+
 def job_of_plan(plan: Plan) -> Job:
     """Our own run, as ``resolve`` planned it."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
@@ -258,6 +275,7 @@ def job_of_plan(plan: Plan) -> Job:
             moments=2 * BYTES[precision.optimizer_state_dtype],
         ),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
+        adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
         program=PROGRAMS["ours, compiled" if trainer.compile else "ours"],
         inner_bytes=compute,
     )

@@ -12,15 +12,13 @@ from megatron_llama.launch import cli
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.flops import FlopsPerToken, flops_per_token, mfu
 from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.footprint import Footprint, footprint
+from megatron_llama.plan.forecast.footprint import Footprint
 from megatron_llama.plan.forecast.goodput import Goodput, goodput
 from megatron_llama.plan.forecast.hardware import Device, devices, find_device
 from megatron_llama.plan.forecast.step_time import StepTime, step_time
 from megatron_llama.plan.forecast.training_job import Job, job_of_plan
+from megatron_llama.plan.memory import stage_footprints
 
-USABLE = 0.94
-"""Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
-what the allocator can't use."""
 MOST_DEVICES = 16_384
 
 
@@ -107,7 +105,7 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
 def forecast_plan(plan: Plan, cluster: ClusterConfig, device: Device, count: int) -> Forecast:
     """The forecast of ``plan`` on ``count`` devices, of which each rank has ``device``."""
     job = job_of_plan(plan)
-    stages = tuple(footprint(job, stage) for stage in range(job.pp))
+    stages = tuple(stage_footprints(plan))
     time = step_time(job, device, fitted())
     flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
     scaling = tuple(_scaled(job, times, device, cluster, flops, count) for times in _multiples(count))

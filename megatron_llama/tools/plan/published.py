@@ -100,6 +100,7 @@ def read_run(row: Row) -> Published:
         scaling=scaling_of(row.get("precision", "")),
         state=_state(row, program, form),
         lora_parameters=_lora(row, shape, tp) if lora else 0,
+        adapted=frozenset(("qkv", "o")) if lora else frozenset(),
         document=min(SQUAD_DOCUMENT, seq) if packed else None,
         program=program,
     )

@@ -1,0 +1,169 @@
+"""Changes of a config that make a run fit: tried, one by one and in twos and threes, not looked up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_llama.config.fields import get
+from megatron_llama.config.problems import ConfigError, shown
+from megatron_llama.config.settings import Config
+from megatron_llama.plan.forecast.constants import fitted
+from megatron_llama.plan.forecast.hardware import Device, devices
+from megatron_llama.plan.forecast.step_time import step_time
+from megatron_llama.plan.forecast.training_job import job_of_plan
+from megatron_llama.plan.plan import Plan
+from megatron_llama.system.units import gib
+
+MOST_CHANGES = 3
+SUGGESTED = 3
+LARGEST_TP = 8
+MOST_DEVICES = 16_384
+PRICED_ON = "h100"
+"""The device whose times say which change is cheaper; only their order matters."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings with which a run fits."""
+
+    settings: Mapping[str, Any]
+    world_size: int
+    plan: Plan
+    slower: float
+    """Time of a step with them, times devices, over that without."""
+
+    def in_words(self, needed: int) -> str:
+        """For a message: the settings, the memory, and what they cost."""
+        written = " ".join(f"{name}={shown(value)}" for name, value in self.settings.items())
+        cost = f", {self.slower - 1:+.0%} time" if abs(self.slower - 1) >= 0.005 else ""
+        grown = self.plan.world_size != self.world_size
+        where = f" on a multiple of {self.plan.world_size} devices" if grown else ""
+        return f"{written}{where} ({gib(needed)}{cost})"
+
+
+def fitting_changes(
+    plan: Plan,
+    fits: Callable[[Plan], bool],
+    again: Callable[[Config, int], Plan] | None,
+    *,
+    more_devices: bool,
+) -> list[Change]:
+    """The cheapest three sets of settings with which ``plan`` fits: fewest device-seconds a step, as forecast.
+
+    ``again`` plans another config. One setting is tried alone before two and three together, and with others only if
+    it does not do alone; more devices only where nothing fits on those that are there.
+    """
+    if again is None:
+        return []
+    device = devices()[PRICED_ON]
+    before = _price(plan, device)
+    found: list[tuple[dict[str, Any], Plan]] = []
+    values = _on_these_devices(plan)
+    hopeless = not any(fits(other) for other in _extremes(plan, values, again))
+    for count in range(1, 0 if hopeless else MOST_CHANGES + 1):
+        enough = [set(settings) for settings, _ in found]
+        tried = _tried(plan, values, count, again, fits)
+        found += [each for each in tried if not any(names <= set(each[0]) for names in enough)]
+        if len(found) >= SUGGESTED:
+            break
+    if not found and more_devices:
+        found = list(_grown(plan, again, fits))
+    changes = [Change(settings, plan.world_size, other, _price(other, device) / before) for settings, other in found]
+    return sorted(changes, key=lambda change: (change.slower, len(change.settings)))[:SUGGESTED]
+
+
+def _price(plan: Plan, device: Device) -> float:
+    """Device-seconds of a step."""
+    return step_time(job_of_plan(plan), device, fitted()).total * plan.world_size
+
+
+def _on_these_devices(plan: Plan) -> dict[str, list[Any]]:
+    """By setting: the values that need less memory, the smallest change first."""
+    trainer = plan.config.trainer
+    recompute = ["none", "selective", "full"]
+    values: dict[str, list[Any]] = {
+        "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.dp > 1 else [],
+        "trainer.recompute": recompute[recompute.index(trainer.recompute) + 1 :],
+        "trainer.micro_batch_size": _halves(trainer.micro_batch_size),
+        "trainer.precision": ["bf16"] if plan.precision.compute_format == "fp32" else [],
+        "trainer.tp": [trainer.tp * times for times in (2, 4, 8) if trainer.tp * times <= LARGEST_TP],
+        "trainer.pp": [trainer.pp * times for times in (2, 4, 8, 16) if trainer.pp * times <= plan.world_size],
+    }
+    return {name: options for name, options in values.items() if options}
+
+
+def _extremes(plan: Plan, values: Mapping[str, list[Any]], again: Callable[[Config, int], Plan]) -> Iterator[Plan]:
+    """Plans with every setting at its most, for each depth of the pipeline."""
+    most = {name: options[-1] for name, options in values.items()}
+    for tp, pp in itertools.product((None, *values.get("trainer.tp", [])), (None, *values.get("trainer.pp", []))):
+        grid = {"trainer.tp": tp or plan.config.trainer.tp, "trainer.pp": pp or plan.config.trainer.pp}
+        if other := _planned(plan, {**most, **grid}, plan.world_size, again):
+            yield other
+
+
+def _halves(size: int) -> list[int]:
+    return [size // 2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
+
+
+def _tried(
+    plan: Plan,
+    values: Mapping[str, list[Any]],
+    count: int,
+    again: Callable[[Config, int], Plan],
+    fits: Callable[[Plan], bool],
+) -> Iterator[tuple[dict[str, Any], Plan]]:
+    """Sets of ``count`` settings that fit. Of each set's last setting the smallest change that does."""
+    for names in itertools.combinations(values, count):
+        *others, last = names
+        for chosen in itertools.product(*(values[name] for name in others)):
+            for value in values[last]:
+                settings = {**dict(zip(others, chosen, strict=True)), last: value}
+                other = _planned(plan, settings, plan.world_size, again)
+                if other is not None and fits(other):
+                    yield settings, other
+                    break
+
+
+def _grown(
+    plan: Plan, again: Callable[[Config, int], Plan], fits: Callable[[Plan], bool]
+) -> Iterator[tuple[dict[str, Any], Plan]]:
+    """Larger grids, on the fewest devices that do, with and without recomputation."""
+    trainer = plan.config.trainer
+    for world in (plan.world_size * 2**power for power in range(MOST_DEVICES.bit_length())):
+        if world > MOST_DEVICES:
+            return
+        found = []
+        for tp in (8, 4, 2, 1):
+            pp = max(1, world // tp)
+            for recompute in dict.fromkeys((trainer.recompute, "full")):
+                settings = {"trainer.tp": tp, "trainer.pp": pp, "trainer.recompute": recompute}
+                settings |= {"trainer.micro_batch_size": 1} if trainer.micro_batch_size > 1 else {}
+                other = _planned(plan, settings, world, again)
+                if other is not None and fits(other):
+                    same = {name: value for name, value in settings.items() if value != get(plan.config, name)}
+                    found.append((same, other))
+                    break
+        if found:
+            yield from found
+            return
+
+
+def _planned(plan: Plan, settings: Mapping[str, Any], world: int, again: Callable[[Config, int], Plan]) -> Plan | None:
+    """The plan with other settings; None where they break a rule."""
+    config = deepcopy(plan.asked)
+    config.optim = deepcopy(plan.config.optim)  # resolving the schedule's ${...} again takes most of the time
+    config.data.mock, config.data.prefixes, config.device.memory_gib = True, [], None
+    if "trainer.tp" in settings or "trainer.pp" in settings:
+        config.trainer.dp = None  # what the others leave
+        config.trainer.pipeline_layers = config.trainer.shard_group = None
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        setattr(get(config, section), key, value)
+    try:
+        return again(config, world)
+    except ConfigError:
+        return None
