@@ -68,7 +68,7 @@ def fitting_changes(
         enough = [set(settings) for settings, _ in found]
         tried = _tried(plan, values, count, again, fits)
         found += [each for each in tried if not any(names <= set(each[0]) for names in enough)]
-        if len(found) >= SUGGESTED:
+        if len(found) >= SUGGESTED or (found and count > 1):  # of three settings there are hundreds of sets
             break
     if not found and more_devices:
         found = list(_grown(plan, again, fits))

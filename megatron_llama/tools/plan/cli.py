@@ -63,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(overrides: Sequence[str], as_json: bool) -> int:
+    from megatron_llama.tools.plan.forecast_page import report_json, report_lines
     from megatron_llama.tools.plan.forecast_run import forecast_run
-    from megatron_llama.tools.plan.report import report_json, report_lines
 
     found = forecast_run([*overrides, *NO_FILES])
     text = json.dumps(report_json(found), indent=1) if as_json else "\n".join(report_lines(found))
