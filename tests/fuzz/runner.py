@@ -1,0 +1,188 @@
+"""Runs fuzz targets in children with limits: what a stranger's file may cost, and what it may do to a program.
+
+A case is a folder of files. A target reads it and either returns or raises one of ANSWERS, which programs print as one
+message with status 2 (or 1 for damage). Anything else is a finding: another exception, a crash, a limit that is passed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.config import ConfigError
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.conversation import Bad
+
+Files = Mapping[str, bytes]
+ANSWERS = (ConfigError, UserError, CorruptFile, Bad)
+CASE_SECONDS = 10.0
+"""Processor time of one case: far above what any needs, far below a nuisance."""
+SILENCE_SECONDS = 120.0
+"""Without a new case after this time, the child waits for something or is lost in a library: it is killed."""
+SHRINK_SECONDS = 20.0
+"""A finding is made smaller for as long as this."""
+MEMORY_BYTES = 1 << 30
+"""Address space of one case, beyond what the process has when it begins."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader of files from strangers."""
+
+    name: str
+    files: SearchStrategy[Files]
+    """Cases: contents by file name."""
+    read: Callable[[Path], object]
+    """Reads the case in a folder."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of some cases."""
+
+    cases: int
+    finding: str | None
+    """What went wrong in the case whose files are in ``folder``/kept; None where nothing did."""
+
+
+class OutOfTime(BaseException):
+    """A case took CASE_SECONDS. No Exception: nothing on the way may take it for an error of its own."""
+
+
+def fuzz(target: Target, folder: Path, number: int, cases: int) -> Outcome:
+    """Runs ``cases`` cases, drawn with the seed ``number``, in a child; fewer where one fails, which is then made as
+    small as hypothesis can."""
+    case = folder / "case"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            log = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            _run_cases(target, case, number, cases, lambda: os.write(writer, b"."))
+            status = 0
+        except BaseException as error:
+            if not (folder / "finding.txt").exists():
+                _keep(folder, case, error)
+        finally:
+            os._exit(status)
+    os.close(writer)
+    done, silent = _count(reader, child)
+    os.close(reader)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if (silent or status < 0) and case.exists():
+        shutil.copytree(case, folder / "kept", dirs_exist_ok=True)
+    if silent:
+        return Outcome(done, f"no answer in {SILENCE_SECONDS:.0f} s")
+    if status < 0:
+        return Outcome(done, f"the process was ended by {signal.Signals(-status).name}")
+    return Outcome(done, (folder / "finding.txt").read_text(encoding="utf-8") if status else None)
+
+
+def read_case(target: Target, case: Path) -> None:
+    """One case, its files in a folder, under the limits of time and memory. Raises what is a finding."""
+    with _limits():
+        try:
+            target.read(case)
+        except ANSWERS as answer:
+            str(answer).encode()  # what can't be printed is no message
+
+
+def _run_cases(target: Target, case: Path, number: int, cases: int, tell: Callable[[], object]) -> None:
+    first: float | None = None  # when something was found
+    folder = case.parent
+
+    @seed(number)
+    @settings(
+        max_examples=cases,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        print_blob=False,
+    )
+    @given(target.files)
+    def each(files: Files) -> None:
+        nonlocal first
+        if first is not None and time.monotonic() - first > SHRINK_SECONDS:
+            os._exit(1)
+        tell()
+        shutil.rmtree(case, ignore_errors=True)
+        case.mkdir(parents=True)
+        for name, content in files.items():
+            (case / name).write_bytes(content)
+        try:
+            read_case(target, case)
+        except BaseException as error:
+            # The last one that fails is the smallest so far: hypothesis only goes on from smaller ones.
+            first = first or time.monotonic()
+            _keep(folder, case, error)
+            raise
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    each()
+
+
+def _keep(folder: Path, case: Path, error: BaseException) -> None:
+    """Keeps a finding: the case's files in ``folder``/kept, and what happened."""
+    shutil.rmtree(folder / "kept", ignore_errors=True)
+    if case.exists():
+        shutil.copytree(case, folder / "kept")
+    (folder / "finding.txt").write_text(_described(error), encoding="utf-8", errors="backslashreplace")
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise OutOfTime(f"more than {CASE_SECONDS:.0f} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+    signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGPROF, before)
+
+
+def _count(reader: int, child: int) -> tuple[int, bool]:
+    """(the child's cases, whether it fell silent and was killed)"""
+    done, last = 0, time.monotonic()
+    while True:
+        ready, _, _ = select.select([reader], [], [], 1.0)
+        if ready:
+            told = len(os.read(reader, 1 << 12))
+            if not told:
+                return done, False
+            done, last = done + told, time.monotonic()
+        elif time.monotonic() - last > SILENCE_SECONDS:
+            os.kill(child, signal.SIGKILL)
+            return done, True
+
+
+def _described(error: BaseException) -> str:
+    """The error with its traceback, long lines cut: a case may hold megabytes."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return "\n".join(line[:300] for line in lines[-60:]) + "\n"

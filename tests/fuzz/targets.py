@@ -1,0 +1,208 @@
+"""What reads files from strangers. ``runner.py`` says what counts as a finding, ``good_files.py`` has the cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save as save_safetensors
+
+from data_prep.lib import check_dataset
+from data_prep.lib.blocks import START, Slots, cut_blocks
+from data_prep.lib.encode_blocks import ExampleEncoder, TextEncoder
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.job import Chat, Job
+from data_prep.lib.sources import with_array
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.hf_folder import INDEX, open_hf_folder
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from megatron_llama.data.checks import check_data
+from megatron_llama.data.epoch_index import make_epoch
+from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.inference.saved_model import open_saved_model
+from megatron_llama.launch.world import find_world
+from megatron_llama.plan import format_plan
+from megatron_llama.text.chat_template import NAMED, Jinja, own_template
+from megatron_llama.text.conversation import Turn
+from megatron_llama.text.encoders import load_encoder
+from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
+from megatron_llama.tools.compare.read_logs import read_log
+from megatron_llama.tools.import_nemo.convert import convert
+from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records, read_metrics
+from tests.fuzz.good_files import (
+    ADAPTER,
+    CHECKPOINT_CASES,
+    COMMAND_CASES,
+    EVENT_CASES,
+    HF_CONFIG,
+    HF_FILES,
+    IDX_CASES,
+    INDEX_CASES,
+    JSONL_CASES,
+    MANIFEST_CASES,
+    METRICS_CASES,
+    MODEL,
+    NEMO_CASES,
+    RECIPE_CASES,
+    TEMPLATE_CASES,
+    TOKENIZER,
+    TOKENIZER_CASES,
+    TRAINER_STATE,
+    WEIGHT_CASES,
+)
+from tests.fuzz.runner import Target
+from tests.fuzz.strategies import json_files
+from tests.paths import CONF
+
+MOCK = ("data=mock", "device=cpu", "dry_run=true")
+
+
+def plan_of(*overrides: str) -> None:
+    """What ``train.py --dry-run`` does."""
+    try:
+        config = load_config([*MOCK, *overrides], CONF)
+    except ConfigError as error:
+        if error.config is not None:
+            find_world(error.config, None).plan(known=error.problems)
+        raise
+    format_plan(find_world(config, None).plan())
+
+
+def read_nemo(case: Path) -> None:
+    convert(case / "nemo.yaml")
+
+
+def read_config_json(case: Path) -> None:
+    plan_of("model=from_hf", f"init_from={case}")
+
+
+def read_weights(case: Path) -> None:
+    for name, content in HF_FILES.items():
+        if not (case / name).exists() and not (case / INDEX).exists():
+            (case / name).write_bytes(content)
+    stored = open_hf_folder(case, MODEL)
+    for name in stored.tensors:
+        stored.rows(name)
+
+
+def read_adapter(case: Path) -> None:
+    (case / ADAPTER_WEIGHTS).write_bytes(save_safetensors({"x": torch.zeros(1)}))
+    plan_of("model=llama_2m", "finetune=lora", f"finetune.adapter={case}", f"init_from={case}")
+
+
+def read_checkpoint(case: Path) -> None:
+    manifest = read_manifest(find_checkpoint(case))
+    manifest.check_sizes()
+    saved = open_saved_model(case)
+    for name in saved.stored.tensors:
+        saved.stored.rows(name)
+
+
+def read_dataset(case: Path) -> None:
+    """What training, planning and inspect.py do with a dataset."""
+    from data_prep.inspect import counts, decoded, histogram
+
+    prefix = str(case / "set")
+    config = load_config(
+        ["data.mock=false", f"data.prefixes=[{prefix}]", "data.tokenizer=null", "model.vocab_size=32", "device=cpu",
+         "data.seq_length=4", "trainer.epochs=1", "trainer.global_batch_size=1", "data.prepare=null"], CONF,
+    )  # fmt: skip
+    problems = check_data(config)
+    if not problems:
+        find_world(config, None).plan()
+        index = IndexedDataset(prefix).index
+        make_epoch(np.asarray(index.lengths), 0, len(index), 4, 1, 0)
+    dataset = IndexedDataset(prefix)
+    manifest = check_dataset.read_manifest(prefix)
+    for line in [*counts(dataset, manifest), *histogram(dataset)]:
+        line.encode()
+    if not list(check_dataset.problems(dataset, manifest, check_hashes=True)):
+        for number in range(len(dataset)):
+            list(decoded(dataset, manifest, number, None, 100))
+
+
+def read_jsonl(case: Path) -> None:
+    """What preprocess.py and sft.py do with records, without their worker processes."""
+    (case / "tokenizer.model").write_bytes(TOKENIZER)
+    encoder = load_encoder("sentencepiece", str(case / "tokenizer.model"), "sentencepiece")
+    sources = [with_array(source) for source in find_sources([str(case / "a.*")], arrays=True).sources]
+    slots = Slots(64, 1 << 16)
+    text = Job(sources, ["text"], 1 << 16)
+    tokenizer = open_tokenizer(case / "tokenizer.model")
+    chat = Chat(tokenizer, NAMED["plain"].pieces, "auto", None, {}, 64, True, False, False, False, {})
+    examples = Job(sources, ["input", "mask"], 1 << 16, chat=chat)
+    for worker in (TextEncoder(text, encoder, slots), ExampleEncoder(examples, encoder, slots, chat)):
+        for block in cut_blocks(sources, START, slots, 1 << 16, 1 << 16):
+            result = worker.run(block)
+            for segment in block.segments:
+                if segment.slot is not None:
+                    slots.free.put(segment.slot)
+            assert result.documents_read == len(result.bad) + len(result.lengths[0]) // 4, "a record vanished"
+
+
+def read_recipe(case: Path) -> None:
+    plan_of(f"experiment={case}/recipe.yaml")
+
+
+def read_command_line(case: Path) -> None:
+    plan_of(*json.loads((case / "overrides.json").read_bytes()))
+
+
+TURNS = [Turn("system", "s"), Turn("user", "question"), Turn("assistant", "answer"), Turn("user", "and?")]
+
+
+def read_template(case: Path) -> None:
+    template = own_template(case, ["</s>"])
+    assert isinstance(template, Jinja)
+    template.pieces(TURNS)
+    template.ask(TURNS)
+
+
+def read_tokenizer(case: Path) -> None:
+    vocabulary_size(case)
+    tokenizer = open_tokenizer(case)
+    tokenizer.encode("ab x </s>")
+    tokenizer.spans("ab x </s>", True)
+    tokenizer.control("</s>")
+    template = own_template(case, tokenizer.control_tokens)
+    template.ask(TURNS)
+
+
+def read_metrics_file(case: Path) -> None:
+    """What a resumed run and compare.py do; nothing of the file may be lost."""
+    path = case / METRICS_FILE
+    before = path.read_bytes()
+    MetricsFile(path, 10).close()
+    after = read_metrics(path)
+    kept = [other.read_bytes() for other in case.iterdir() if other != path]
+    assert kept in ([], [before]) and all(record["step"] <= 10 for record in after)
+    whole = [line for line in before.splitlines() if line.startswith(b'{"step": 1,') and line.endswith(b"}")]
+    assert kept or len(after) >= len([line for line in whole[:-1] if json.loads(line)]), "a line vanished"
+    own_records(path)
+    read_log(case)
+
+
+TARGETS = (
+    Target(
+        "config.json", json_files("config.json", HF_CONFIG, [{"rope_type": "llama3", "factor": 8.0}]), read_config_json
+    ),
+    Target("safetensors", WEIGHT_CASES, read_weights),
+    Target("safetensors index", INDEX_CASES, read_weights),
+    Target("adapter_config.json", json_files(ADAPTER_CONFIG, ADAPTER, [["q_proj"], "all-linear"]), read_adapter),
+    Target("checkpoint.json", CHECKPOINT_CASES, read_checkpoint),
+    Target("idx", IDX_CASES, read_dataset),
+    Target("dataset manifest", MANIFEST_CASES, read_dataset),
+    Target("jsonl", JSONL_CASES, read_jsonl),
+    Target("recipe", RECIPE_CASES, read_recipe),
+    Target("command line", COMMAND_CASES, read_command_line),
+    Target("NeMo config", NEMO_CASES, read_nemo),
+    Target("chat template", TEMPLATE_CASES, read_template),
+    Target("tokenizer", TOKENIZER_CASES, read_tokenizer),
+    Target("metrics.jsonl", METRICS_CASES, read_metrics_file),
+    Target("trainer_state.json", json_files("trainer_state.json", TRAINER_STATE), read_log),
+    Target("TensorBoard", EVENT_CASES, read_log),
+)
