@@ -15,6 +15,7 @@ import pytest
 
 from megatron_llama.checkpoint import saving
 from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.launch import join
 from megatron_llama.launch import run_dir as run_dir_module
 from megatron_llama.launch import start as start_module
 from megatron_llama.plan import Plan
@@ -175,6 +176,18 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     assert job.wait() == expected, job.said
     assert job.said.splitlines()[-1] == last and "Traceback" not in job.said
     assert leftovers(tmp_path / "run") == []
+
+
+def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
+    def prepare() -> None:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15001"}
+        leave_quietly()
+        first(join, "Rendezvous", lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=prepare)
+    assert job.wait() == 130, job.said
+    assert job.said == "Stopped by SIGINT.\n"
 
 
 def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> None:
