@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
+    from megatron_llama.system.files import write_atomically
+    from megatron_llama.tools.rehearse.picture import draw
     from megatron_llama.tools.rehearse.rehearsal import rehearse
     from megatron_llama.tools.rehearse.text import as_json, head, lines
 
@@ -67,7 +69,11 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.write("\n".join([*head(plan), *notes]) + "\n")
     for rank in ranks:
         rehearsal = rehearse(plan, rank)
-        sys.stdout.write("\n".join(["", *lines(rehearsal, plan)]) + "\n")
+        path = arguments.pictures / f"{plan.model.name}_rank_{rank}_of_{plan.world_size}.png"
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
+        title = f"{plan.model.name}, rank {rank} of {plan.world_size}: memory of a training step"
+        write_atomically(path, draw(rehearsal, title, plan.config.device.memory_gib))
+        sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
         sys.stdout.flush()
     return 0
 

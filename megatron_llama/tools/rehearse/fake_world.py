@@ -19,8 +19,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _unregister_all_process_groups
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -32,7 +33,7 @@ from megatron_llama.topology import Topology
 @contextmanager
 def fake_world(topology: Topology) -> Iterator[None]:
     """A world of which only this rank is there. The process group ends with ``parallel.process_groups``."""
-    _unregister_all_process_groups()  # an earlier world in this process: names of renamed groups outlive it
+    _clear_sharding_prop_cache()  # DTensor's answers would bring the meshes of an earlier world in this process
     dist.init_process_group("fake", store=FakeStore(), rank=topology.rank, world_size=topology.world_size)
     new_group = dist.new_group
 
@@ -44,6 +45,7 @@ def fake_world(topology: Topology) -> Iterator[None]:
     with (
         patch.object(dist, "new_group", own_group),
         patch.object(dist.distributed_c10d, "new_group", own_group),
+        patch.object(device_mesh, "new_group", own_group),
         patch.object(parallelize, "data_mesh", _without_modes(parallelize.data_mesh)),
         patch.object(parallelize, "initial_values", lambda piece, model, seed: torch.empty(piece.size)),
         patch.object(shards, "quantize", _quantized_size),

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
 from megatron_llama.tools.rehearse.history import History, any_layer
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
 from megatron_llama.tools.rehearse.report import BATCH, GRADIENTS, OPTIMIZER, WEIGHTS, Flops, Rehearsal, Sighting
-from megatron_llama.tools.rehearse.watch import Watch
+from megatron_llama.tools.rehearse.watch import Operation, Watch
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter, axes_of
 from megatron_llama.topology import Topology, build_topology
@@ -74,14 +75,16 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         inside.enter_context(modules.following())
         watch.counter = counter = TrafficCounter(axes_of(model))
         steps = inside.enter_context(steps_of(plan, topology, model, optimizer, data, batches))
-        counts = _microbatches(plan, topology, len(batches.all_of_a_step()))
-        found = []
-        for step, count in enumerate(counts, start=1):
-            batches.count = count
+        few, many = _microbatches(plan, topology, len(batches.all_of_a_step()))
+        counts = [(few, False), (few, True), (many, False)] if batches.documents else [(few, False), (many, False)]
+        found, shapes = [], []
+        for step, (count, other_documents) in enumerate(counts, start=1):
+            batches.count, batches.other_documents = count, other_documents
             watch.new_step()
             history = History(watch.records, watch.changes)
             steps.run(step)
             found.append(_Counted(count, dict(watch.flops), counter.taken()))
+            shapes.append(watch.shapes)
             watch.label(_states(optimizer), OPTIMIZER)
         at_rest = watch.alive
         total = len(batches.all_of_a_step())
@@ -92,14 +95,14 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         tp_rank=topology.tp_rank,
         world_size=topology.world_size,
         microbatches=total,
-        rehearsed_microbatches=counts[-1],
+        rehearsed_microbatches=many,
         built=built,
         at_rest=at_rest,
         **history.summary(watch.marks, modules.runs),
         flops=_by_module(found, total),
         traffic=_traffic(found, total),
         synchronizations=_sightings(watch.host_waits),
-        dynamic=_sightings(watch.shapes_from_values),
+        dynamic=(*_sightings(watch.shapes_from_values), *_new_shapes(shapes[-2], shapes[-1], batches.documents)),
         order=tuple(modules.order),
         seconds=time.perf_counter() - start,
     )
@@ -112,6 +115,9 @@ class _Batches:
         self._batches, self._watch, self._mode = batches, watch, mode
         self._alive: list[MicroBatch] = []
         self.count = 0
+        self.other_documents = False
+        """Whether the first document of each sequence is a token longer."""
+        self.documents = self.all_of_a_step()[0].documents is not None
 
     def all_of_a_step(self) -> list[MicroBatch]:
         """The micro batches of the largest step, with values."""
@@ -121,6 +127,8 @@ class _Batches:
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
         self._alive = []
         for batch in self.all_of_a_step():
+            if self.other_documents:
+                batch = _with_other_documents(batch)
             kept = batch if self._mode is None else _fake(batch, self._mode)
             tensors = [kept.tokens, kept.labels, kept.loss_mask, kept.sizes]
             self._watch.label(tensors + ([] if kept.documents is None else [kept.documents.ids]), BATCH)
@@ -134,6 +142,15 @@ class _Counted(NamedTuple):
     microbatches: int
     flops: Mapping[tuple[str, str], int]
     traffic: Traffic
+
+
+def _with_other_documents(batch: MicroBatch) -> MicroBatch:
+    assert batch.documents is not None
+    with _disable_current_modes():
+        ids = batch.documents.ids.clone()
+        for row in ids:
+            row[int((row == row[0]).sum())] = row[0]
+        return replace(batch, documents=Documents.of(ids))
 
 
 def _fake(batch: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
@@ -163,7 +180,7 @@ def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _of_all(found: Sequence[_Counted], total: int, of: Callable[[_Counted], int]) -> int:
     """A number of a step with ``total`` micro batches: it grows with each by the same amount."""
-    few, many = found
+    few, many = found[0], found[-1]
     if many.microbatches == total:
         return of(many)
     each = (of(many) - of(few)) // (many.microbatches - few.microbatches)
@@ -184,6 +201,13 @@ def _traffic(found: Sequence[_Counted], total: int) -> Traffic:
         line: Amount(*(_of_all(found, total, lambda step: step.traffic.get(line, none)[part]) for part in (0, 1)))  # noqa: B023
         for line in found[-1].traffic
     }
+
+
+def _new_shapes(before: set[Operation], now: set[Operation], compare: bool) -> Iterator[Sighting]:
+    """Where the batch with other documents had shapes that the last one has not."""
+    places = Counter(any_layer(module) for module, _, _ in before - now) if compare else Counter()
+    for module, count in places.most_common():
+        yield Sighting("other shapes in the next batch", module or "the chunk itself", count)
 
 
 def _sightings(counts: Counter[tuple[str, str]]) -> tuple[Sighting, ...]:

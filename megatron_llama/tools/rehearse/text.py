@@ -43,7 +43,7 @@ def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     yield from ("", "  floating-point operations of a step, by module", *_flops(rehearsal))
     yield from ("", "  bytes sent in a step", *_traffic(rehearsal))
     yield from ("", *_sightings(rehearsal.synchronizations, "the host waits for the device"))
-    yield from ("", *_sightings(rehearsal.dynamic, "shapes that depend on values"))
+    yield from ("", *_sightings(rehearsal.dynamic, "shapes that depend on values, or change"))
 
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:

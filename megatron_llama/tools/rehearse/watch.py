@@ -60,6 +60,10 @@ _HOST_WAITS = {"_local_scalar_dense", "is_nonzero", "equal"}
 _SHAPE_FROM_VALUES = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"}
 
 
+Operation = tuple[str, str, tuple[tuple[int, ...], ...]]
+"""(module, operator, shapes of its inputs)"""
+
+
 def _flash_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
@@ -117,8 +121,8 @@ class Watch(TorchDispatchMode):
         """By module and phase."""
         self.host_waits: Counter[tuple[str, str]] = Counter()
         self.shapes_from_values: Counter[tuple[str, str]] = Counter()
-        self.shapes: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
-        """Each operator with its inputs' shapes."""
+        self.shapes: set[Operation] = set()
+        """What a compiler would have to make a kernel of."""
         self.marks: list[tuple[int, Place]] = []
         """(change, place) wherever the phase or the forward pass changes."""
 
@@ -241,7 +245,7 @@ class Watch(TorchDispatchMode):
         elif name in _SHAPE_FROM_VALUES or (name.startswith("index") and _by_mask(args)):
             self.shapes_from_values[name, _caller()] += 1
         shapes = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
-        self.shapes.add((f"{name} in {place.module}", shapes))
+        self.shapes.add((place.module, name, shapes))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

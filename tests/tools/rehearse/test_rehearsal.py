@@ -1,0 +1,184 @@
+"""A rehearsal says what real ranks over gloo do: bytes by kind, FLOPs, traffic, the order of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from megatron_llama.devices import get_device
+from megatron_llama.plan import Plan
+from megatron_llama.plan.flops import flops_per_token
+from megatron_llama.plan.shapes import head_dim
+from megatron_llama.plan.traffic import totals
+from megatron_llama.tools.rehearse import rehearsal as module
+from megatron_llama.tools.rehearse.rehearsal import watch_rank
+from megatron_llama.tools.rehearse.report import GRADIENTS, OPTIMIZER, TEMPORARY, WEIGHTS, Rehearsal
+from megatron_llama.tools.steps import Steps
+from megatron_llama.tools.traffic.rank_groups import operations_of_rank
+from megatron_llama.topology import build_topology
+from tests.oracle import make_plan
+from tests.ranks import run_ranks
+from tests.tools.rehearse.real_run import real, rehearsed
+
+FEW, MICRO_2, TWO_LAYERS = "trainer.global_batch_size=4", "trainer.micro_batch_size=2", "model.num_hidden_layers=2"
+ONE_BATCH = "trainer.global_batch_size=2"
+TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
+LORA = ("finetune.method=lora", "finetune.lora_rank=2")
+LAYOUTS = {
+    "tp2+sp, full recompute": (2, ["trainer.tp=2", "trainer.recompute=full", MICRO_2, ONE_BATCH, TWO_LAYERS]),
+    "pp2": (2, ["trainer.pp=2", FEW, TWO_LAYERS]),
+    "dp2, zero 3, bf16, packed": (
+        2,
+        ["trainer.zero=3", "trainer.precision=bf16", "data.document_mask=true", FEW, TWO_LAYERS],
+    ),
+}
+MORE_LAYOUTS = {
+    "one process": (1, [FEW]),
+    "tp2+sp": (2, ["trainer.tp=2", MICRO_2]),
+    "tp2": (2, ["trainer.tp=2", "trainer.sp=false", MICRO_2]),
+    "tp2+sp, selective recompute, tied, odd": (2, ["trainer.tp=2", "trainer.recompute=selective", TIED, ODD, MICRO_2]),
+    "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW, MICRO_2]),
+    "pp2, uneven, tied": (2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]", TIED]),
+    "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"]),
+    "tp2·pp2·vpp2+sp, full recompute": (4, ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full"]),
+    **{f"dp2, zero {zero}": (2, [f"trainer.zero={zero}"]) for zero in range(4)},
+    **{f"dp2, zero {zero}, bf16": (2, [f"trainer.zero={zero}", "trainer.precision=bf16"]) for zero in range(4)},
+    "tp2·dp2+sp, zero 2, bf16_sr": (4, ["trainer.tp=2", "trainer.zero=2", "trainer.precision=bf16_sr", MICRO_2]),
+    "dp4, hybrid, zero 3": (4, ["trainer.zero=3", "trainer.shard_group=2"]),
+    "tp2, LoRA": (2, ["trainer.tp=2", *LORA]),
+    "dp2, zero 3, LoRA, packed": (2, ["trainer.zero=3", "data.document_mask=true", *LORA]),
+    "one micro batch, sgd": (1, ["trainer.micro_batch_size=8", "optim.name=sgd"]),
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_real_run_is_as_rehearsed(ranks: int, layout: list[str]) -> None:
+    compare(make_plan(ranks, *layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), MORE_LAYOUTS.values(), ids=MORE_LAYOUTS.keys())
+def test_more_real_runs_are_as_rehearsed(ranks: int, layout: list[str]) -> None:
+    compare(make_plan(ranks, *layout))
+
+
+def compare(plan: Plan) -> None:
+    """Asserts that what every rank of a real job does is what its rehearsal says."""
+    lora = plan.config.finetune.method == "lora"
+    ranks = real(plan.world_size, plan)
+    for found, said in zip(ranks, rehearsed(plan, *range(plan.world_size)), strict=True):
+        assert said.peak == pytest.approx(found.peak, rel=0.02)
+        # Closer: all but some scalars, and the mesh's table of ranks, which a rehearsal makes unwatched.
+        assert without_scalars(said.at_peak) == without_scalars(found.at_peak)
+        assert without_scalars(said.most) == without_scalars(found.most)
+        assert without_scalars(said.at_rest) == without_scalars(found.at_rest)
+        assert said.at_rest[WEIGHTS] > 0 and said.most[GRADIENTS] > 0
+        assert bool(said.at_rest.get(OPTIMIZER)) or plan.config.optim.name == "sgd"
+        assert said.flops == found.flops
+        assert said.traffic == found.traffic
+        assert lora or said.traffic == totals(operations_of_rank(plan, said.rank))
+        assert said.order == found.order
+        changes = [sighting for sighting in said.dynamic if sighting.what.startswith("other shapes")]
+        assert bool(changes) == plan.config.data.document_mask, "attention goes document by document on a CPU"
+        assert said.rehearsed_microbatches == said.microbatches, "a small step is rehearsed whole"
+
+
+def without_scalars(kinds: dict[str, int]) -> dict[str, int]:
+    """Bytes by kind but for what is temporary, where the two may differ by some scalars."""
+    assert kinds.get(TEMPORARY, 0) < 4096
+    return {kind: size for kind, size in kinds.items() if kind != TEMPORARY}
+
+
+# --- FLOPs --------------------------------------------------------------------------------------------------------
+
+
+def _counted(rank: int, plan: Plan) -> int:
+    """A real step, counted by torch, whose counter has no formula for the CPU's kernel: it gets that of others."""
+    aten = torch.ops.aten
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: (
+            sdpa_backward_flop_count(g, q, k, v)
+        ),
+    }
+    found = []
+    run = Steps.run
+
+    def counted(steps: Steps, step: int) -> None:
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            run(steps, step)
+        found.append(counter.get_total_flops())
+
+    Steps.run = counted  # type: ignore[method-assign]
+    watch_rank(plan, build_topology(plan, rank), get_device("cpu"))
+    return found[-1]
+
+
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
+def test_flops_are_those_of_torchs_counter_and_of_the_plan(recompute: str) -> None:
+    plan = make_plan(1, FEW, TWO_LAYERS, f"trainer.recompute={recompute}")
+    (counted,) = run_ranks(_counted, 1, plan)
+    (said,) = rehearsed(plan, 0)
+    assert sum(said.total_flops) == counted
+    assert (said.total_flops.recomputed > 0) == (recompute == "full")
+    # torch counts the kernel's backward as it runs: it makes the scores a second time, which a plan doesn't count.
+    model, length = plan.model, plan.config.data.seq_length
+    again = 2 * model.num_hidden_layers * model.num_attention_heads * head_dim(model) * length
+    per_token = flops_per_token(model, length).full + again
+    assert said.total_flops.forward + said.total_flops.backward == per_token * plan.tokens_per_step
+
+
+# --- worlds and steps of any size ---------------------------------------------------------------------------------
+
+
+def _groups_made(_: int, plan: Plan, ranks: tuple[int, ...]) -> list[tuple[Rehearsal, int]]:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    make, made, found = dist.distributed_c10d._new_process_group_helper, [0], []
+
+    def counted(*args: object, **kwargs: object) -> object:
+        made[0] += 1
+        return make(*args, **kwargs)
+
+    dist.distributed_c10d._new_process_group_helper = counted
+    for rank in ranks:
+        made[0] = 0
+        found.append((module.rehearse(plan, rank), made[0]))
+    return found
+
+
+def test_16384_ranks_cost_what_128_do() -> None:
+    found = []
+    for dp in (4, 512):
+        layout = ["trainer.tp=8", "trainer.pp=4", "trainer.zero=0", "model.num_attention_heads=8"]
+        plan = make_plan(32 * dp, *layout, f"trainer.global_batch_size={2 * dp}")
+        found.append(run_ranks(_groups_made, 1, plan, (plan.world_size - 1,))[0][0])
+    (small, few), (large, many) = found
+    assert small.world_size == 128 and large.world_size == 16384
+    assert many == few, "as many process groups"
+    assert large.flops == small.flops
+    table = 4 * (16384 - 128)  # the mesh's, of all ranks
+    assert large.peak == pytest.approx(small.peak + table, abs=64)
+    assert len(large.timeline.bytes) == len(small.timeline.bytes), "as many tensors made and freed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["trainer.pp=2"], ["trainer.pp=2", "trainer.vpp=2"]], ids=["pp2", "pp2·vpp2"])
+def test_some_micro_batches_tell_of_all(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(2, *layout, "trainer.global_batch_size=12")
+    (whole,) = rehearsed(plan, 0)
+    monkeypatch.setattr(module, "MOST_BLOCK_RUNS", 0)
+    (part,) = rehearsed(plan, 0)
+    assert whole.rehearsed_microbatches == 12 > part.rehearsed_microbatches
+    assert part.microbatches == 12
+    assert replace(part, rehearsed_microbatches=12, **DIFFERENT) == replace(whole, **DIFFERENT)
+
+
+DIFFERENT = {
+    "seconds": 0.0, "timeline": None, "order": (), "holders": (), "synchronizations": (), "dynamic": (), "moment": "",
+    "at_rest": {}, "built": {},
+}  # fmt: skip
