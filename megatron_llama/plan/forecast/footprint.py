@@ -91,7 +91,8 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
     if program.wide_norms:
         norms = (2 * 4 * job.tokens * shape.hidden + (inputs + (0 if frozen else 2)) * stream) / split
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and what comes out
-    attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
+    if program.attention != "scores":
+        attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
     if program.kernels != "fused" and not selective:
         attention += job.tokens * (queries + keys) * width  # after the rotation, beside before it
     ffn = job.tokens * shape.ffn / job.tp * width

@@ -1,0 +1,92 @@
+"""The forecast of memory against the program itself: every layout's peak within a tenth, its states to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_llama.plan.memory import stage_footprints
+from megatron_llama.tools.rehearse.cli import plan_rehearsal
+from megatron_llama.tools.rehearse.rehearsal import rehearse
+from megatron_llama.tools.rehearse.report import GATHERED, OPTIMIZER, WEIGHTS
+
+WITHIN = 0.10
+MODEL = {
+    "model.hidden_size": 256,
+    "model.num_hidden_layers": 4,
+    "model.num_attention_heads": 8,
+    "model.num_key_value_heads": 4,
+    "model.intermediate_size": 704,
+    "model.vocab_size": 8000,
+    "data.seq_length": 512,
+    "trainer.micro_batch_size": 2,
+    "trainer.global_batch_size": 8,
+    "trainer.precision": "bf16",
+}
+TP2, PP2, FULL, SELECTIVE = "trainer.tp=2", "trainer.pp=2", "trainer.recompute=full", "trainer.recompute=selective"
+TWO = "model.num_hidden_layers=2"
+LORA, ALL = "finetune=lora", "finetune.lora_target_modules=all-linear"
+FAST = {
+    "tp2 pp2, zero 2": (0, TP2, PP2, TWO, "trainer.dp=2", "trainer.zero=2"),
+    "zero 3, full recompute": (0, TWO, "trainer.dp=2", "trainer.zero=3", FULL),
+}
+SLOW = {
+    "fp32": (0, "trainer.precision=fp32"),
+    "bf16": (0,),
+    "bf16_sr": (0, "trainer.precision=bf16_sr"),
+    "one micro batch": (0, "trainer.global_batch_size=2"),
+    "tp2": (0, TP2),
+    "tp2 without sp": (0, TP2, "trainer.sp=false"),
+    "tp8, copied kv heads": (0, "trainer.tp=8"),
+    "zero 0": (0, "trainer.dp=2", "trainer.zero=0"),
+    "zero 1": (0, "trainer.dp=4"),
+    "zero 2": (0, "trainer.dp=4", "trainer.zero=2"),
+    "zero 3": (0, "trainer.dp=2", "trainer.zero=3"),
+    "hybrid": (0, "trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2"),
+    "selective": (0, SELECTIVE),
+    "full": (0, FULL),
+    "tp2 full": (0, TP2, FULL),
+    "pp2, first": (0, PP2),
+    "pp2, last": (1, PP2),
+    "pp4, third": (2, "trainer.pp=4"),
+    "pp2 vpp2, first": (0, PP2, "trainer.vpp=2"),
+    "pp2 vpp2, last": (1, PP2, "trainer.vpp=2"),
+    "pp2 full": (0, PP2, FULL),
+    "pp2 zero 3": (0, PP2, "trainer.dp=2", "trainer.zero=3"),
+    "uneven": (1, PP2, "trainer.pipeline_layers=[1,3]"),
+    "tied": (0, "model.tie_word_embeddings=true"),
+    "lora": (0, LORA),
+    "lora on all": (0, LORA, ALL),
+    "lora zero 3": (0, LORA, "trainer.dp=2", "trainer.zero=3"),
+    "lora full": (0, LORA, FULL),
+    "lora nf4": (0, LORA, "finetune.frozen_dtype=nf4"),
+    "documents": (0, "data.document_mask=true"),
+    "long": (0, "data.seq_length=4096", "trainer.micro_batch_size=1"),
+    "small vocabulary": (0, "model.vocab_size=512"),
+    "sgd": (0, "optim.name=sgd"),
+}
+
+
+def check(stage: int, *overrides: str) -> None:
+    """The forecast of a stage's first rank against its rehearsal."""
+    written = {name: value for name, value in MODEL.items() if not any(o.startswith(f"{name}=") for o in overrides)}
+    plan, _ = plan_rehearsal([*(f"{name}={value}" for name, value in written.items()), *overrides])
+    forecast = stage_footprints(plan)[stage]
+    rehearsed = rehearse(plan, stage * plan.dp * plan.config.trainer.tp)
+    assert forecast.total == pytest.approx(rehearsed.peak, rel=WITHIN), (forecast, rehearsed.at_peak, rehearsed.moment)
+    # Adam's counts of updates are tensors of four bytes, and ZeRO 3 gathers what the forecast has among the buffers.
+    states = rehearsed.at_rest.get(OPTIMIZER, 0)
+    assert forecast.optimizer == pytest.approx(states, abs=4096), "optimizer states"
+    if plan.config.trainer.zero < 3 and plan.num_microbatches > 1:
+        most = rehearsed.most[WEIGHTS] + rehearsed.most[GATHERED]
+        assert forecast.weights == pytest.approx(most, rel=2e-3), "shards and what the blocks compute with"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_forecast_is_within_a_tenth_of_the_rehearsal(name: str) -> None:
+    check(*FAST[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_in_every_layout(name: str) -> None:
+    check(*SLOW[name])

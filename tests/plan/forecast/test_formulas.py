@@ -1,0 +1,117 @@
+"""The formulas of memory and time against published numbers, and against what must follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_llama.plan.forecast.constants import fitted
+from megatron_llama.plan.forecast.footprint import footprint, kept_by_layer, under_way
+from megatron_llama.plan.forecast.hardware import devices, find_device
+from megatron_llama.plan.forecast.step_time import StepTime, step_time
+from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Shape
+from megatron_llama.system.units import GIB
+
+GPT = {
+    "7b": Shape(4096, 32, 32, 32, 128, 4 * 4096, 32_000, gated=False),
+    "13b": Shape(5120, 40, 40, 40, 128, 4 * 5120, 32_000, gated=False),
+    "70b": Shape(8192, 80, 64, 64, 128, 4 * 8192, 32_000, gated=False),
+}
+LLAMA = Shape(4096, 32, 32, 32, 128, 11008, 32_000)
+BEFORE_FLASH = PROGRAMS["megatron 2021"]
+PLAIN = Job(LLAMA, seq=4096, micro_batch=1, num_microbatches=16)
+
+
+def kept(job: Job) -> float:
+    """Activations of the whole model, GiB."""
+    return job.shape.layers * sum(kept_by_layer(job).values()) / GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "everything", "without_scores", "inputs"),
+    [("7b", 97.0, 17.0, 1.0), ("13b", 151.6, 26.6, 1.56), ("70b", 485.0, 85.0, 5.0)],
+)
+def test_activations_are_those_of_korthikanti(
+    model: str, everything: float, without_scores: float, inputs: float
+) -> None:
+    """s*b*h*(34 + 5*a*s/h) without recomputation, 34 with selective, 2 with full (arXiv:2205.05198, table 2)."""
+    job = Job(GPT[model], seq=4096, micro_batch=1, num_microbatches=1, program=BEFORE_FLASH)
+    assert kept(job) == pytest.approx(everything, rel=2e-3)
+    assert kept(replace(job, recompute="selective")) == pytest.approx(without_scores, rel=4e-3)
+    assert kept(replace(job, recompute="full")) == pytest.approx(inputs, rel=4e-3)
+    # tp divides 24 of the 34, with sp all of them.
+    units = kept(replace(job, recompute="selective")) / 34
+    cut = replace(job, recompute="selective", tp=8)
+    assert kept(cut) == pytest.approx(units * (10 + 24 / 8)) and kept(replace(cut, sp=True)) == pytest.approx(
+        units * 34 / 8
+    )
+
+
+def test_micro_batches_under_way() -> None:
+    """1F1B: pp on the first stage, one on the last; interleaved: 1 + (pp - 1) / (pp * v) times as many."""
+    job = replace(PLAIN, pp=8)
+    assert [under_way(job, stage) for stage in (0, 3, 7)] == [8, 5, 1]
+    assert under_way(replace(job, num_microbatches=2), 0) == 2
+    interleaved = replace(job, vpp=4, num_microbatches=64)
+    assert under_way(interleaved, 0) == pytest.approx(8 * (1 + 7 / 32))
+
+
+def test_states_are_16_bytes_a_parameter_cut_as_zero_cuts_them() -> None:
+    """As ZeRO cuts them (arXiv:1910.02054), with gradients in 32 bits as Megatron-LM has them."""
+    count = PLAIN.stage_parameters(0)
+    megatron = replace(PLAIN, program=PROGRAMS["megatron"], dp=8, shard_size=8)
+    for zero, each in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8)):
+        assert footprint(replace(megatron, zero=zero), 0).states == pytest.approx(each * count, rel=1e-6)
+    assert footprint(replace(megatron, zero=3), 0).states == pytest.approx(16 / 8 * count, rel=1e-6)
+
+
+def seconds(job: Job, device: str = "h100") -> StepTime:
+    found = find_device(device)
+    assert found is not None
+    return step_time(job, found.per_rank(), fitted())
+
+
+def test_the_bubble_is_p_minus_1_over_v_m() -> None:
+    job = replace(PLAIN, pp=4, dp=2)
+    one, interleaved = seconds(job), seconds(replace(job, vpp=4))
+    stages = one.matmul + one.attention + one.memory_bound + one.launch - fitted()["launch.step"]
+    assert one.bubble == pytest.approx(stages * 3 / 16, rel=0.05)  # the last stage has the head, others have none
+    assert interleaved.bubble == pytest.approx(one.bubble / 4)
+    assert seconds(replace(PLAIN, pp=1)).bubble == 0
+
+
+def test_work_is_paid_for() -> None:
+    base = seconds(PLAIN)
+    assert sum(base.parts().values()) == pytest.approx(base.total)
+    again = seconds(replace(PLAIN, recompute="full"))
+    assert again.matmul == pytest.approx(base.matmul * 4 / 3, rel=0.01) and again.head == base.head
+    longer = seconds(replace(PLAIN, seq=8192))
+    assert longer.attention == pytest.approx(4 * base.attention, rel=0.1)
+    assert longer.matmul == pytest.approx(2 * base.matmul, rel=0.05)
+    two = replace(PLAIN, tp=2, sp=True)
+    assert seconds(two).matmul == pytest.approx(base.matmul / 2, rel=0.05) and seconds(two).tensor > 0
+    assert seconds(replace(two, program=PROGRAMS["megatron, overlapped"])).tensor < seconds(two).tensor
+    frozen = replace(PLAIN, lora_parameters=10**6)
+    assert seconds(frozen).matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05)
+
+
+def test_communication_over_nodes_costs_more_and_is_hidden_behind_work() -> None:
+    within, over = seconds(replace(PLAIN, dp=8, shard_size=8)), seconds(replace(PLAIN, dp=16, shard_size=16))
+    assert 0 < within.data_parallel <= over.data_parallel and within.waiting == 0 < over.waiting
+    apart = replace(PLAIN, dp=8, shard_size=8, program=replace(PLAIN.program, overlaps_dp=False))
+    assert seconds(apart).data_parallel > within.data_parallel
+    across = replace(PLAIN, tp=16, sp=True)
+    assert seconds(across).tensor > 1.3 * seconds(replace(across, tp=8)).tensor
+
+
+@pytest.mark.parametrize("name", devices())
+def test_every_device_of_the_table_gives_a_plan(name: str) -> None:
+    device = devices()[name]
+    assert device.source and device.memory_bytes > 2**34 and device.per_node >= 8
+    assert all(0.4 <= share <= 1 for share in device.reach.values())
+    assert find_device(name.upper()) == device
+    total = seconds(PLAIN, name).total
+    # Nothing is faster than its peak.
+    flops = 6 * 6.6e9 * PLAIN.tokens_per_step
+    assert total > flops / device.per_rank().peak("bf16")
