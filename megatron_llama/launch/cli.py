@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.system.errors import fault_of_the_machine
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.output import spill_into
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.output import loss_of_stdout, spill_into
 from megatron_llama.system.signals import settle
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
     """
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
-        return 0
+        return _shown()
     overrides = [argument for argument in argv if argument != "--dry-run"]
     if len(overrides) < len(argv):
         overrides.append("dry_run=true")  # last, so that it wins
@@ -169,4 +170,15 @@ def _dry_run(config: Config, context: ProcessContext | None) -> int:
     if context is None or context.rank == 0:
         check_datasets(plan.config)
         sys.stdout.write(format_plan(plan).rstrip() + "\n")
-    return 0
+    return _shown()
+
+
+def _shown() -> int:
+    """The exit status where what was printed is all that was asked for, and its loss no trifle."""
+    sys.stdout.flush()
+    loss = loss_of_stdout()
+    if loss == os.strerror(errno.EPIPE):  # head has seen enough
+        return EXIT_PIPE
+    if loss is not None:
+        sys.stderr.write(f"The output could not be written: {loss}\n")
+    return 0 if loss is None else EXIT_FAILED

@@ -118,6 +118,11 @@ def spill_into(folder: Path) -> None:
                 output.spill()
 
 
+def loss_of_stdout() -> str | None:
+    """Why standard output takes nothing any more; None where it does, or is not protected."""
+    return _outputs[1].loss if _outputs else None
+
+
 def _is_open(number: int) -> bool:
     try:
         os.fstat(number)

@@ -200,6 +200,17 @@ def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> Non
     assert leftovers(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize(
+    ("redirection", "status", "said"),
+    [("| true", 141, ""), ("> /dev/full", 1, "The output could not be written: No space left on device\n")],
+)
+def test_a_plan_that_can_not_be_printed_is_no_success(redirection: str, status: int, said: str) -> None:
+    line = f'set -o pipefail; sleep 0.1; "$@" {redirection}'
+    command = ["bash", "-c", line, "sh", sys.executable, str(TRAIN_PY), "--help"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
 def test_a_lost_console_does_not_end_training(tmp_path: Path) -> None:
     """A real run: its reader goes after one line, stderr is closed, and the locale knows no more than ASCII."""
     command = [sys.executable, str(TRAIN_PY), *SMALL, *RUN, "logging.every_steps=1", f"run.dir={tmp_path}/run"]
