@@ -66,6 +66,7 @@ class BlockEncoder(ABC, Generic[Document]):
                     complete = len(raw) == len(line) <= max_line  # a longer line was cut where it was read
                     record = BadRecord(position, number, bad.reason, bad.detail, len(line), complete, raw)
                     result.bad.append(record)
+        lines, line = [], b""  # their texts are enough
         self.write(documents, block, result)
         return result
 
@@ -89,27 +90,21 @@ class TextEncoder(BlockEncoder[list[str]]):
     def write(self, documents: list[list[str]], block: Block, result: Result) -> None:
         eod = self.encoder.tokenizer.end if self.job.append_eod else None
         checked = block.number % CHECK_EVERY if self.encoder.is_fast else -1
+        end = b"" if eod is None else np.array(eod, dtype=self.dtype).tobytes()
         for key in range(len(self.job.keys)):
-            parts = []
+            parts: list[bytes] = []
+            lengths = np.zeros(len(documents), dtype="<i4")
             for number, texts in enumerate(documents):
                 ids = self._encode(texts[key])
                 if number % CHECK_EVERY == checked and len(texts[key]) <= CHECK_MAX_CHARACTERS:
                     check_same(self.encoder, texts[key], np.asarray(ids))
-                parts.append(ids)
-            lengths = np.fromiter((len(ids) for ids in parts), dtype="<i4", count=len(parts))
-            if eod is not None:
-                lengths += lengths > 0
-            tokens = np.empty(int(lengths.sum(dtype=np.int64)), dtype=self.dtype)
-            position = 0
-            for ids in parts:
+                texts[key] = ""  # of a block that is one long line, memory is what there is least of
+                ids = np.asarray(ids, dtype=self.dtype)
                 if len(ids):
-                    end = position + len(ids)
-                    tokens[position:end] = ids
-                    if eod is not None:
-                        tokens[end] = eod
-                        end += 1
-                    position = end
-            result.tokens.append(tokens.tobytes())
+                    lengths[number] = len(ids) + (eod is not None)
+                    parts += (ids.tobytes(), end)
+            ids = ()
+            result.tokens.append(b"".join(parts))
             result.lengths.append(lengths.tobytes())
 
     def _encode(self, text: str) -> Sequence[int]:

@@ -41,6 +41,8 @@ EXPERIMENT = "experiment"
 MOST_BRACKETS = 16
 """Open at one place of an override: Hydra's grammar and OmegaConf take time, and the stack, for each."""
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
+# What Hydra raises besides its own errors for a file whose defaults are no list of names, say.
+_HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 # Pairs of settings for one quantity: giving one on the command line resets the other.
 INSTEAD_OF = {
     "trainer.steps": "trainer.epochs",
@@ -59,7 +61,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     choices, values = _split_overrides(_parse(overrides, problems), conf_dir, problems)
     try:
         config = _compose_groups(choices, conf_dir)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, *_HYDRAS_OWN) as error:
         raise ConfigError([*problems, _problem_in_files(error, choices)]) from error
     if endless := check_interpolations(config):
         raise ConfigError([*problems, *endless])
@@ -249,7 +251,7 @@ def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Probl
         cause = cause.__cause__ or cause.__context__
     name = str(getattr(cause, "full_key", "")) or "conf"
     named = re.match(r"In '([^']+)'", str(error))
-    where = "a file in conf/"
+    where = own if files else "a file in conf/"  # ours are tested
     if named:
         where = named[1] if named[1].endswith((".yaml", ".yml")) else f"conf/{named[1]}.yaml"
         where = files.get(named[1], where)

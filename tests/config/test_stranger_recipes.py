@@ -69,6 +69,14 @@ def test_a_recipe_of_a_stranger(tmp_path: Path) -> None:
             load_config([f"experiment={recipe}", "dry_run=true"], CONF)
 
 
+@pytest.mark.parametrize("defaults", [[{"override /model": False}], {"a": 1}, 7, [[1]], [{"a": 1, "b": 2}], "x"])
+def test_defaults_that_are_no_list_of_names(defaults: object, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"defaults": defaults}))
+    with raises_saying(ConfigError, "recipe.*can't be used"):
+        load_config([f"experiment={recipe}"], CONF)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
