@@ -36,6 +36,8 @@ LABEL_TEMPLATES = ("qnli", "sst2")
 ALLOWED = ("data", "batch", "optim")
 MOST_LAYERS = 10_000
 """The plan lists layers one by one; the deepest published Llama has 126."""
+MOST_HEADS, MOST_REPLICAS = 10_000, 1_000_000
+"""Advice looks through them one by one for what divides; published Llamas have up to 128 heads."""
 LARGEST_SEED = 2**31 - 1
 """Ranks add to the seed, and libraries take 32 bits of it."""
 
@@ -71,9 +73,9 @@ class ModelConfig:
     """Width of the SwiGLU feed-forward."""
     num_hidden_layers: Annotated[int, between(1, MOST_LAYERS)] = 4
     """Transformer blocks."""
-    num_attention_heads: Annotated[int, at_least(1)] = 4
+    num_attention_heads: Annotated[int, between(1, MOST_HEADS)] = 4
     """Query heads."""
-    num_key_value_heads: Annotated[int | None, at_least(1)] = None
+    num_key_value_heads: Annotated[int | None, between(1, MOST_HEADS)] = None
     """Key and value heads (grouped-query attention). Derived: num_attention_heads."""
     head_dim: Annotated[int | None, at_least(1)] = None
     """Width of a head. Derived: hidden_size / num_attention_heads."""
@@ -155,7 +157,7 @@ class TrainerConfig:
     """Sequence parallelism: activations between the matrices are split over tp along the sequence. Derived: tp > 1."""
     zero: Annotated[int, one_of(0, 1, 2, 3)] = 1
     """Data-parallel sharding: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
-    dp: Annotated[int | None, at_least(1)] = None
+    dp: Annotated[int | None, between(1, MOST_REPLICAS)] = None
     """Data-parallel size. Derived: world / (tp * pp); if given it is checked, and sets the world on CPU and in dry
     runs."""
     shard_group: Annotated[int | None, at_least(1)] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.interpolations import MOST_CHARACTERS, MOST_STEPS, check_interpolations
+from megatron_llama.plan import resolve
 from tests.messages import raises_saying
 from tests.paths import CONF
 
@@ -94,3 +96,13 @@ def test_a_command_line(override: str, words: str) -> None:
 def test_what_people_write_is_accepted() -> None:
     config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
     assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")
+
+
+@pytest.mark.parametrize("setting", ["model.num_attention_heads", "model.num_key_value_heads", "trainer.dp"])
+def test_advice_does_not_look_through_everything(setting: str) -> None:
+    """Rules name the nearest value that divides, and try one after the other."""
+    begin = time.thread_time()
+    with raises_saying(ConfigError, f"{setting} = 100000000000000000 rule must be between 1 and"):
+        settings = [f"{setting}=100000000000000000", "trainer.tp=3", "trainer.shard_group=7", "data=mock"]
+        resolve(load_config(settings, CONF), 10**17)
+    assert time.thread_time() - begin < 5
