@@ -30,6 +30,8 @@ class OnCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
+        if func.namespace == "c10d" and name == "send":
+            args = tree_map_only(torch.Tensor, torch.clone, args)
         if func.namespace != "c10d" or name in _NOT_TOGETHER:
             return func(*args, **(kwargs or {}))
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
