@@ -3,6 +3,7 @@ what is predicted of them."""
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ def _published(arguments: Sequence[str], as_json: bool) -> int:
         raise ConfigError([Problem(PUBLISHED, shown, rule, f"write {PUBLISHED} runs.csv")])
     try:
         found, unspoken = judge(Path(named[0]))
-    except (UnicodeDecodeError, OSError) as error:
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
         advice = "write it as UTF-8 text, with commas, the first line naming the columns"
         raise ConfigError([Problem(PUBLISHED, named[0], f"can't be read: {error}", advice)]) from error
     if as_json:

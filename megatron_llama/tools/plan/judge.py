@@ -53,7 +53,12 @@ def compare_table(
         except NotSpoken as reason:
             unspoken[str(reason)] += 1
             continue
-        found.append(Compared(run, step_time(run.job, run.device, known).total, predicted_memory(run)))
+        try:
+            predicted = step_time(run.job, run.device, known).total, predicted_memory(run)
+        except ArithmeticError:  # a side of a matrix that is cut to nothing
+            unspoken["its sizes do not fit together"] += 1
+            continue
+        found.append(Compared(run, *predicted))
         if run.seconds is None and run.memory is None:
             unspoken["predicted, but the row has no time or memory that can be compared"] += 1
     return found, unspoken

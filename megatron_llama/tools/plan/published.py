@@ -223,6 +223,8 @@ def _layout(row: Row, device: Device, assumed: list[str]) -> tuple[int, int, int
     dp, rest = divmod(count * parts, model)
     if rest or not dp:
         raise NotSpoken("tp, pp and cp do not divide the devices")
+    if pp > _need(row, "layers", "the model's shape"):
+        raise NotSpoken("there are more pipeline stages than layers")
     if printed is not None and printed != dp:
         assumed.append(f"dp {dp}, not the printed {printed}")
     return tp, pp, cp, dp, device.per_rank() if parts > 1 else device

@@ -68,6 +68,8 @@ def test_dp_is_what_the_devices_leave_and_not_what_a_page_prints() -> None:
     assert found == [4, 8, 16]
     printed = read_run(row(n_devices="16", tp="8", dp="4", device="trn1"))
     assert printed.job.ranks == 32 and "not the printed" not in str(printed.assumed)
+    doubtful = read_run(row(n_devices="32", tp="2", dp="4"))
+    assert doubtful.job.dp == 16 and "dp 16, not the printed 4" in doubtful.assumed
     wrong = read_run(row(n_devices="32", tp="8", dp="4", device="trn1"))
     assert wrong.job.dp == 4, "32 chips as 32 ranks agree with what is printed"
 
@@ -125,6 +127,8 @@ def test_rows_that_say_too_little_are_counted_by_reason() -> None:
         row(seq=""),
         row(n_devices="7", tp="2"),
         row(micro_batch="", global_batch=""),
+        row(layers="2", pp="8"),
+        row(tp="4096", n_devices="4096", hidden="32", ffn="64", heads="1", kv_heads="1"),
         {"id": "6"},
         {},
     ]
