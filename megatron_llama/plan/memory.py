@@ -20,8 +20,8 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.system.units import GIB, gib
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0}
-"""Tensors that the optimizer keeps for each parameter."""
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1}
+"""Tensors that the optimizer keeps for each parameter; sgd its momentum, which is optim.betas' first."""
 USABLE = 0.94
 """Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
 what the allocator can't use."""

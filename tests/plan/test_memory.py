@@ -64,8 +64,8 @@ def test_bytes_per_parameter(zero: int, precision: str, weights: float, gradient
     assert memory.total == (weights + gradients + optimizer) * COUNT
 
 
-def test_sgd_has_no_moments_and_one_micro_batch_is_reduced_at_once() -> None:
-    assert memory_of(plan_of(1, "fp32", optimizer="sgd")).optimizer == 0
+def test_sgd_has_its_momentum_and_one_micro_batch_is_reduced_at_once() -> None:
+    assert memory_of(plan_of(1, "fp32", optimizer="sgd")).optimizer == 4 / 4 * COUNT
     once = memory_of(plan_of(1, "fp32", micro_batches=1))
     assert (once.weights, once.gradients, once.optimizer) == (4 * COUNT, COUNT, 2 * COUNT)
 
