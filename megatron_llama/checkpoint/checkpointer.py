@@ -15,7 +15,7 @@ from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.differences import Difference, find_differences, record_of, refuse
 from megatron_llama.checkpoint.export import export
-from megatron_llama.checkpoint.folder import BEST, find_checkpoint, resume_candidates
+from megatron_llama.checkpoint.folder import BEST, find_checkpoint, point_to, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.saving import Saver
@@ -74,6 +74,8 @@ class Checkpointer:
                 continue
             self._origin = self._origin if self._lora else (found.hf_folder, found.dtype)
             self._saved = found.step if folder.parent == self.checkpoints else None
+            if self._saved is not None and settings.resume == "auto" and self.topology.rank == 0:
+                point_to(folder)  # this run may have nothing more to save
             self._go_on(folder, found)
             return self.plan
         if failures:

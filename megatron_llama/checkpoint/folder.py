@@ -152,9 +152,14 @@ def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None
         _remove(final)
     os.rename(partial, final)
     sync_folder(checkpoints)
-    write_atomically(checkpoints / POINTER, final.name + "\n")
+    point_to(final)
     best = point_to_best(checkpoints, state) if settings.keep_best else None  # before the old best may be deleted
     prune(checkpoints, state.step, settings, best)
+
+
+def point_to(checkpoint: Path) -> None:
+    """Makes ``latest`` name a checkpoint. A kill after a checkpoint's rename leaves the one before it there."""
+    write_atomically(checkpoint.with_name(POINTER), checkpoint.name + "\n")
 
 
 def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path | None) -> None:

@@ -105,6 +105,14 @@ def test_without_a_good_one_a_run_does_not_start_anew(copy: Path) -> None:
     assert run(2, copy, *LAYOUT, "checkpoint.resume=never", "checkpoint.save_last=false").started_at == 0
 
 
+def test_latest_is_mended_after_a_kill_before_it_was_written(copy: Path) -> None:
+    """The run may have nothing more to save, and an export would take the checkpoint before."""
+    latest = copy / "checkpoints" / "latest"
+    latest.write_text("step_00000001\n")
+    run(2, copy, *LAYOUT, "checkpoint.save_last=false")
+    assert latest.read_text() == "step_00000002\n"
+
+
 def test_verify_reads_every_byte(copy: Path) -> None:
     folder = copy / "checkpoints" / "step_00000002"
     manifest = read_manifest(folder)
