@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.tools.rehearse.modules import Place
+from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import KINDS, Holder, Timeline
 from megatron_llama.tools.rehearse.watch import Record
 
@@ -72,4 +72,5 @@ def _name(place: Place, runs: Sequence[tuple[int, int]]) -> str:
         return "outside of forward and backward"
     chunk, microbatch = runs[place.run]
     several = f", chunk {chunk}" if any(other for other, _ in runs) else ""
-    return f"{place.phase} of micro batch {microbatch}{several}"
+    phase = "recomputation" if place.phase == RECOMPUTED else place.phase
+    return f"{phase} of micro batch {microbatch}{several}"

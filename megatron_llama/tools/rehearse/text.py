@@ -35,9 +35,9 @@ def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
         f"{rehearsal.dp_rank + 1} of {plan.dp}, tensor-parallel {rehearsal.tp_rank + 1} of {trainer.tp}"
     )
     count, total = rehearsal.rehearsed_microbatches, rehearsal.microbatches
-    all_of = f"{total}" if count == total else f"{count} of {total}, the others repeat them"
     batches = "micro batch" if total == 1 else "micro batches"
-    yield f"  a step of {all_of} {batches}, rehearsed in {rehearsal.seconds:.0f} s"
+    some = f"{total} {batches}" if count == total else f"{count} of {total} {batches}; the others do the same again"
+    yield f"  rehearsed in {rehearsal.seconds:.0f} s: a step of {some}"
     yield from ("", *_memory(rehearsal, plan))
     yield from ("", f"  the largest at the peak, of {len(rehearsal.holders)}:", *_holders(rehearsal))
     yield from ("", "  floating-point operations of a step, by module", *_flops(rehearsal))

@@ -199,9 +199,9 @@ class Watch(TorchDispatchMode):
                 self.records[self._live[key][0]].kind = GRADIENTS
             return
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        module = "the model being built" if place is None else place.module or "the chunk itself"
+        module = "the build of the model" if place is None else place.module or "the chunk itself"
         if place is not None and place.run < 0 and not place.accumulates:
-            module = "what is outside of the model"
+            module = "the optimizer and the loop"
         self.records.append(Record(self._kind(tensor, place), module, name, shape, dtype))
         self._change(key, len(self.records) - 1, storage.nbytes())
         weakref.finalize(storage, self._gone, key).atexit = False
