@@ -153,6 +153,9 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
         tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
         if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
             raise ValueError(f"hash {body['hash']!r}")
+        for name in ("model", "data", "finetune"):
+            if not isinstance(state.settings.get(name, {}), dict):
+                raise ValueError(f"settings of {name} are {state.settings[name]!r}"[:200])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFile(f"{folder / NAME}: a value is missing or of another type ({error!r})") from error
     except CorruptFile as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, tensors_of
-from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
+from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
 from megatron_llama.checkpoint.storage import STATES, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 
@@ -63,3 +65,15 @@ def test_how_many(tmp_path: Path) -> None:
     stored = SafetensorsFiles(tmp_path, tensors_of(tmp_path / "model.safetensors"))
     with pytest.raises(CorruptFile, match=r"a holds nan at \[0, 0\], and 8 more values are not finite"):
         stored.rows("a")
+
+
+@pytest.mark.parametrize("settings", [None, [], "x", {"data": None}, {"model": 1}, {"finetune": []}])
+def test_settings_that_are_none(tmp_path: Path, settings: Any) -> None:
+    """With a right checksum, which anybody can compute."""
+    write_checkpoint(tmp_path, a=torch.zeros(2))
+    body = json.loads((tmp_path / NAME).read_text())
+    body["state"]["settings"] = settings
+    body["checksum"] = _checksum({key: value for key, value in body.items() if key != "checksum"})
+    (tmp_path / NAME).write_text(json.dumps(body))
+    with pytest.raises(CorruptFile, match=NAME):
+        read_manifest(tmp_path)
