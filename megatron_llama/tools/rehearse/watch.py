@@ -218,11 +218,13 @@ class Watch(TorchDispatchMode):
             self.changes.append((number, -size))
 
     def _kind(self, tensor: torch.Tensor, place: Place | None) -> str:
-        if place is not None and place.accumulates:
+        if place is None:  # while the model is built; weights are labelled when it is there
+            return TEMPORARY
+        if place.accumulates:
             return GRADIENTS
         if (kind := _kind_by_caller()) is not None:
             return kind
-        if place is None or place.run < 0:
+        if place.run < 0:
             return TEMPORARY
         parts = place.module.split(".")
         if tensor.dim() and tensor.shape[-1] == self._logits_width and parts[0] in ("", "lm_head", "loss"):

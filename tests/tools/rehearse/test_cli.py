@@ -62,6 +62,7 @@ def test_a_page_a_stage_with_a_picture(tmp_path: Path) -> None:
     assert len(pictures) == 2 and all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
+@pytest.mark.slow
 def test_json() -> None:
     status, output = rehearse(*SMALL, "trainer.tp=2", "trainer.compile=true", "--ranks", "1", "--json")
     assert status == 0

@@ -31,13 +31,13 @@ TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 LORA = ("finetune.method=lora", "finetune.lora_rank=2")
 LAYOUTS = {
     "tp2+sp, full recompute": (2, ["trainer.tp=2", "trainer.recompute=full", MICRO_2, ONE_BATCH, TWO_LAYERS]),
-    "pp2": (2, ["trainer.pp=2", FEW, TWO_LAYERS]),
     "dp2, zero 3, bf16, packed": (
         2,
         ["trainer.zero=3", "trainer.precision=bf16", "data.document_mask=true", FEW, TWO_LAYERS],
     ),
 }
 MORE_LAYOUTS = {
+    "pp2": (2, ["trainer.pp=2", FEW, TWO_LAYERS]),
     "one process": (1, [FEW]),
     "tp2+sp": (2, ["trainer.tp=2", MICRO_2]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", MICRO_2]),
