@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class TextEncoder(BlockEncoder[list[str]]):
             parts: list[bytes] = []
             lengths = np.zeros(len(documents), dtype="<i4")
             for number, texts in enumerate(documents):
-                ids = self._encode(texts[key])
+                ids: Any = self._encode(texts[key])
                 if number % CHECK_EVERY == checked and len(texts[key]) <= CHECK_MAX_CHARACTERS:
                     check_same(self.encoder, texts[key], np.asarray(ids))
                 texts[key] = ""  # of a block that is one long line, memory is what there is least of
