@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 import torch
@@ -173,19 +172,14 @@ def test_16384_ranks_cost_what_128_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["trainer.pp=2"], ["trainer.pp=2", "trainer.vpp=2"]], ids=["pp2", "pp2·vpp2"])
 def test_some_micro_batches_tell_of_all(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(2, *layout, "trainer.global_batch_size=12")
+    plan = make_plan(2, *layout, "trainer.global_batch_size=12", "trainer.micro_batch_size=1")
     (whole,) = rehearsed(plan, 0)
     monkeypatch.setattr(module, "MOST_BLOCK_RUNS", 0)
     (part,) = rehearsed(plan, 0)
     assert whole.rehearsed_microbatches == 12 > part.rehearsed_microbatches
     assert part.microbatches == 12
-    assert replace(part, rehearsed_microbatches=12, **DIFFERENT) == replace(whole, **DIFFERENT)
-
-
-DIFFERENT = {
-    "seconds": 0.0, "timeline": None, "order": (), "holders": (), "synchronizations": (), "dynamic": (), "moment": "",
-    "at_rest": {}, "built": {},
-}  # fmt: skip
+    assert part.flops == whole.flops and part.traffic == whole.traffic
+    assert part.peak == pytest.approx(whole.peak, rel=0.02)  # a loss a micro batch is kept
 
 
 # --- the watching itself ------------------------------------------------------------------------------------------
