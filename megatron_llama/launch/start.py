@@ -151,8 +151,9 @@ class Rank(Child):
             self.send(STACKS_SIGNAL)
 
     def stacks(self) -> str:
-        self.crash_file.seek(0)
-        return self.crash_file.read().decode(errors="replace").strip()
+        # The rank shares the file's position, and may be writing: moving it would let it overwrite its own first lines.
+        file = self.crash_file.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").strip()
 
     def send(self, number: int) -> None:
         if not self.ended:

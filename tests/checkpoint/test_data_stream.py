@@ -25,7 +25,9 @@ def data_of(folder: Path, blend: bool) -> list[str]:
     return ["data=redpajama", f"data.prefixes={prefixes}", 'data.split="80,20,0"', "model.vocab_size=4000", *CONSTANT]
 
 
-@pytest.mark.parametrize("blend", [False, True], ids=["epochs", "blend"])
+@pytest.mark.parametrize(
+    "blend", [pytest.param(False, id="epochs", marks=pytest.mark.slow), pytest.param(True, id="blend")]
+)
 def test_losses_are_those_of_the_run_that_never_stopped(tmp_path: Path, blend: bool) -> None:
     data = data_of(tmp_path, blend)
     whole = run(1, tmp_path / "whole", *data, "trainer.steps=11", until=11)

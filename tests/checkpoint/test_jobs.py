@@ -64,6 +64,7 @@ def _with_each_step(act: Callable[[int, Path], None]) -> Callable[[Plan], None]:
     return work
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
     # Few kills, each in another part of a run; scripts/chaos.py does hundreds.
     folder, chance = tmp_path / "run", random.Random(4)

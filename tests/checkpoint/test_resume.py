@@ -22,8 +22,12 @@ def _seed(checkpointer: Checkpointer) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, []), (4, ["trainer.tp=2", "trainer.pp=2"]), (2, ["trainer.zero=3"]), (1, ["optim.name=sgd"])],
-    ids=["one", "tp2pp2", "dp2zero3", "sgd"],
+    [
+        pytest.param(1, [], id="one"),
+        pytest.param(4, ["trainer.tp=2", "trainer.pp=2"], id="tp2pp2", marks=pytest.mark.slow),
+        pytest.param(2, ["trainer.zero=3"], id="dp2zero3"),
+        pytest.param(1, ["optim.name=sgd"], id="sgd"),
+    ],
 )
 def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", *ADAM, *layout, until=6, tamper=_seed)

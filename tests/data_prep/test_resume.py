@@ -68,7 +68,7 @@ def documents(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: Path, phase: str, after: bool) -> None:
     owner, name, count = PHASES[phase]
     script = killer(owner, name, count, after=after)

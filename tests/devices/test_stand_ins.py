@@ -142,6 +142,7 @@ def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_lo
         assert event["environment"]["TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION"] == "0"
 
 
+@pytest.mark.slow
 def test_gaudi_under_a_starter_that_shows_each_task_its_card(tmp_path: Path, cpu_losses: list[float]) -> None:
     root = gaudi(tmp_path / "machine")
     with socket.create_server(("127.0.0.1", 0)) as free:

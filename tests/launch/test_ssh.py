@@ -83,7 +83,7 @@ def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
     assert secret not in (tmp_path / "command_lines").read_text(), "everybody on the hosts can read that"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_signals_reach_the_ranks_and_75_comes_back(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
     pids(tmp_path, 2)
@@ -94,7 +94,7 @@ def test_signals_reach_the_ranks_and_75_comes_back(tmp_path: Path, ssh: str, num
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_ranks_end_with_the_command(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
     ranks = pids(tmp_path, 2)

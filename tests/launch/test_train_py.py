@@ -67,6 +67,7 @@ def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "hand")) == 3
 
 
+@pytest.mark.slow
 def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_path: Path) -> None:
     arguments = (f"run.dir={tmp_path}/run", "optim=constant", "optim.warmup_steps=0")
     run = start(BY_HAND, "trainer.steps=100000", *arguments)
@@ -82,6 +83,7 @@ def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_p
     assert steps(tmp_path / "run") == list(range(1, done + 3)), "each step stands there once"
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
     run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
     wait_for_step(run, tmp_path / "run", 2)
@@ -104,6 +106,7 @@ def test_ranks_die_with_a_starter_that_is_killed(tmp_path: Path, command: list[s
     assert all(gone(pid) for pid in ranks)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_last(tmp_path: Path) -> None:
     run = start(BY_HAND, "trainer.steps=100000", f"run.dir={tmp_path}/run")
     wait_for_step(run, tmp_path / "run", 2)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch.distributed as dist
@@ -16,12 +19,12 @@ import torch.distributed as dist
 from megatron_llama.launch import board, job_store, start, watchdog
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.job_store import JobStore
-from megatron_llama.launch.start import start_ranks
+from megatron_llama.launch.start import Rank, start_ranks
 from megatron_llama.launch.watchdog import Hang, Watch, watch_this_process
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import resolve
 from megatron_llama.system import phase
-from megatron_llama.system.phase import Phase
+from megatron_llama.system.phase import Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
 from tests.config.helpers import make
 from tests.processes import PATIENCE_SECONDS, MakeStarter, Starter, announce, hasten, pids, rank
@@ -269,3 +272,20 @@ def free_port() -> int:
 def test_new_graphs_come_in_the_first_steps_and_the_first_validations() -> None:
     plan = resolve(make(**{"trainer.val_every_steps": 5}), 1)
     assert [step for step in range(3, 40) if may_compile(plan, step, 3)] == [3, 4, 5, 10]
+
+
+def test_reading_stacks_does_not_disturb_who_writes_them() -> None:
+    """A rank shares its file's position with its starter; a seek of the starter's would have it overwrite its lines."""
+    file: IO[bytes] = tempfile.TemporaryFile()
+    lines = [f"line {number}\n" for number in range(5_000)]
+
+    def write() -> None:
+        for line in lines:
+            os.write(file.fileno(), line.encode())
+
+    writer = threading.Thread(target=write)
+    rank = Rank(0, os.getpid(), file, file, PhaseFile(), None)
+    writer.start()
+    while writer.is_alive():
+        rank.stacks()
+    assert rank.stacks() == "".join(lines).strip()

@@ -90,7 +90,9 @@ def test_the_table_has_every_name() -> None:
     assert plan.config.trainer.precision == "bf16SR" and plan.precision.name == "bf16_sr"
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
     chosen = list(TABLE) if zero == 1 else [name for name in TABLE if PRECISIONS[name].name == name]
     layout = (f"trainer.zero={zero}", "trainer.micro_batch_size=1")

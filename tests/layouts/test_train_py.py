@@ -50,9 +50,8 @@ def one_process(folder: Path, *model: str) -> list[float]:
     return losses(folder, *model)
 
 
-# All axes together with every `make test`; the others, which test_layouts.py has over three steps too, with
-# `make test-slow`.
-QUICK = {"tp2·pp2·dp2+sp"}
+# One row with every `make test`; the others, which test_layouts.py has over three steps too, with `make test-slow`.
+QUICK = {"pp2·vpp2"}
 
 
 @pytest.mark.parametrize("layout", rows(((name, [row]) for name, row in LAYOUTS.items()), QUICK))

@@ -176,6 +176,7 @@ def test_model_file_is_read_as_sentencepiece_reads_it(tokenizer: Path) -> None:
     assert why_not_fast(model) is None and model.normalizer_spec.add_dummy_prefix
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_redpajama_mini_is_identical_in_every_subset(tmp_path: Path) -> None:
     """A slice of each subset's real text; scripts/prove_data.py does all 58.8 MB."""
