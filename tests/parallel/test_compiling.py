@@ -145,7 +145,7 @@ def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.C
     one = (f"trainer.compile_cache={cache}", "trainer.compile=true")
     (graphs,) = run_ranks(_late, 1, make_plan(1, *one))
     assert [graph.late for graph in graphs] == [False, True]
-    assert "compiled after warm-up: block, training, for (12, 1, 32) float32" in capfd.readouterr().err
+    assert "compiled after warm-up: block, training, for (12, 2, 32) float32" in capfd.readouterr().err
     with pytest.raises(
         RankFailed, match="Recompiled: trainer.compile_strict: block was compiled again after 2 batches"
     ):
