@@ -123,6 +123,7 @@ def test_the_base_may_move(world: World, trained: Path, tmp_path: Path) -> None:
         export(find_checkpoint(trained), tmp_path / "none", merge=True, base=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_script(world: World, trained: Path, tmp_path: Path) -> None:
     def script(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *map(str, (ROOT / "scripts/export_hf.py", *arguments))]

@@ -22,6 +22,7 @@ PLANNED = {"NeMo config", "config.json", "adapter_config.json", "idx", "dataset 
 """Their cases take a quarter of a second: a config is composed for each."""
 
 
+@pytest.mark.slow  # the same few cases each time; CI has a minute of others too
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_an_answer_or_one_message(target: Target, tmp_path: Path) -> None:
     outcome = fuzz(target, tmp_path, number=1, cases=3 if target.name in PLANNED else 8)

@@ -19,6 +19,7 @@ from megatron_llama.topology import build_topology
 from tests.model.llamas import CPU, hf_config, load, whole_batch
 from tests.oracle import RaggedSamples, Tensors, assemble, distance, make_plan, rectangles
 from tests.ranks import run_ranks
+from tests.rows import rows
 
 transformers = pytest.importorskip("transformers", reason="its Llama is the plain model here, a development dependency")
 
@@ -78,7 +79,7 @@ def test_one_process_equals_torch(single: tuple[list[Training], list[Training]])
         compare(name, training, expected)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize(("ranks", "layout"), rows(SHARDED.items(), {"dp2, zero 1"}))
 def test_shards_equal_torch(ranks: int, layout: tuple[str, ...], single: tuple[list[Training], list[Training]]) -> None:
     # A run over shards: the clip norm is of the whole gradient, and every update is the same.
     names = ("adamw", "sgd")
