@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_llama.plan.forecast.constants import FILE  # noqa: E402
 from megatron_llama.plan.forecast.step_time import step_time  # noqa: E402
+from megatron_llama.system.errors import run_main  # noqa: E402
 from megatron_llama.tools.plan.judge import summary  # noqa: E402
 from megatron_llama.tools.plan.published import NotSpoken, Published, read_run, read_table  # noqa: E402
 
@@ -210,4 +211,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

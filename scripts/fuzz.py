@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron_llama.system.errors import run_main  # noqa: E402
 from megatron_llama.system.text_table import text_table  # noqa: E402
 from tests.fuzz.runner import Target, fuzz, read_case  # noqa: E402
 from tests.fuzz.targets import TARGETS  # noqa: E402
@@ -76,4 +77,4 @@ def _fuzz_for(target: Target, seconds: float, first: int, keep: Path) -> tuple[s
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -64,13 +64,10 @@ def load_cluster(overrides: Sequence[str]) -> tuple[ClusterConfig, list[str], li
         if setting.kind is float and isinstance(value, str):  # YAML reads 2e12 as text
             with contextlib.suppress(ValueError):
                 value = float(value)
-        fits = (value is None and setting.optional) or isinstance(value, setting.kind) and not isinstance(value, bool)
-        if setting.kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value, fits = float(value), True
-        if not fits:
+        if not (setting.has_type(value) or (value is None and setting.optional)):
             problems.append(Problem(name, value, f"must be {setting.kind_in_words}", setting.advice(value)))
         elif problem := setting.problem(value):
             problems.append(problem)
         else:
-            values[name.removeprefix(SECTION + ".")] = value
+            values[name.removeprefix(SECTION + ".")] = setting.kind(value) if value is not None else None
     return ClusterConfig(**values), rest, problems

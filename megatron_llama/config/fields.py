@@ -56,6 +56,10 @@ class Setting:
         example = EXAMPLES[self.kind] if self.default in (None, [], {}) else shown(self.default)
         return f"write {self.kind_in_words}, such as {self.name}={example}"
 
+    def has_type(self, value: Any) -> bool:
+        """Whether ``value``, which is not null, is of the setting's type; a whole number is one with a fraction too."""
+        return type(value) is self.kind or (self.kind is float and type(value) is int)
+
     def problem(self, value: Any) -> Problem | None:
         """What is wrong with ``value``, which has the right type; None where nothing is."""
         if self.limit is None or (value is None and self.optional):

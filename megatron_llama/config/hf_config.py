@@ -97,8 +97,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
         if value is None:
             continue
         setting = settings_by_name()[ours]
-        kinds = (int, float) if setting.kind is float else (setting.kind,)
-        if type(value) not in kinds:
+        if not setting.has_type(value):
             yield f"{name} is {value!r}, not {KINDS[setting.kind]}"
         elif problem := setting.problem(value):
             yield f"{name} is {value!r}, which {problem.rule}"

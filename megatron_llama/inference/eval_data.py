@@ -13,6 +13,7 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import bare_name
+from megatron_llama.inference.arguments import not_utf8
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
@@ -64,7 +65,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
                 records.skipped["unreadable"] += 1
             elif any(not str(record.get(name) or "").strip() for name in wanted):
                 records.skipped["lacks a field"] += 1
-            elif any(_is_broken(str(record[name])) for name in wanted):
+            elif any(not_utf8(str(record[name])) for name in wanted):
                 records.skipped["lone surrogate"] += 1
             elif template.labels and str(record[template.answer]) not in template.labels:
                 records.skipped["unknown label"] += 1
@@ -77,11 +78,6 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
         rule = f"has no record with {', '.join(sorted(wanted))} ({dict(records.skipped) or 'it is empty'})"
         raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
     return records
-
-
-def _is_broken(text: str) -> bool:
-    """Whether it holds half of a surrogate pair, which is no character and can't be encoded."""
-    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _rows(path: Path) -> Iterator[Record | None]:

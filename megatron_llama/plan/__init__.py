@@ -6,7 +6,7 @@
 Pure, without torch and without devices: a plan for 512 ranks is made on a login node.
 """
 
-from megatron_llama.plan.format_plan import format_plan
+from megatron_llama.plan.format_plan import format_plan, layout_lines
 from megatron_llama.plan.memory import Machine, stage_memory
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import resolve
@@ -16,6 +16,7 @@ __all__ = [
     "Machine",
     "Plan",
     "format_plan",
+    "layout_lines",
     "parameters",
     "resolve",
     "stage_memory",

@@ -34,6 +34,18 @@ def format_plan(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
 
+def layout_lines(plan: Plan) -> Iterator[str]:
+    """The layout and the batch in two lines, for tools that print numbers of their own below."""
+    trainer = plan.config.trainer
+    grid = f"pp {trainer.pp}" + (f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "")
+    shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.dp else ""
+    yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
+    yield (
+        f"zero {trainer.zero}{shard}, {trainer.precision}, recompute {trainer.recompute}, "
+        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.seq_length:,} tokens"
+    )
+
+
 def _head(plan: Plan) -> Iterator[str]:
     """The model and its parameters."""
     model, count = plan.model, plan.parameters

@@ -20,6 +20,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ASKED_TO_STOP = (signal.SIGTERM, signal.SIGHUP)
 """By a person or a scheduler (SIGTERM), or because the terminal has gone (SIGHUP)."""
 
+_ENDING = (signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP)
+
 
 @contextmanager
 def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
@@ -42,14 +44,14 @@ def leave_quietly() -> None:
     No exception does that: it would come up inside whatever is being imported, which may print or swallow it. What
     is written before the ranks start is written whole or not at all.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP):
+    for number in _ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
 
 
 def settle() -> None:
     """The end of what ``leave_quietly`` began: all is done, and no signal can change the exit status any more."""
-    for number in (signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP):
+    for number in _ENDING:
         if signal.getsignal(number) is _leave:
             signal.signal(number, signal.SIG_IGN)
 

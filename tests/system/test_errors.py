@@ -57,7 +57,9 @@ def test_any_character_can_be_printed() -> None:
     assert (done.returncode, done.stdout) == (3, b"\\u2192\n"), done.stderr.decode()
 
 
-@pytest.mark.parametrize("script", ["compare.py", "traffic.py", "import_config.py", "verify_checkpoint.py"])
+@pytest.mark.parametrize(
+    "script", ["compare.py", "traffic.py", "import_config.py", "verify_checkpoint.py", "plan.py", "rehearse.py"]
+)
 def test_scripts_end_quietly_with_their_reader(script: str, tmp_path: Path) -> None:
     line = f"set -o pipefail; {sys.executable} {ROOT}/scripts/{script} --help | (exec <&-; sleep 3)"
     done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=100)

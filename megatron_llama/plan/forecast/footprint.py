@@ -139,9 +139,8 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
 
 def _states(job: Job, stage: int) -> States:
     """Of other programs: what is kept of each trained and each frozen parameter, shared as ZeRO's stage says."""
-    held = job.stage_parameters(stage)
-    adapters = job.lora_parameters * job.layers_by_stage[stage]
-    trained, frozen = (adapters, held) if job.lora_parameters else (held, 0)
+    held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
+    adapters, frozen = (trained, held) if job.lora_parameters else (0, 0)
     state, share = job.state, job.shard_size if job.zero else 1
     if job.zero < 3:
         gradients = trained * state.gradient / (share if job.zero == 2 else 1)

@@ -42,8 +42,7 @@ class Device:
 
     def peak(self, form: str) -> float:
         """FLOP/s of a format; that of the next wider one where the device has none of its own."""
-        order = ("fp4", "fp8", "bf16", "fp32")
-        return next(self.peaks[name] for name in order[order.index(form) :] if name in self.peaks)
+        return self.peaks[self.format_used(form)]
 
     def format_used(self, form: str) -> str:
         """The format whose peak ``form`` gets here."""

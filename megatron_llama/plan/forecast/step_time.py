@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from megatron_llama.plan.forecast.collective_time import all_reduce, bus_bandwidth
 from megatron_llama.plan.forecast.hardware import Device
@@ -52,7 +52,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(asdict(self).values())
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
         """Each part by its name, in the order above."""
@@ -209,8 +209,7 @@ def _data_parallel(job: Job, stage: int, working: float, device: Device, constan
     ranks = job.dp * job.cp
     if ranks == 1:
         return 0.0
-    held = job.stage_parameters(stage)
-    trained = held if not job.lora_parameters else job.lora_parameters * job.layers_by_stage[stage]
+    held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
     gradients = trained * min(job.state.gradient, 4)
     weights = held * job.state.weight
     stride, m = job.tp, job.num_microbatches
@@ -233,10 +232,7 @@ def _data_parallel(job: Job, stage: int, working: float, device: Device, constan
 
 def _optimizer(job: Job, stage: int, device: Device, constants: Mapping[str, float]) -> float:
     """Seconds of reading and writing gradients, weights and averages, and of the gradient's norm."""
-    trained = job.stage_parameters(stage)
-    if job.lora_parameters:
-        trained = job.lora_parameters * job.layers_by_stage[stage]
-    share = trained / (job.shard_size if job.zero else 1)
+    share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
     state = job.state
     size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
     return size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)

@@ -213,6 +213,12 @@ class Job:
         layers = self.layers_by_stage[stage] * shape.layer_parameters(self.tp)
         return layers + tables * table + positions + last * shape.hidden
 
+    def trained_parameters(self, stage: int) -> int:
+        """Parameters that a rank of a stage trains: all that it holds, or LoRA's adapters alone."""
+        if self.lora_parameters:
+            return self.lora_parameters * self.layers_by_stage[stage]
+        return self.stage_parameters(stage)
+
 
 @functools.cache
 def _evenly(layers: int, stages: int) -> tuple[int, ...]:

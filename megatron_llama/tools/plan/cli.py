@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.tools.mock_run import NO_FILES
 
 USAGE = """\
 python scripts/plan.py [--json] [group=choice ...] [section.setting=value ...] [cluster.setting=value ...]
@@ -39,7 +40,6 @@ Examples
 Exit status: 0; 2 a mistake in what was asked.
 """
 PUBLISHED = "--published"
-NO_FILES = ("data.prefixes=[]", "data.tokenizer=null", "data.prepare=null", "data.mock=true", "dry_run=true")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def _plan(overrides: Sequence[str], as_json: bool) -> int:
     from megatron_llama.tools.plan.forecast_page import report_json, report_lines
     from megatron_llama.tools.plan.forecast_run import forecast_run
 
-    found = forecast_run([*overrides, *NO_FILES])
+    found = forecast_run([*overrides, *NO_FILES, "dry_run=true"])
     text = json.dumps(report_json(found), indent=1) if as_json else "\n".join(report_lines(found))
     sys.stdout.write(text + "\n")
     return 0

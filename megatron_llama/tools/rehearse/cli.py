@@ -57,16 +57,17 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
+    from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
     from megatron_llama.tools.rehearse.picture import draw
     from megatron_llama.tools.rehearse.rehearsal import rehearse
-    from megatron_llama.tools.rehearse.text import as_json, head, lines
+    from megatron_llama.tools.rehearse.text import as_json, lines
 
     if arguments.json:
         found = [as_json(rehearse(plan, rank)) for rank in ranks]
         sys.stdout.write(json.dumps({"notes": notes, "ranks": found}, indent=1) + "\n")
         return 0
-    sys.stdout.write("\n".join([*head(plan), *notes]) + "\n")
+    sys.stdout.write("\n".join([*layout_lines(plan), *notes]) + "\n")
     for rank in ranks:
         rehearsal = rehearse(plan, rank)
         path = arguments.pictures / f"{plan.model.name}_rank_{rank}_of_{plan.world_size}.png"

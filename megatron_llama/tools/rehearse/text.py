@@ -15,18 +15,6 @@ from megatron_llama.tools.rehearse.report import KINDS, Rehearsal, Sighting
 MOST_HOLDERS = 12
 
 
-def head(plan: Plan) -> Iterator[str]:
-    """What is rehearsed, in two lines."""
-    trainer = plan.config.trainer
-    grid = f"pp {trainer.pp}" + (f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "")
-    shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.dp else ""
-    yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
-    yield (
-        f"zero {trainer.zero}{shard}, {trainer.precision}, recompute {trainer.recompute}, "
-        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.seq_length:,} tokens"
-    )
-
-
 def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """All about one rank."""
     trainer = plan.config.trainer

@@ -95,14 +95,9 @@ def _table(head: Sequence[str], lines: Sequence[Line], amounts: Sequence[Sequenc
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    trainer = plan.config.trainer
-    grid = f"pp {trainer.pp}" + (f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "")
-    shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.dp else ""
-    yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
-    yield (
-        f"zero {trainer.zero}{shard}, {trainer.precision}, recompute {trainer.recompute}, "
-        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.seq_length:,} tokens"
-    )
+    from megatron_llama.plan import layout_lines
+
+    yield from layout_lines(plan)
     yield "bytes per training step and rank"
 
 
