@@ -15,10 +15,9 @@ def short_count(count: float) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes in binary units: 512 MiB, 25.1 GiB, 1,024 GiB."""
-    if size < GIB:
-        return f"{size / 2**20:.3g} MiB"
-    return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
+    """Bytes in binary units: 512 MiB, 1,002 MiB, 25.1 GiB, 1,024 GiB."""
+    number, unit = (size / 2**20, "MiB") if size < GIB else (size / GIB, "GiB")
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
 
 
 def plural(count: int, noun: str) -> str:
