@@ -149,8 +149,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.added_tokens = [token.content for token in added if token.content.strip()]
         self.end = self._find_end(self.file.parent)
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        with_special = self._tokenizer.encode("x", add_special_tokens=True).ids
-        plain = self._tokenizer.encode("x", add_special_tokens=False).ids
+        with_special = self._run(self._tokenizer, "x", True).ids
+        plain = self._run(self._tokenizer, "x", False).ids
         self.adds_bos = len(with_special) > len(plain) and with_special[1 : 1 + len(plain)] == plain
         self.bos = int(with_special[0]) if self.adds_bos else None
 
@@ -158,7 +158,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._encode_plainly(text, False).ids
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return self._run(self._tokenizer, text, True).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
@@ -172,7 +172,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_plainly(self, text: str, parse_special: bool) -> Any:
         self._plain.encode_special_tokens = not parse_special
-        return self._plain.encode(text, add_special_tokens=False)
+        return self._run(self._plain, text, False)
+
+    def _run(self, tokenizer: Any, text: str, add_special_tokens: bool) -> Any:
+        try:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises a bare Exception, as where unk_token is not in its vocabulary
+            raise TokenizerError(self.file, f"can't encode a text: {error}") from None
 
     @cached_property
     def _plain(self) -> Any:

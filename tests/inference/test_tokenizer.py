@@ -12,7 +12,13 @@ from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.inference.saved_model import SavedModel, stop_ids, tokenizer_of
 from megatron_llama.inference.stream import Decoder, Printer
-from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, open_tokenizer
+from megatron_llama.text.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerError,
+    open_tokenizer,
+)
 from tests.inference.models import write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
@@ -120,6 +126,17 @@ def test_damaged_settings_are_refused(pieces: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": ')
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json|can't\s+be\s+read"):
         tokenizer_of(source(tmp_path))
+
+
+def test_a_text_that_the_library_cannot_encode_is_refused(tmp_path: Path) -> None:
+    """BPE whose unk_token is not in its vocabulary: the file opens, and fails at the first unknown character."""
+    model = {"type": "BPE", "unk_token": "", "vocab": {"x": 0}, "merges": []}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    text = open_tokenizer(file)
+    for encode in (text.encode, text.encode_text, lambda words: text.spans(words, True)):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json can't encode a text: Unk token"):
+            encode("xy")
 
 
 def test_what_ends_an_answer(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import tracemalloc
 
 import pytest
 
@@ -107,3 +108,15 @@ def test_advice_counts_the_devices_only_where_they_are_fixed() -> None:
     assert {problem.instead for problem in on_cpu} == {"write trainer.tp=2 or 4"}
     on_six = check_rules(RULES, make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
     assert {problem.instead for problem in on_six} == {"write trainer.tp=2"}
+
+
+def test_advice_on_a_width_of_any_size_takes_no_memory() -> None:
+    """It used to list all multiples of the heads up to the width: gigabytes for a typing error."""
+    tracemalloc.start()
+    try:
+        problems = check_rules(RULES, make(**{"model.hidden_size": 241_149_877}), 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "write model.hidden_size=241149872 or 241149880, or set model.head_dim" in {p.instead for p in problems}
+    assert peak < 2**20

@@ -106,7 +106,8 @@ def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Problem
     """Where head_dim is not given, the heads share the hidden width."""
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
     if config.model.head_dim is None and hidden % heads:
-        legal = [heads * dim for dim in range(2, hidden // heads + 4, 2)]
+        even = hidden // heads // 2 * 2  # a head's width; only widths next to it are asked for, however wide the model
+        legal = [heads * dim for dim in (even, even + 2) if dim]
         advice = nearest_legal("model.hidden_size", hidden, legal) + ", or set model.head_dim"
         yield Problem("model.hidden_size", hidden, f"must divide by model.num_attention_heads={heads}", advice)
 
