@@ -17,10 +17,18 @@ MOST_VALUES = 50_000
 """Scalars, lists and mappings, aliases written out."""
 MOST_DEPTH = 32
 """Lists and mappings inside one another: whoever reads them takes a part of the stack for each."""
+_MAPPING = "tag:yaml.org,2002:map"
+_WORDS = {"seq": "sequence", "str": "text", "int": "number", "float": "number"}
 
 
 def check_yaml(path: Path) -> None:
-    """Raises ValueError for a file that is too large, too deep, or stands for too many values; OSError, YAMLError."""
+    """Checks that a file is a mapping, or empty, within the bounds.
+
+    Raises:
+        ValueError: it is too large, too deep, stands for too many values, or is no mapping: OmegaConf reads a text at
+            the top as YAML once more, and fails without a message on what it finds there.
+        OSError, yaml.YAMLError: it can't be read.
+    """
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path} has {size:,} bytes; a YAML file may have {MOST_BYTES:,}")
     try:
@@ -32,6 +40,9 @@ def check_yaml(path: Path) -> None:
         raise ValueError(
             f"{path} stands for {count:,} values once its aliases are written out; {MOST_VALUES:,} are allowed"
         )
+    if root is not None and root.tag != _MAPPING:
+        kind = root.tag.rpartition(":")[2]
+        raise ValueError(f"{path} holds a {_WORDS.get(kind, kind)}, where names and their values are expected")
 
 
 def _values(node: yaml.Node, known: dict[int, int], room: int) -> int:

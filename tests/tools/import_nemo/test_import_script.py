@@ -69,7 +69,12 @@ def test_sentencepieces_count_is_read_where_the_model_is_here(tmp_path: Path) ->
     ("text", "words"),
     [
         ("a: [1", "can't be read as YAML"),
-        ("- 1\n- 2\n", "no model section"),
+        ("- 1\n- 2\n", "theirs.yaml holds a sequence, where names and their values"),
+        ("3\n", "theirs.yaml holds a number, where names"),
+        ("2026-01-01\n", "holds a timestamp, where"),
+        ("'3'\n", "holds a text, where"),
+        ("!!set {a, b}\n", "holds a set, where"),
+        ("", "no model section"),
         ("model: llama\n", "no model section"),
         ("a: 1\na: 2\n", "can't be read as YAML"),
     ],
@@ -79,7 +84,9 @@ def test_files_that_are_none(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         convert(path, ["=3"])
-    assert len(error.value.problems) == 2 and words in str(error.value), "and the override's mistake with it"
+    assert len(error.value.problems) == 2 and words in " ".join(str(error.value).split()), (
+        "and the override's mistake with it"
+    )
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
