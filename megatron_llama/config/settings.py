@@ -284,6 +284,13 @@ class LoggingConfig:
     """Steps between lines on the console (metrics.jsonl and TensorBoard get every step)."""
     tensorboard: bool = True
     """Write TensorBoard events to <run.dir>/tensorboard."""
+    csv: bool = False
+    """Write <run.dir>/metrics.csv too, a row for each step."""
+    wandb: Annotated[str, one_of("off", "offline", "online")] = "off"
+    """Log to Weights & Biases: offline, to <run.dir>/wandb, which `wandb sync` uploads later, or online with an
+    account. Needs the extra wandb."""
+    wandb_project: Annotated[str, not_blank("must be the name of a project", "megatron_llama")] = "megatron_llama"
+    """The project there."""
     parameter_norm: bool = False
     """Also log parameter_norm, the global 2-norm of all weights (one more pass over them)."""
     sample_prompts: list[str] = field(default_factory=list)

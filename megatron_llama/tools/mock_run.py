@@ -7,5 +7,7 @@ MOCK_RUN = (
     "trainer.epochs=null",
     "trainer.max_restarts=0",
     "logging.tensorboard=false",
+    "logging.csv=false",
+    "logging.wandb=off",
     "logging.sample_prompts=[]",
 )

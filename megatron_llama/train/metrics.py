@@ -15,7 +15,7 @@ from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records
-from megatron_llama.train.tensorboard_file import TensorBoardFile
+from megatron_llama.train.sinks import open_sinks
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (
@@ -34,9 +34,14 @@ EVERY_STEP = (
     "step_time_s",
     "data_time_s",
     "peak_memory_bytes",
+    "global_step",
+    "train_step_timing",
+    "throughput_peak",
 )
-SOME_STEPS = ("padded_tokens_per_second", "val_loss", "parameter_norm")
+SOME_STEPS = ("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm")
 THROUGHPUT_STEPS = 10
+WARM_UP_STEPS = 3
+"""First steps of a start that train_samples_per_second leaves out: --throughput_warmup_steps of published recipes."""
 
 
 def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
@@ -62,10 +67,13 @@ class MetricsLogger:
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._sizes: deque[int] = deque(maxlen=THROUGHPUT_STEPS)
         self._last_lines: Sequence[str] = ()
+        self._warm_samples, self._warm_seconds = 0, 0.0
         self._path = plan.run_dir / METRICS_FILE
         self._file = MetricsFile(self._path, start_step)
-        folder = plan.run_dir / "tensorboard"
-        self._tensorboard = TensorBoardFile(folder, start_step) if plan.config.logging.tensorboard else None
+        records = own_records(self._path)
+        self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
+        self._sinks = open_sinks(plan, start_step, (*EVERY_STEP, *SOME_STEPS), records)
+        self._first_warm_step = start_step + WARM_UP_STEPS + 1
         self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
     def __enter__(self) -> MetricsLogger:
@@ -75,15 +83,15 @@ class MetricsLogger:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for sink in self._sinks:
+            sink.close()
 
     def log_step(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """Derives speed and utilisation from a step's measurements, writes all metrics, and returns them."""
         metrics = self._with_derived(measured)
         self._file.append(metrics)
-        if self._tensorboard is not None:
-            self._tensorboard.append(metrics)
+        for sink in self._sinks:
+            sink.append(metrics)
         self._progress.step(metrics, sum(self._step_times) / len(self._step_times))
         return metrics
 
@@ -111,13 +119,21 @@ class MetricsLogger:
         flops = flops_per_token(plan.model, document_length, plan.config.finetune)
         known = self.peak.flops > 0
         # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).
+        throughput = sum(self._sizes) / sum(self._step_times)
+        self._throughput_peak = max(self._throughput_peak, throughput)
         derived: dict[str, Value] = {
-            "throughput": sum(self._sizes) / sum(self._step_times),
+            "throughput": throughput,
             "tokens_per_second": tokens_per_second,
             "tflops_per_device": flops.causal * tokens_per_second / world / 1e12,
             "mfu": mfu(flops.causal, tokens_per_second, self.peak.flops, world) if known else None,
             "mfu_full": mfu(flops.full, tokens_per_second, self.peak.flops, world) if known else None,
         }
+        # What NeMo and the recipes built on it, and those built on transformers, call it (docs/metrics.md).
+        derived |= {"global_step": measured["step"], "train_step_timing": seconds}
+        derived["throughput_peak"] = self._throughput_peak
+        if int(measured["step"] or 0) >= self._first_warm_step:
+            self._warm_samples, self._warm_seconds = self._warm_samples + size, self._warm_seconds + seconds
+            derived["train_samples_per_second"] = self._warm_samples / self._warm_seconds
         if tokens != padded:
             derived["padded_tokens_per_second"] = padded / seconds
         metrics = {**measured, **derived}

@@ -97,6 +97,8 @@ BOUNDS: dict[str, Bounds] = {
     "device.memory_gib": POSITIVE,
     "logging.every_steps": COUNT,
     "logging.sample_tokens": COUNT,
+    "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),
+    "logging.wandb_project": (["", " "], ["megatron_llama", "a project"]),
     "checkpoint.every_steps": COUNT,
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT,

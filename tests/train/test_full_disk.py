@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,23 +11,7 @@ from megatron_llama.system.errors import MachineError
 from megatron_llama.train import tensorboard_file
 from megatron_llama.train.metrics_file import MetricsFile
 from megatron_llama.train.tensorboard_file import TensorBoardFile
-
-
-def on_a_full_disk(work: Callable[[], None], errors: Path, size: int) -> str:
-    """What a process says whose files can't grow beyond ``size`` bytes; it must end well."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-            sys.stderr = open(2, "w", buffering=1, closefd=False)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, errors.read_text()
-    return errors.read_text()
+from tests.train.full_disk import on_a_full_disk
 
 
 def test_metrics_that_can_not_be_written_are_the_end_and_closing_adds_nothing(tmp_path: Path) -> None:

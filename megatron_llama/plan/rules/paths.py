@@ -28,6 +28,7 @@ def check_paths(config: Config, exists: Exists) -> list[Problem]:
         *check_data(config, exists),
         *_schedule_package(config),
         *_quantizer(config),
+        *_wandb(config),
         *_checkpoint(config, exists),
         *_starting_weights(config, exists),
     ]
@@ -129,6 +130,14 @@ def _quantizer(config: Config) -> Iterator[Problem]:
         rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
         advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
         yield Problem("finetune.frozen_dtype", kind, rule, advice, only_here=True)
+
+
+def _wandb(config: Config) -> Iterator[Problem]:
+    """The package wandb; found without importing it, which takes a second."""
+    mode = config.logging.wandb
+    if mode != "off" and importlib.util.find_spec("wandb") is None:
+        advice = "pip install 'megatron_llama[wandb]', or write logging.wandb=off"
+        yield Problem("logging.wandb", mode, "the package wandb is not installed", advice, only_here=True)
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:

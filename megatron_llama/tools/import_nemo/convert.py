@@ -231,6 +231,7 @@ class _Conversion:
     def validation(self) -> None:
         every, batches = self.get("trainer.val_check_interval"), self.get("trainer.limit_val_batches", 1.0)
         steps = self.get("trainer.max_steps", 0)
+        steps = steps if isinstance(steps, int) else 0  # what else it may be is refused as trainer.steps
         if isinstance(every, int) and isinstance(batches, int) and 0 < every <= steps and batches > 0:
             self.put("trainer.val_check_interval", "trainer.val_every_steps", every)
             self.put("trainer.limit_val_batches", "trainer.val_steps", batches)

@@ -109,6 +109,7 @@ def test_keys_that_are_read_together(tmp_path: Path) -> None:
         "trainer.limit_val_batches=1.0",
         "trainer.limit_val_batches=0",
         "trainer.val_check_interval=10001",
+        "trainer.max_steps=''",
     ):
         assert settings(NEMO, override)["trainer.val_every_steps"] is None
     assert settings(NEMO, "exp_manager.checkpoint_callback_params.save_top_k=-1")["checkpoint.keep"] is None
