@@ -37,12 +37,13 @@ class Steps:
     checkpointer: Checkpointer
     finite: FiniteCheck
 
-    def run(self, step: int) -> None:
-        """Step ``step``, counted from 1. All ranks must call it."""
-        training_step(step, self.plan, self.model, self.optimizer, self.batches, self.finite)  # type: ignore[arg-type]
+    def run(self, step: int) -> float:
+        """Step ``step``, counted from 1; returns its loss. All ranks must call it."""
+        metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.finite)  # type: ignore[arg-type]
         if self.plan.config.logging.parameter_norm:
             parameter_norm(self.model.shards, self.model.device)
         self.checkpointer.after_step(step)
+        return metrics["reduced_train_loss"]
 
 
 @contextmanager

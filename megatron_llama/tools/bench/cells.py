@@ -1,0 +1,101 @@
+"""The tasks of a cell of the comparison: one model in one precision, and who trains it in which mode and layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_llama.config import Config, load_config
+from megatron_llama.launch.cli import CONF_DIR
+from megatron_llama.plan.shapes import head_dim, kv_heads, parameters
+from megatron_llama.system.errors import UserError
+from megatron_llama.tools.bench.contest import Layout, Task
+from megatron_llama.tools.bench.environments import BENCH_DIR, OURS, PEERS, Peer
+
+ONE = "one"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for in every cell."""
+
+    peers: Sequence[str]
+    modes: Sequence[str]
+    layouts: Sequence[str]
+    """Of this project; the peers train in one process."""
+    device: str
+    threads: int
+    batch_size: int
+    """Sequences of a step."""
+    seq_length: int
+    """Tokens; fewer where the model supports fewer."""
+    layers: int | None
+    """Of each model, instead of its own number."""
+
+
+def layout_of(name: str) -> Layout:
+    """The layout that ``name`` means: ``one``, or axes with sizes, such as ``tp2`` or ``tp2pp2``. Raises UserError."""
+    axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", name)}
+    if name != ONE and "".join(f"{axis}{size}" for axis, size in axes.items()) != name:
+        raise UserError(f"--layouts {name}: a layout is {ONE}, or axes with their sizes, such as tp2, dp2, pp2, tp2pp2")
+    return Layout(**axes)
+
+
+def config_of(preset: str, layers: int | None) -> Config:
+    """The settings of a preset. Raises ConfigError if there is none of that name."""
+    changed = [] if layers is None else [f"model.num_hidden_layers={layers}"]
+    return load_config([f"model={preset}", *changed], CONF_DIR)
+
+
+def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer, Task]]:
+    """The contestants of a cell in the order of their turns."""
+    config = config_of(preset, wanted.layers)
+    shape = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
+    optim = config.optim
+    for name in wanted.peers:
+        peer = PEERS[name]
+        layouts = wanted.layouts if name == OURS else [ONE]
+        for mode in (mode for mode in wanted.modes if mode in peer.modes):
+            for layout in layouts:
+                cache = f"{name}-{mode}-{preset}-{precision}-{layout}"
+                yield (
+                    peer,
+                    Task(
+                        preset=preset,
+                        model=shape,
+                        parameters=parameters(config.model),
+                        seq_length=min(wanted.seq_length, config.model.max_position_embeddings),
+                        batch_size=wanted.batch_size,
+                        precision=precision,
+                        mode=mode,
+                        layout=layout_of(layout),
+                        device=wanted.device,
+                        threads=wanted.threads,
+                        optimizer={
+                            "lr": optim.lr,
+                            "betas": list(optim.betas),
+                            "eps": optim.eps,
+                            "weight_decay": optim.weight_decay,
+                            "clip": optim.clip,
+                        },
+                        seed=config.trainer.seed,
+                        cache=str(BENCH_DIR / "cache" / cache),
+                        started=0.0,
+                    ),
+                )
+
+
+def describe_machine(device: str) -> str:
+    """Cores, processor, and whether it has units for bf16 products; on an accelerator its name too."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    names, flags = re.findall(r"model name\s*: (.*)", cpu), re.search(r"flags\s*: (.*)", cpu)
+    units = [unit for unit in ("amx_bf16", "avx512_bf16") if flags and unit in flags[1].split()]
+    text = f"{len(names)} cores of {names[0] if names else 'an unknown processor'}, "
+    text += f"bf16 units ({', '.join(units)})" if units else "no bf16 units"
+    if device != "cpu":
+        import torch
+
+        text += f"; {torch.accelerator.device_count()} x {torch.get_device_module(device).get_device_name(0)}"
+    return text

@@ -1,0 +1,1 @@
+"""The contestants' programs, one each; a peer's runs in the peer's own environment."""

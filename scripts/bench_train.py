@@ -1,0 +1,190 @@
+"""Training beside its peers: this project, transformers and litgpt, eager and compiled, in turn on the same work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.devices import Device, get_device
+from megatron_llama.plan.flops import flops_per_token
+from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.files import write_atomically
+from megatron_llama.tools.bench.cells import ONE, Wanted, config_of, describe_machine, tasks_of
+from megatron_llama.tools.bench.environments import PEERS, NotInstalled, interpreter, torch_version
+from megatron_llama.tools.bench.progress_bar import progress
+from megatron_llama.tools.bench.report import (
+    FACTS_HEAD,
+    HEAD,
+    LAYOUT_HEAD,
+    Cell,
+    Spread,
+    fact_rows,
+    layout_rows,
+    speed_rows,
+    verdict_lines,
+)
+from megatron_llama.tools.bench.turns import Course, compete
+from scripts.results import ROOT, commit, markdown_table
+
+EXPLANATION = """\
+Every contestant trains the same shape on the same tokens: forward, backward, gradients clipped to the same norm,
+AdamW on fp32 weights; with bf16 the matrix products are in bf16. All are started alone, train a first step, then take
+turns, each with the machine to itself while the others sleep. Figures are medians over the rounds; a ratio is taken
+in each round, and given with its least and most. GFLOP/s counts 6 per parameter and token without the embedding
+table, plus causal attention. The peak is this machine's best product of two 1024 x 1024 matrices in the same dtype
+and threads, before and after each turn. Resident is the most memory of the process in its steps, live the most bytes
+of tensors at a time. First step counts from the start of the program; cold means that graphs had to be compiled.
+"""
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The sub-command's arguments."""
+    add = parser.add_argument
+    add("--models", type=_words, default=["llama_15m", "llama_56m", "llama_110m"], help="presets of conf/model")
+    add("--precision", type=_words, default=["fp32", "bf16"], help="fp32,bf16: products; weights are fp32 in both")
+    add("--peers", type=_words, default=list(PEERS), help=f"of {','.join(PEERS)}")
+    add("--modes", type=_words, default=["eager", "compiled"], help="eager,compiled")
+    add("--layouts", type=_words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default %(default)s)")
+    add("--rounds", type=int, default=3, help="turns of each contestant (default %(default)s)")
+    add("--steps", type=int, default=2, help="steps of a turn (default %(default)s)")
+    add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
+    add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
+    add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--threads", type=int, help="of each contestant, all ranks together (default: the cores)")
+    add("--cold", action="store_true", help="empty the compilers' caches first, and time a start without and with them")
+    add("--install", action="store_true", help="only make the peers' environments")
+    add("--output", type=Path, default=ROOT / f"docs/results/bench-train-{date.today()}", help="without .md and .json")
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compete, print and write; status 1 if a contestant was left out."""
+    left_out: dict[str, str] = {}
+    pythons = dict(_installed(args, left_out))
+    if args.install:
+        return _tell_left_out(left_out)
+    cells = []
+    text = ""
+    for cell in _compete(args, pythons, left_out):
+        cells.append(asdict(cell))
+        text = _write(args, cells, left_out)  # after each cell: what is measured stays when the rest is interrupted
+    sys.stdout.write(text)
+    return _tell_left_out(left_out)
+
+
+def _write(args: argparse.Namespace, cells: list[dict[str, Any]], left_out: dict[str, str]) -> str:
+    """Writes the results so far; returns the page."""
+    record = {
+        "date": str(date.today()),
+        "machine": describe_machine(args.device),
+        "commit": commit(),
+        "command": shlex.join(["python", "scripts/bench.py", *sys.argv[1:]]),
+        "versions": {"python": sys.version.split()[0], "torch": torch_version()},
+        "left_out": left_out,
+        "cells": cells,
+    }
+    text = "\n".join(page(record)) + "\n"
+    write_atomically(args.output.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    write_atomically(args.output.with_suffix(".md"), text)
+    return text
+
+
+def _installed(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """The interpreters of the peers that can take part."""
+    for name in args.peers:
+        peer = PEERS.get(name)
+        if peer is None:
+            left_out[name] = f"is not one of {', '.join(PEERS)}"
+        elif args.device not in peer.devices:
+            left_out[name] = f"does not run on device {args.device}"
+        else:
+            sys.stderr.write(f"environment of {name} ...\n")
+            try:
+                yield name, interpreter(peer)
+            except NotInstalled as error:
+                left_out[name] = str(error)
+
+
+def _tell_left_out(left_out: dict[str, str]) -> int:
+    for name, reason in left_out.items():
+        sys.stderr.write(f"left out: {name}: {reason}\n")
+    return EXIT_FAILED if left_out else 0
+
+
+def _compete(args: argparse.Namespace, pythons: dict[str, Path], left_out: dict[str, str]) -> Iterator[Cell]:
+    """The cells, each as soon as it is measured, with a bar on stderr."""
+    import torch  # not for --help
+
+    device = get_device(args.device)
+    threads = args.threads or get_device("cpu").count()
+    torch.set_num_threads(threads)
+    wanted = Wanted(
+        peers=list(pythons),
+        modes=args.modes,
+        layouts=args.layouts,
+        device=args.device,
+        threads=threads,
+        batch_size=args.batch,
+        seq_length=args.seq_length,
+        layers=args.layers,
+    )
+    tasks = {cell: list(tasks_of(wanted, *cell)) for cell in product(args.models, args.precision)}
+    contestants = sum(map(len, tasks.values()))
+    with progress(contestants * (args.rounds + 2)) as advance:
+        for (model, precision), entries in tasks.items():
+            title, left = f"{model} {precision}", dict[str, str]()
+            course = Course(
+                rounds=args.rounds,
+                steps=args.steps,
+                cold=args.cold,
+                peak=partial(_peak, device, precision),
+                advance=lambda text, title=title: advance(f"{title}: {text}"),  # type: ignore[misc]
+                left_out=left,
+            )
+            results = compete([(peer, pythons[peer.name], task) for peer, task in entries], course)
+            left_out.update({f"{title} {name}": reason for name, reason in left.items()})
+            if results:
+                length = results[0].task.seq_length
+                yield Cell(flops_per_token(config_of(model, args.layers).model, length).causal, results)
+
+
+def _peak(device: Device, precision: str) -> float:
+    return device.peak_flops(precision).flops
+
+
+def page(record: dict[str, Any]) -> Iterator[str]:
+    """The result as a page in Markdown, from what the JSON file holds."""
+    versions: dict[str, str] = dict(record["versions"])
+    cells = [Cell.from_json(cell) for cell in record["cells"]]
+    for result in (result for cell in cells for result in cell.results):
+        versions.update(result.facts.versions)
+    yield from [f"# Training beside its peers ({record['date']})", ""]
+    yield f"Machine: {record['machine']}. " + ", ".join(f"{name} {number}" for name, number in versions.items()) + "."
+    yield from [f"Commit {record['commit']}.", "", f"    {record['command']}", ""]
+    yield from EXPLANATION.splitlines()
+    for cell in cells:
+        yield from ["", f"## {cell.title}", ""]
+        yield from markdown_table(HEAD, speed_rows(cell))
+        peaks = [turn.peak_flops / 1e9 for result in cell.results for turn in result.turns]
+        yield from ["", f"Matrix peak around the turns: {Spread.of(peaks)} GFLOP/s. ", *verdict_lines(cell)]
+        if rows := list(layout_rows(cell)):
+            yield from ["", *markdown_table(LAYOUT_HEAD, rows)]
+    yield from ["", "## What each contestant is", ""]
+    yield from markdown_table(FACTS_HEAD, fact_rows(cells))
+    if record["left_out"]:
+        yield from ["", "## Left out", ""]
+        for name, reason in record["left_out"].items():
+            yield from [f"* {name}: {reason}"]
