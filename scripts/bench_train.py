@@ -21,7 +21,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bench.cells import ONE, Wanted, config_of, describe_machine, tasks_of
 from megatron_llama.tools.bench.environments import PEERS, NotInstalled, interpreter, torch_version
 from megatron_llama.tools.bench.progress_bar import progress
-from megatron_llama.tools.bench.report import (
+from megatron_llama.tools.bench.standings import (
     FACTS_HEAD,
     HEAD,
     LAYOUT_HEAD,
