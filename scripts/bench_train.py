@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import Device, get_device
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.system.exit_status import EXIT_FAILED
@@ -59,7 +60,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
     add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
     add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
-    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--device", default="cpu", choices=[name for name in DEVICES if name != "auto"])
     add("--threads", type=int, help="of each contestant, all ranks together (default: the cores)")
     add("--cold", action="store_true", help="empty the compilers' caches first, and time a start without and with them")
     add("--install", action="store_true", help="only make the peers' environments")
@@ -108,7 +109,7 @@ def _installed(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[t
         peer = PEERS.get(name)
         if peer is None:
             left_out[name] = f"is not one of {', '.join(PEERS)}"
-        elif args.device not in peer.devices:
+        elif peer.needs_accelerator and not get_device(args.device).is_accelerator:
             left_out[name] = f"does not run on device {args.device}"
         else:
             sys.stderr.write(f"environment of {name} ...\n")

@@ -46,7 +46,7 @@ class Task:
     """eager or compiled."""
     layout: Layout
     device: str
-    """cpu or cuda."""
+    """torch's device type."""
     threads: int
     """Of all ranks together."""
     optimizer: dict[str, Any]

@@ -25,8 +25,7 @@ class Peer:
     """What pip installs besides torch; none for this project, which runs in the environment at hand."""
     program: str
     """The module of its worker."""
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    """Where it runs."""
+    needs_accelerator: bool = False
     modes: tuple[str, ...] = ("eager", "compiled")
 
 

@@ -34,7 +34,7 @@ class LitgptTrainer:
         self.plain = model
         self.model = self.fabric.setup(torch.compile(model) if task.mode == "compiled" else model)
         options = {name: task.optimizer[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        fused = self.fabric.device.type == "cuda"  # as its pretrain command has it
+        fused = self.fabric.device.type != "cpu"  # as its pretrain command has it
         optimizer = instantiate_torch_optimizer(
             {"class_path": "torch.optim.AdamW", "init_args": options}, self.model.parameters(), fused=fused
         )
