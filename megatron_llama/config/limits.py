@@ -71,6 +71,15 @@ def two_betas() -> Limit:
     )
 
 
+def first_and_last() -> Limit:
+    """A range of steps, both included."""
+    return Limit(
+        lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1],
+        "must be two steps, the first at least 1 and the last not before it",
+        "[3,5]",
+    )
+
+
 def three_shares() -> Limit:
     """Megatron's split, ``969,30,1``."""
 

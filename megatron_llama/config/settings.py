@@ -16,6 +16,7 @@ from megatron_llama.config.limits import (
     between,
     blend,
     blend_schedule,
+    first_and_last,
     not_blank,
     one_of,
     rising_samples,
@@ -198,6 +199,9 @@ class TrainerConfig:
     """Seconds without progress in a step or a batch of validation after which the job fails: every rank's phase and
     stacks are printed, and who is to blame. Starting, loading, compiling, saving and ending may take eight times as
     long; null waits for ever."""
+    profile: Annotated[list[int] | None, first_and_last()] = None
+    """[first, last]: profile these steps, to <run.dir>/profile: a tree of modules with times and FLOP/s, what each rank
+    waited for, and of the last step a trace and its memory. docs/profiling.md"""
     max_restarts: Annotated[int, at_least(0)] = 0
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: Annotated[int | None, at_least(1)] = None

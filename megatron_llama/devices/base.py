@@ -95,6 +95,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Waits until the device has finished all work given to it."""
 
+    def finish_compute(self) -> None:
+        """Waits for the work of the current stream alone, where transfers run beside it on others."""
+        self.synchronize()
+
     def compiler_missing(self) -> str | None:
         """None if torch.compile works here, else the reason in one sentence."""
         return None

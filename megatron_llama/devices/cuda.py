@@ -104,5 +104,10 @@ class Cuda(Device):
 
         torch.cuda.synchronize()
 
+    def finish_compute(self) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
 
 DEVICE = Cuda()

@@ -158,6 +158,7 @@ def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
         ("metrics", run_dir / "metrics.jsonl"),
         ("TensorBoard", run_dir / "tensorboard"),
         ("checkpoints", run_dir / "checkpoints"),
+        ("profile", run_dir / "profile" / "profile.txt"),
         ("settings, plan", run_dir / "config.yaml"),
     ]
     lines = [""]

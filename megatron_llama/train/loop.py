@@ -21,6 +21,7 @@ from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger, measure_peak
+from megatron_llama.train.profile.profiler import StepProfiler
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import StopSignals
@@ -44,18 +45,21 @@ def train(
     check_copies(model.shards)
     peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
+    profiler = StepProfiler(plan, topology, device, model, optimizer)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
     with StopSignals() as signals, metrics_logger as logger, prefetcher as batches:
         for step in range(first, trainer.steps + 1):
             patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0
             phase.enter(f"step {step}", patience)
-            start = time.perf_counter()
-            metrics = training_step(step, plan, model, optimizer, batches, finite)
+            with profiler.step(step, batches) as waited:
+                start = time.perf_counter()
+                metrics = training_step(step, plan, model, optimizer, batches, finite)
+                device.synchronize()
+                metrics["step_time_s"] = time.perf_counter() - start
+            metrics.update(waited)
             consumed_tokens += int(metrics["tokens"])
             metrics["consumed_tokens"] = consumed_tokens
-            device.synchronize()
-            metrics["step_time_s"] = time.perf_counter() - start
             metrics["peak_memory_bytes"] = device.peak_memory_bytes()
             if plan.config.logging.parameter_norm:
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()

@@ -15,6 +15,7 @@ from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records
+from megatron_llama.train.profile.waits import WAITED
 from megatron_llama.train.sinks import open_sinks
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
@@ -38,7 +39,7 @@ EVERY_STEP = (
     "train_step_timing",
     "throughput_peak",
 )
-SOME_STEPS = ("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm")
+SOME_STEPS = ("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm", *WAITED)
 THROUGHPUT_STEPS = 10
 WARM_UP_STEPS = 3
 """First steps of a start that train_samples_per_second leaves out: --throughput_warmup_steps of published recipes."""

@@ -102,6 +102,7 @@ CHANGES: dict[str, Change] = {
     "trainer.deterministic": Change(True),
     "trainer.skip_nonfinite_steps": Change(1),
     "trainer.hang_timeout_seconds": Change(60.0),
+    "trainer.profile": Change([2, 3]),
     "trainer.max_restarts": Change(1),
     "trainer.val_every_steps": Change(20, VALIDATED),
     "trainer.val_steps": Change(2, VALIDATED),

@@ -40,6 +40,13 @@ CASES = [
         "dp_is_what_is_left", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
     ),
     Case(
+        "profiled_steps_are_run",
+        1,
+        {"trainer.profile": [9, 11], "trainer.steps": 10},
+        {"trainer.profile": [9, 10], "trainer.steps": 10},
+        "trainer.profile=[9,10]",
+    ),
+    Case(
         "best_has_a_loss",
         1,
         {"checkpoint.keep_best": True, "checkpoint.every_steps": 20},

@@ -48,6 +48,16 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null and trainer.steps")
 
 
+@reads("trainer.profile", "trainer.steps")
+def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]:
+    """The profile is written after its last step."""
+    profile, steps = config.trainer.profile, config.trainer.steps
+    if profile is not None and profile[1] > steps:
+        first = max(1, steps - 1)
+        advice = f"write trainer.profile=[{first},{steps}]" if steps else "write trainer.profile=null"
+        yield Problem("trainer.profile", profile, f"must end by the run's last step, trainer.steps={steps}", advice)
+
+
 @reads("optim.warmup_ratio", "optim.warmup_steps")
 def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
     """The warm-up's length is given once."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from megatron_llama.plan.module_work import any_layer
 from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import KINDS, Holder, Timeline
 from megatron_llama.tools.rehearse.watch import Record
-
-
-def any_layer(module: str) -> str:
-    """layers.3.mlp as layers.*.mlp."""
-    return re.sub(r"\d+", "*", module)
 
 
 class History:

@@ -20,16 +20,18 @@ from megatron_llama.devices import Device, get_device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
+from megatron_llama.plan.module_work import any_layer
 from megatron_llama.plan.traffic import Amount, Traffic
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
-from megatron_llama.tools.rehearse.history import History, any_layer
+from megatron_llama.tools.rehearse.history import History
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
 from megatron_llama.tools.rehearse.report import BATCH, GRADIENTS, OPTIMIZER, WEIGHTS, Flops, Rehearsal, Sighting
 from megatron_llama.tools.rehearse.watch import Operation, Watch
 from megatron_llama.tools.steps import steps_of
-from megatron_llama.tools.traffic.count_collectives import TrafficCounter, axes_of
+from megatron_llama.tools.traffic.count_collectives import TrafficCounter
 from megatron_llama.topology import Topology, build_topology
 
 MOST_BLOCK_RUNS = 160

@@ -6,18 +6,14 @@ checked against this. For tests and ``scripts/traffic.py``; training does not co
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.axes import axis_of
 from megatron_llama.plan.traffic import Amount, Line, Traffic, in_order
 
 # Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
@@ -106,22 +102,7 @@ class TrafficCounter(TorchDispatchMode):
         self._found[line] = Amount(before.calls + 1, before.payload + size)
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
-        axis = self._axes.get(group.group_name)
+        axis = axis_of(group, self._axes)
         if axis is None:
             raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
-        # Where all ranks are data-parallel ones, fully_shard uses the world's group.
-        callers = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_stack(None))
-        return "dp" if axis == "world" and any(name.startswith("torch.distributed.fsdp") for name in callers) else axis
-
-
-def axes_of(model: ParallelModel) -> dict[str, str]:
-    """The axis of every group that ``model`` uses, by the group's name."""
-    parameter = model.shards[0].parameter
-    assert isinstance(parameter, DTensor), "fully_shard has been applied"
-    groups: list[tuple[str, Iterable[dist.ProcessGroup | None]]] = [
-        ("tp", [parallel_state.get_tensor_model_parallel_group(), model.replicated.kv_group]),
-        ("pp", [parallel_state.get_embedding_group(check_initialized=False)]),
-        ("dp", parameter.device_mesh.get_all_groups()),
-        ("world", [dist.group.WORLD]),  # last: a mesh may be this very group
-    ]
-    return {group.group_name: axis for axis, some in groups for group in some if group is not None}
+        return axis

@@ -8,10 +8,11 @@ from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
 from megatron_llama.plan.traffic import Traffic
 from megatron_llama.tools.steps import steps_of
-from megatron_llama.tools.traffic.count_collectives import TrafficCounter, axes_of
+from megatron_llama.tools.traffic.count_collectives import TrafficCounter
 from megatron_llama.topology import build_topology
 
 STEPS = 2

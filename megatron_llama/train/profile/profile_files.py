@@ -1,0 +1,38 @@
+"""The files of a profile that are about all ranks: profile.txt, profile.json and memory.png."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.plan import Plan
+from megatron_llama.system.files import write_atomically
+from megatron_llama.train.profile.module_tree import Profile, RankProfile
+from megatron_llama.train.profile.profile_text import all_lines
+
+TEXT_FILE = "profile.txt"
+
+
+def write_profile(plan: Plan, ranks: Sequence[RankProfile], folder: Path) -> None:
+    """Writes the ranks' profile to ``folder``. Raises OSError."""
+    profile = Profile(plan, ranks)
+    write_atomically(folder / "profile.json", json.dumps(as_json(profile), indent=1) + "\n")
+    write_atomically(folder / TEXT_FILE, "\n".join(all_lines(profile)) + "\n")
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """Seconds, FLOPs and parameters; of the memory only the peak."""
+    nodes = [{**asdict(node), "flops_per_second": node.flops_per_second} for node in profile.nodes(folded=False)]
+    ranks = []
+    for rank in profile.ranks:
+        zones = [
+            {**zone._asdict(), "seconds": s, "visits": rank.visits.get(zone, 0)} for zone, s in rank.seconds.items()
+        ]
+        grid = {"rank": rank.rank, "tp_rank": rank.tp_rank, "pp_rank": rank.pp_rank, "dp_rank": rank.dp_rank}
+        peak = None if rank.memory is None else rank.memory.peak
+        ranks.append({**grid, "step_s": rank.step_seconds, "zones": zones, "peak_bytes": peak})
+    first = profile.ranks[0]
+    return {"steps": first.steps, "traced_step": first.traced, "modules": nodes, "ranks": ranks}

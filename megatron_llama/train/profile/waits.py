@@ -1,0 +1,127 @@
+"""Tells the clock when a rank waits for others, and in which collective of which axis.
+
+Whatever starts a collective in Python goes through the process group's methods, and waits by ``Work.wait``; both are
+replaced while a step is profiled. Compiled blocks start and await theirs by operators instead, which a dispatch mode
+sees; only then is there one, as it costs some microseconds for each operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_llama.parallel.axes import axis_of
+from megatron_llama.train.profile.clock import DATA, Clock
+
+# torch has more than one name for some of them; which ones exist depends on its version.
+_METHODS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+}
+_OPERATORS = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+}
+AXES = ("tp", "pp", "dp", "world")
+WAITED = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
+"""The metrics of a profiled step."""
+
+
+@contextmanager
+def watching_waits(clock: Clock, axes: Mapping[str, str], *, compiled: bool) -> Iterator[None]:
+    """Charges waits to the clock's zone with "axis kind". ``axes``: see ``parallel.axes.axes_of``."""
+    started: WeakKeyDictionary[dist.Work, str] = WeakKeyDictionary()
+    wait = dist.Work.wait
+
+    def waited(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        if (name := started.get(work)) is None:
+            return wait(work, *args, **kwargs)
+        with clock.inside(clock.zone._replace(wait=name)):
+            return wait(work, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for method, kind in _METHODS.items():
+            if (original := getattr(dist.ProcessGroup, method, None)) is not None:
+                stack.enter_context(patch.object(dist.ProcessGroup, method, _starting(original, kind, started, axes)))
+        stack.enter_context(patch.object(dist.Work, "wait", waited))
+        if compiled:
+            stack.enter_context(_Operators(clock, axes))
+        yield
+
+
+def _starting(
+    original: Callable[..., dist.Work], kind: str, started: WeakKeyDictionary[dist.Work, str], axes: Mapping[str, str]
+) -> Callable[..., dist.Work]:
+    def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        name = _name(kind, group, axes)
+        work = original(group, *args, **kwargs)
+        if work is not None and group.size() > 1:
+            started[work] = name
+        return work
+
+    return start
+
+
+def _name(kind: str, group: dist.ProcessGroup, axes: Mapping[str, str]) -> str:
+    # megatron-core uses the world's group for one direction between two stages. Devices without send and recv have
+    # groups of their own for the same purpose (devices/pair_transfers.py).
+    axis = "pp" if kind in ("send", "recv") else axis_of(group, axes) or "pp"
+    return f"{axis} {kind}"
+
+
+class _Operators(TorchDispatchMode):
+    """Sees the functional collectives that compiled blocks call."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keeps compiled blocks compiled under this mode; by default a mode disables them."""
+        return True
+
+    def __init__(self, clock: Clock, axes: Mapping[str, str]) -> None:
+        super().__init__()
+        self._clock, self._axes = clock, axes
+        self._started: dict[int, str] = {}  # by the result's data
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        operator = func._schema.name.split("::")[1]
+        if operator == "wait_tensor" and (name := self._started.pop(args[0].data_ptr(), None)) is not None:
+            with self._clock.inside(self._clock.zone._replace(wait=name)):
+                return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if (kind := _OPERATORS.get(operator)) is not None:
+            group = next(value for value in reversed(args) if isinstance(value, str | dist.ProcessGroup))
+            if isinstance(group, str):
+                group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            for tensor in tree_leaves(out):
+                self._started[tensor.data_ptr()] = _name(kind, group, self._axes)
+        return out

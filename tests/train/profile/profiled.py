@@ -1,0 +1,87 @@
+"""Ranks that profile some steps of a small model, and count the same steps with torch's counter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_llama.data.batches import build_data
+from megatron_llama.data.prefetch import Prefetcher
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from megatron_llama.train.loop import training_step
+from megatron_llama.train.profile.module_tree import Profile, RankProfile
+from megatron_llama.train.profile.profiler import StepProfiler
+from megatron_llama.train.sanity import FiniteCheck
+from tests.ranks import run_ranks
+
+Tamper = Callable[[int, ParallelModel, Any], None]
+
+
+@dataclass
+class Rank:
+    """What one rank found."""
+
+    profile: RankProfile
+    counted: int
+    """FLOPs of a step, by torch's counter, attention as plain matrix products."""
+    parameters: int
+    """Those that this rank counts in norms, each on one rank only."""
+    losses: list[float]
+    metrics: dict[str, float]
+    """Of the last profiled step."""
+    graphs: int = 0
+    """Compiled, and how many of them after the profile began."""
+    late: int = 0
+
+
+def profile_layout(plan: Plan, tamper: Tamper | None = None, *, steps: int = 2, count: bool = True) -> list[Rank]:
+    """``steps`` steps of every rank; those of trainer.profile among them are profiled. ``tamper`` gets the rank's
+    number, model and batches before the first."""
+    return run_ranks(_profile_rank, plan.world_size, plan, tamper, steps, count)
+
+
+def merged(plan: Plan, ranks: list[Rank]) -> Profile:
+    """As the first rank merges them."""
+    return Profile(plan, [rank.profile for rank in ranks])
+
+
+def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, count: bool) -> Rank:
+    device, topology, cpu = get_device("cpu"), build_topology(plan, rank), torch.device("cpu")
+    with ExitStack() as stack:
+        stack.enter_context(process_groups(plan, topology, device, cpu))
+        model = build_model(plan, topology, device, cpu)
+        optimizer = build_optimizer(plan, model)
+        batches = stack.enter_context(Prefetcher(build_data(plan, topology, cpu).train, 10**6))
+        if tamper is not None:
+            tamper(rank, model, batches)
+        profiler = StepProfiler(plan, topology, device, model, optimizer)
+        finite, losses, metrics, graphs = FiniteCheck(0), list[float](), dict[str, float](), 0
+        for step in range(1, steps + 1):
+            with profiler.step(step, batches) as waited:
+                losses.append(training_step(step, plan, model, optimizer, batches, finite)["reduced_train_loss"])
+            metrics = dict(waited) or metrics
+            graphs = graphs if model.compiler is None else len(model.compiler.graphs)
+        profile = profiler.of_this_rank()
+        counter = FlopCounterMode(display=False)
+        if count:
+            with sdpa_kernel(SDPBackend.MATH), counter:
+                training_step(steps + 1, plan, model, optimizer, batches, finite)
+        parameters = sum(part.numel() for shard in model.shards for part in shard.owned(shard.values))
+        late = 0 if model.compiler is None else sum(graph.late for graph in model.compiler.graphs)
+        return Rank(profile, counter.get_total_flops(), parameters, losses, metrics, graphs, late)
+
+
+def run_dir(folder: Path) -> str:
+    """The override."""
+    return f"run.dir={folder / 'run'}"

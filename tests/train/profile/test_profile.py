@@ -1,0 +1,135 @@
+"""The tree of modules and the waits, of real ranks: FLOPs against torch's counter, times against sleeps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan.flops import flops_per_token
+from megatron_llama.train.profile.clock import BACKWARD, DATA, FORWARD
+from megatron_llama.train.profile.module_tree import Profile
+from megatron_llama.train.profile.waits import AXES
+from tests.oracle import make_plan
+from tests.train.profile.profiled import merged, profile_layout
+
+WINDOW = "trainer.profile=[1,3]"  # step 3 would be traced; it is not run here
+LORA = ("finetune.method=lora", "finetune.lora_target_modules=all-linear")
+# (ranks, settings, axes whose ranks wait for each other, whether no rank computes more than its share)
+LAYOUTS = [
+    pytest.param(2, ("trainer.tp=2", *LORA), {"tp", "world"}, True, id="tp2-sp-lora"),
+    pytest.param(2, ("trainer.pp=2", "trainer.vpp=2"), {"pp", "world"}, True, id="pp2-vpp2"),
+    pytest.param(2, ("trainer.zero=3", "data.document_mask=true"), {"dp", "world"}, False, id="dp2-zero3-packed"),
+]
+MORE = [
+    pytest.param(1, (), set(), True, id="one"),
+    pytest.param(1, ("trainer.precision=bf16",), set(), True, id="bf16"),
+    pytest.param(2, ("trainer.tp=2",), {"tp", "world"}, True, id="tp2-sp"),
+    pytest.param(2, ("trainer.tp=2", "trainer.sp=false", *LORA), {"tp", "world"}, False, id="tp2-lora"),
+    pytest.param(2, ("trainer.zero=0", "model.tie_word_embeddings=true"), {"dp", "world"}, True, id="dp2-zero0-tied"),
+    pytest.param(4, ("trainer.tp=2", "trainer.pp=2"), {"tp", "pp", "world"}, True, id="tp2-pp2"),
+    pytest.param(4, ("trainer.tp=4", "model.vocab_size=63"), {"tp", "world"}, False, id="tp4-copied-heads-padded"),
+]
+
+
+@pytest.mark.parametrize(("world", "settings", "axes", "plain"), LAYOUTS)
+def test_every_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
+    check_layout(world, settings, axes, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "settings", "axes", "plain"), MORE)
+def test_more_layouts(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
+    check_layout(world, settings, axes, plain)
+
+
+def check_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
+    plan = make_plan(world, WINDOW, *settings)
+    ranks = profile_layout(plan)
+    profile = merged(plan, ranks)
+    nodes = profile.nodes(folded=False)
+    root = nodes[0]
+    assert root.flops == sum(rank.counted for rank in ranks), "torch's counter"
+    formula = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune).full
+    if plain:
+        assert root.flops == formula * plan.tokens_per_step, "our formula"
+    assert root.parameters == plan.whole.held == sum(rank.parameters for rank in ranks)
+
+    # Every moment belongs to one module, and nothing is outside.
+    assert sum(node.own for node in nodes) == pytest.approx(root.busy)
+    assert sum(rank.profile.spent(phase, None) for rank in ranks for phase in (FORWARD, BACKWARD)) == pytest.approx(
+        root.busy
+    )
+    for node in nodes:
+        inside = [
+            n for n in nodes if n.depth == node.depth + 1 and (node is root or n.name.startswith(node.name + "."))
+        ]
+        assert node.own + sum(n.busy for n in inside) == pytest.approx(node.busy)
+        assert node.flops >= sum(n.flops for n in inside)
+        assert node.parameters >= sum(n.parameters for n in inside)
+        if node.flops and not inside:
+            assert node.forward > 0 and node.backward > 0, f"{node.name} computes in no time"
+    folded = profile.nodes(folded=True)
+    assert sum(node.own for node in folded) == pytest.approx(root.busy)
+    assert next(n for n in folded if n.name == "layers.*").instances == plan.model.num_hidden_layers
+
+    waited = {zone.wait.partition(" ")[0] for rank in ranks for zone in rank.profile.seconds if zone.wait}
+    assert waited == axes
+    assert {axis for axis in AXES if ranks[0].metrics[f"waited_{axis}_s"] > 0} == axes
+    assert all(rank.metrics == ranks[0].metrics for rank in ranks), "the metrics are of all ranks"
+
+
+SLEEP = 1.0
+
+
+class _SlowBothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP)
+        return grad
+
+
+def slow_first_stage(rank: int, model: ParallelModel, batches: Any) -> None:
+    """On the first stage one module is slow, in the first micro batch of the first step; and so is its data."""
+    if rank != 0:
+        return
+    module, at = model.chunks[0].layers["1"].mlp, batches.at
+    forward, calls = module.forward, []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return forward(_SlowBothWays.apply(x) if len(calls) == 1 else x)
+
+    def late(position: int) -> Any:
+        time.sleep(SLEEP if position == 0 else 0)
+        return at(position)
+
+    module.forward, batches.at = slow, late
+
+
+def test_time_and_waits_go_to_their_cause() -> None:
+    plan = make_plan(2, WINDOW, "trainer.pp=2")
+    ranks = profile_layout(plan, slow_first_stage, steps=1, count=False)
+    profile: Profile = merged(plan, ranks)
+    nodes = {node.name: node for node in profile.nodes(folded=False)}
+    slow = nodes["layers.1.mlp"]
+    assert slow.forward >= SLEEP and slow.backward >= SLEEP
+    assert slow.own >= 2 * SLEEP > slow.busy - slow.own, "of the module itself, not of its matrices"
+    for part in ("forward", "backward"):
+        others = sum(getattr(nodes[name], part) for name in ("layers.0", "layers.1.self_attn", "embed_tokens"))
+        assert getattr(slow, part) > others, f"a sleep that is {part} elsewhere"
+    first, second = (rank.profile for rank in ranks)
+    # Generous: under load the other stage may come late to its wait.
+    assert second.spent(None, "pp") > SLEEP / 2
+    assert second.spent(None, "pp") > first.spent(None, "pp")
+    assert first.spent(DATA) >= SLEEP > second.spent(DATA)
+    assert second.spent(None, "world") > SLEEP / 2, "it waits for the other's data where all count their tokens"
+    assert ranks[0].metrics["waited_data_s"] == pytest.approx((first.spent(DATA) + second.spent(DATA)) / 2)
