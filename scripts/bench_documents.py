@@ -12,7 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_llama.model.document_mask import Documents, attend_by_document
+from megatron_llama.model.attention import attend, mask_of, seen
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.plan.attention import Pattern
 from scripts.results import markdown_table
 
 HEADS, KV_HEADS, HEAD_DIM, REPEATS = 8, 4, 64, 5
@@ -45,14 +47,14 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
             q, k, v = (torch.randn(1, heads, length, HEAD_DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
             ways = (
                 lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-                lambda q, k, v, documents=documents: _dense(q, k, v, documents.mask()),
-                lambda q, k, v, documents=documents: attend_by_document(q, k, v, documents.lengths),
+                lambda q, k, v, documents=documents: _dense(q, k, v, mask_of(documents.positions(), Pattern(), documents.ids)),
+                lambda q, k, v, documents=documents: attend(q, k, v, seen(documents.ids, documents, Pattern(), "tiles", False)),
             )
             yield [str(length), str(count), *(f"{seconds * 1e3:.1f} ms" for seconds in _medians(ways, q, k, v))]
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As in model/llama.py."""
+    """With all scores, behind a mask, and heads repeated."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

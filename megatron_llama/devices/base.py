@@ -39,8 +39,6 @@ class Device(ABC):
     """Whether ranks may be forked from a parent that has imported torch."""
     pins_memory: bool = False
     """Whether it copies from pinned host memory while it computes; batches are then built there."""
-    dynamic_shapes: bool = False
-    """Whether a new shape costs nothing outside torch.compile; attention then goes document by document."""
     variable_prefixes: tuple[str, ...] = ()
     """What the names of its environment variables begin with; ssh passes these on to other machines."""
 

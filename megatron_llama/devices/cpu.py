@@ -24,7 +24,6 @@ class Cpu(Device):
     backend = "gloo"
     is_accelerator = False
     forkable = True
-    dynamic_shapes = True
 
     def probe(self) -> str | None:
         return None

@@ -45,7 +45,6 @@ class Cuda(Device):
     is_accelerator = True
     forkable = False  # a CUDA context does not survive a fork
     pins_memory = True
-    dynamic_shapes = True
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
 
     def probe(self) -> str | None:

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.document_mask import Documents, Lengths, attend_by_document
+from megatron_llama.model.attention import Seen, attend, seen
+from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import hide_padding, token_losses
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
+from megatron_llama.plan.attention import pattern_of
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary angles, each [s, 1 or b, 1, d], fp32."""
-Mask = Tensor | Lengths | None
-"""What keeps documents apart: ``Documents.mask`` [b, 1, s, s], or their lengths. None: a sequence is one document."""
 
 
 def _no_init(_: Tensor) -> None:
@@ -82,17 +82,17 @@ class Attention(nn.Module):
         self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
         self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Mask = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, what: Seen | None = None, cache: LayerCache | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
         if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._core_attention, qkv, rotary, mask, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(self._core_attention, qkv, rotary, what, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = self._core_attention(qkv, rotary, mask, cache)
+            out = self._core_attention(qkv, rotary, what, cache)
         return self.o_proj(out)[0]
 
     def _core_attention(
-        self, qkv: Tensor, rotary: Rotary, mask: Mask = None, cache: LayerCache | None = None
+        self, qkv: Tensor, rotary: Rotary, what: Seen | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
         s, b = qkv.shape[:2]
@@ -102,15 +102,8 @@ class Attention(nn.Module):
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, heads, s, d]
         if cache is not None:
             out = cache.attend(q, k, v)
-        elif mask is None:
-            grouped = self.num_heads != self.num_kv_heads
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        elif isinstance(mask, tuple):
-            out = attend_by_document(q, k, v, mask)
         else:
-            # Fused kernels that take a mask have no grouped heads; the fallback keeps all scores [b, heads, s, s].
-            k, v = (y.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for y in (k, v))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = attend(q, k, v, what)
         return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
 
 
@@ -156,25 +149,25 @@ class Block(nn.Module):
         self.draws_random_numbers = False  # LoRA's dropout is the only source; model/lora.py sets it
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]; ``mask`` keeps documents apart, ``cache`` is for generation."""
+        """[s(/t), b, h] to [s(/t), b, h]; ``what`` the tokens see, all of them if None; ``cache`` is for generation."""
         if self.recompute and torch.is_grad_enabled():
             preserve = self.draws_random_numbers  # else there is no state to restore, and no device to wait for
-            return checkpoint(self._forward, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=preserve)
-        return self._forward(x, cos, sin, mask, cache)
+            return checkpoint(self._forward, x, cos, sin, what, use_reentrant=False, preserve_rng_state=preserve)
+        return self._forward(x, cos, sin, what, cache)
 
     def _forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        h = x + self.self_attn(self.input_layernorm(x), (cos, sin), mask, cache)
+        h = x + self.self_attn(self.input_layernorm(x), (cos, sin), what, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
 class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    ``by_document``: attention runs document by document, with shapes that change; else a mask of one shape.
+    ``kernel`` is plan/attention.py's for documents and patterns; ``compiled`` says that the blocks are.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """
@@ -187,13 +180,14 @@ class Llama(nn.Module):
         *,
         padded_vocab_size: int,
         recompute: str = "none",
-        by_document: bool = False,
+        kernel: str = "tiles",
+        compiled: bool = False,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
-        self.by_document = by_document
+        self.kernel, self.compiled = kernel, compiled
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
         self._rotary: Rotary | None = None
@@ -251,12 +245,14 @@ class Llama(nn.Module):
             # compile to another graph than the following ones.
             x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
         cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
-        mask: Mask = None
-        if documents is not None:  # made once, for all layers
-            positions, mask = documents.positions(), documents.lengths if self.by_document else documents.mask()
+        what = None
+        if cache is None:
+            what = seen(tokens, documents, pattern_of(self.model), self.kernel, self.compiled)
+        if documents is not None:
+            positions = documents.positions()
             cos, sin = at_positions(cos, positions), at_positions(sin, positions)
         for number, block in self.layers.items():
-            x = block(x, cos, sin, mask, None if cache is None else cache.layers[int(number)])
+            x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])
         if cache is not None:
             x = cache.select(x)
         if not self.is_last:

@@ -29,6 +29,8 @@ from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.plan import Plan
+from megatron_llama.plan.attention import attention_kernel, pattern_of
+from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import Topology
 
 
@@ -108,7 +110,10 @@ def build_model(
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
                 recompute=trainer.recompute,
-                by_document=device.dynamic_shapes and compiler is None,
+                kernel=attention_kernel(
+                    device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
+                ),
+                compiled=compiler is not None,
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
             )

@@ -42,9 +42,12 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
-        host = (self.tokens, self.labels, self.loss_mask, self.sizes)
-        tokens, labels, loss_mask, sizes = (tensor.to(device, non_blocking=True) for tensor in host)
-        return MicroBatch(tokens, labels, loss_mask, sizes, self.documents and self.documents.to(device))
+        return self.on(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def on(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """The micro batch on a device to which ``move`` takes tensors."""
+        tokens, labels, loss_mask, sizes = map(move, (self.tokens, self.labels, self.loss_mask, self.sizes))
+        return MicroBatch(tokens, labels, loss_mask, sizes, self.documents and self.documents.on(move))
 
 
 class Counts(NamedTuple):

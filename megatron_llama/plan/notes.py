@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.data_prefixes import weights_and_paths
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import ATTENTION_KERNELS, Config
+from megatron_llama.plan.attention import attention_kernel, pattern_of
 from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.shapes import head_dim
 from megatron_llama.system.units import gib
 
 
@@ -24,12 +26,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     if data.pack or data.document_mask:
-        size = trainer.micro_batch_size * data.seq_length**2
-        dense = f"behind a dense mask of {gib(size)} (its shape is always the same)"
-        how = f"one document after the other; a device of static shapes computes the whole square {dense}"
-        if trainer.compile:
-            how = f"over the whole square, {dense}: trainer.compile needs static shapes"
-        yield f"attention inside documents is computed {how}"
+        yield f"attention inside documents: {_kernels(plan)}"
     if data.mock:
         if data.prefixes:
             yield "data.mock=true makes tokens up: data.prefixes is not read"
@@ -42,6 +39,25 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
     weights, paths = weights_and_paths(data.prefixes)
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
         yield "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
+
+
+def _kernels(plan: Plan) -> str:
+    """How attention is computed where it is more than causal, by device if that is not known yet."""
+    size = plan.config.trainer.micro_batch_size * plan.config.data.seq_length**2
+    words = {
+        "tiles": "tiles, only what is seen, call by call",
+        "varlen": "varlen, FlashAttention over all documents at once",
+        "mask": f"mask, the whole square behind a dense mask of {gib(size)}, whose shape is always the same",
+    }
+    asked, pattern = plan.config.device.name, pattern_of(plan.model)
+    devices = ATTENTION_KERNELS if asked not in ATTENTION_KERNELS else [asked]
+    found: dict[str, list[str]] = {}
+    for device in devices:
+        kernel = attention_kernel(device, pattern, plan.precision.compute_dtype, head_dim(plan.model))
+        found.setdefault(kernel, []).append(device)
+    if len(found) == 1:
+        return words[next(iter(found))]
+    return "; ".join(f"on {' and '.join(names)} {words[kernel]}" for kernel, names in found.items())
 
 
 def _validation(plan: Plan) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+import megatron_llama.model.attention as attention
 import megatron_llama.model.llama as llama
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.parallel.pipeline import Counts, MicroBatch
@@ -63,7 +64,7 @@ def norms_count_copies(model: ParallelModel) -> None:
 
 
 def no_causal_mask(model: ParallelModel) -> None:
-    attention = llama.F.scaled_dot_product_attention
-    llama.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: attention(
+    product = attention.F.scaled_dot_product_attention
+    attention.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: product(
         q, k, v, enable_gqa=enable_gqa
     )

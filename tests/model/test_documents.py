@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-import megatron_llama.model.llama as llama
 from megatron_llama.data.batches import Batches
-from megatron_llama.devices import _load, get_device
+from megatron_llama.devices import get_device
+from megatron_llama.model import attention, attention_tiles
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
@@ -57,28 +57,28 @@ def examples() -> list[tuple[int, slice]]:
     return found
 
 
-def test_positions_and_mask_by_hand() -> None:
+def test_positions_and_borders_by_hand() -> None:
     documents = Documents.of(torch.tensor([[0, 0, 1, 2, 2, -1]]))
     assert documents.positions().tolist() == [[0, 1, 0, 0, 1, 0]]
-    rows = ["x.....", "xx....", "..x...", "...x..", "...xx.", ".....x"]
-    assert documents.mask().tolist() == [[[[mark == "x" for mark in row] for row in rows]]]
+    assert documents.lengths == ((2, 1, 2, 1),)
+    assert documents.borders.tolist() == [0, 2, 3, 5, 6, 6, 6]
 
 
-@pytest.mark.parametrize("by_document", [True, False], ids=["by document", "dense mask"])
+@pytest.mark.parametrize("kernel", ["tiles", "mask"])
 @pytest.mark.parametrize(("ranks", "layout"), [path[1:] for path in PATHS], ids=[path[0] for path in PATHS])
-def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str], by_document: bool) -> None:
+def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str], kernel: str) -> None:
     plan = make_plan(ranks, "trainer.micro_batch_size=2", *layout)
-    together, alone = run_ranks(_logits, ranks, plan, by_document)[-1]
+    together, alone = run_ranks(_logits, ranks, plan, kernel)[-1]
     for (row, places), expected in zip(examples(), alone, strict=True):
         torch.testing.assert_close(together[row, places], expected, atol=1e-5, rtol=0)
 
 
-def _logits(rank: int, plan: Plan, by_document: bool) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+def _logits(rank: int, plan: Plan, kernel: str) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         for chunk in model.chunks:
-            chunk.by_document = by_document
+            chunk.kernel = kernel
         tokens, documents = packed()
         together = _whole(model.logits(tokens, documents))
         alone = []
@@ -186,44 +186,29 @@ def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, mon
             assert (gradient - others[name]).norm() <= 1e-5 * others[name].norm(), name
 
 
-PLAIN = {"is_causal": True, "enable_gqa": True}
-
-
-def test_plain_causal_attention_is_as_it_was() -> None:
-    """Without documents, attention is plain causal: no mask, no gathered tables."""
-    (asked,) = run_ranks(_asked, 1, make_plan(1), False)
-    assert asked == [(LENGTH, PLAIN)] * len(asked) and asked
-
-
 def test_documents_cost_what_they_cost_alone() -> None:
-    """No dense mask, and nothing off the diagonal, where shapes may change: each document is a call of its own."""
-    (asked,) = run_ranks(_asked, 1, make_plan(1), True)
-    a_layer = [(length, PLAIN) for row in ((5, 1, 7, 3), (9, 4, 3)) for length in row]
-    assert asked == a_layer * 4
+    """Nothing off the diagonal: each document is a call of its own. Without documents attention is plain causal."""
+    causal, call = "F.scaled_dot_product_attention", "_call"
+    assert run_ranks(_asked, 1, make_plan(1), False)[0] == [(causal, LENGTH)] * 4
+    a_layer = [(call, length) for row in ((5, 1, 7, 3), (9, 4, 3)) for length in row]
+    assert run_ranks(_asked, 1, make_plan(1), True)[0] == a_layer * 4
 
 
-def test_who_goes_by_document() -> None:
-    """Where shapes must not change, one mask of one shape serves; compilers are such, whatever the device."""
-    assert [name for name in ("cpu", "cuda", "hpu", "neuron") if _load(name).dynamic_shapes] == ["cpu", "cuda"]
-    assert run_ranks(_by_document, 1, make_plan(1)) == [True]
-    if REASON is None:
-        assert run_ranks(_by_document, 1, make_plan(1, "trainer.compile=true")) == [False]
+def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]:
+    """(function, queries) of each product."""
+    asked: list[tuple[str, int]] = []
 
+    def note(owner: object, name: str, shown: str) -> None:
+        function = getattr(owner, name)
 
-def _by_document(rank: int, plan: Plan) -> bool:
-    topology = build_topology(plan, rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        return build_model(plan, topology, get_device("cpu"), CPU).chunks[0].by_document
+        def noted(q: torch.Tensor, *more: object, **options: object) -> object:
+            asked.append((shown, q.shape[2]))
+            return function(q, *more, **options)
 
+        setattr(owner, name, noted)
 
-def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[int, dict]]:
-    attention, asked = llama.F.scaled_dot_product_attention, []
-
-    def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
-        asked.append((q.shape[2], options))
-        return attention(q, k, v, **options)
-
-    llama.F.scaled_dot_product_attention = note
+    note(attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
+    note(attention_tiles, "_call", "_call")
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)

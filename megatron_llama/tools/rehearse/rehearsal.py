@@ -131,9 +131,11 @@ class _Batches:
         for batch in self.all_of_a_step():
             if self.other_documents:
                 batch = _with_other_documents(batch)
-            kept = batch if self._mode is None else _fake(batch, self._mode)
+            kept = batch if self._mode is None else batch.on(self._mode.from_tensor)
             tensors = [kept.tokens, kept.labels, kept.loss_mask, kept.sizes]
-            self._watch.label(tensors + ([] if kept.documents is None else [kept.documents.ids]), BATCH)
+            if kept.documents is not None:
+                tensors += [kept.documents.ids, kept.documents.borders]
+            self._watch.label(tensors, BATCH)
             self._alive.append(kept)
         return self._alive[: self.count]
 
@@ -153,12 +155,6 @@ def _with_other_documents(batch: MicroBatch) -> MicroBatch:
         for row in ids:
             row[int((row == row[0]).sum())] = row[0]
         return replace(batch, documents=Documents.of(ids))
-
-
-def _fake(batch: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
-    fake = mode.from_tensor
-    documents = batch.documents and Documents(fake(batch.documents.ids), batch.documents.lengths)
-    return MicroBatch(fake(batch.tokens), fake(batch.labels), fake(batch.loss_mask), fake(batch.sizes), documents)
 
 
 def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]:

@@ -51,7 +51,8 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("megatron_llama.optim", (), TEMPORARY),
     ("torch.optim", (), TEMPORARY),
     ("megatron_llama.model.rotary", ("rotary_table",), TABLES),
-    ("megatron_llama.model.document_mask", ("positions", "mask"), TABLES),
+    ("megatron_llama.model.document_mask", ("positions", "whole"), TABLES),
+    ("megatron_llama.model.attention", ("mask_of",), TABLES),
 )
 _MOST_FRAMES = 40
 _AFTER_NAME = {"self_attn": ATTENTION, "mlp": FEED_FORWARD, "input_layernorm": NORMS, "post_attention_layernorm": NORMS}

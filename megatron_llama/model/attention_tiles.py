@@ -1,0 +1,229 @@
+"""Attention call by call: each computes queries and keys of one document that see each other.
+
+The calls of a document (``Pattern.tiles``) need not have all keys of a query. A kernel returns the log-sum-exp of its
+scores with its output, so outputs for parts of the keys are merged exactly: they are means with weights exp(scores),
+and the log-sum-exp is the logarithm of the weights' sum (Milakov & Gimelshein 2018, arXiv:1805.02867). In the backward
+pass the final log-sum-exp and output make each part's gradient that of the whole.
+
+A call is FlashAttention: the CPU's, the GPU's, or where there is none for the dtype plain products, whose scores are
+those of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_llama.model.document_mask import Lengths
+from megatron_llama.plan.attention import LARGEST_FLASH_HEAD, Keys, Part, Pattern
+
+aten = torch.ops.aten
+
+
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of x's shape [b, heads, s, d] that lies in memory as [s, b, heads, d], as the layers want it."""
+    b, heads, s, d = x.shape
+    return torch.empty(s, b, heads, d, dtype=dtype or x.dtype, device=x.device).permute(1, 2, 0, 3)
+
+
+class _Document(NamedTuple):
+    row: int
+    rows: int
+    start: int
+    length: int
+
+
+def _documents(lengths: Lengths) -> Iterator[_Document]:
+    """Documents of all rows; sequences that are one document each go together."""
+    if all(len(row) == 1 for row in lengths):
+        yield _Document(0, len(lengths), 0, lengths[0][0])
+        return
+    for number, row in enumerate(lengths):
+        start = 0
+        for length in row:
+            yield _Document(number, 1, start, length)
+            start += length
+
+
+def _of(tensors: tuple[Tensor, ...], document: _Document) -> tuple[Tensor, ...]:
+    row, rows, start, length = document
+    return tuple(tensor.narrow(0, row, rows).narrow(2, start, length) for tensor in tensors)
+
+
+def _tokens(x: Tensor, start: int, stop: int) -> Tensor:
+    """x[:, :, start:stop], which torch does not index on a device that is not there."""
+    return x.narrow(2, start, stop - start)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], fp32 log-sum-exp of scores [b, heads, s])."""
+    outs, lses = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    for document in _documents(lengths):
+        queries, keys, values, out, lse = _of((q, k, v, outs, lses), document)
+        kept = _global(pattern, keys, values)
+        for start, stop, parts in pattern.tiles(queries.shape[2]):
+            tile = _tokens(queries, start, stop)
+            found = [_call(tile, *_part(keys, values, kept, part), part.keys) for part in parts]
+            tile_out, tile_lse = found[0] if len(found) == 1 else _merged(*found)
+            _tokens(out, start, stop).copy_(tile_out)
+            _tokens(lse, start, stop).copy_(tile_lse)
+    return outs, lses
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, pattern: Pattern
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of ``forward``'s output, and its results."""
+    # A gradient that is a sum over calls is summed in fp32.
+    summed = any(pattern.leaves_out(length) for row in lengths for length in row)
+    grads = tuple(empty_like(x, torch.float32 if summed else None) for x in (q, k, v))
+    for document in _documents(lengths):
+        inputs = _of((grad, q, k, v, out, lse), document)
+        own = _of(grads, document)
+        if pattern.leaves_out(inputs[0].shape[2]):
+            _sum_of_calls(own, inputs, pattern)
+        else:
+            given, queries, keys, values, outs, lses = inputs
+            all_at_once = _call_backward(given, queries, keys, values, outs, lses, Keys.CAUSAL)
+            for whole, found in zip(own, all_at_once, strict=True):
+                whole.copy_(found)
+    dq, dk, dv = (x.to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _sum_of_calls(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], pattern: Pattern) -> None:
+    """Fills a document's gradients of q, k and v; ``inputs`` are those of ``_call_backward``."""
+    grad, q, k, v, out, lse = inputs
+    dq, *dkv = (x.zero_() for x in grads)
+    kept = _global(pattern, k, v)
+    kept_sums = [torch.zeros_like(x, dtype=torch.float32) for x in kept]
+    for start, stop, parts in pattern.tiles(q.shape[2]):
+        given, queries, outs, lses = (_tokens(x, start, stop) for x in (grad, q, out, lse))
+        for part in parts:
+            found = _call_backward(given, queries, *_part(k, v, kept, part), outs, lses, part.keys)
+            _tokens(dq, start, stop).add_(found[0])
+            sums = kept_sums if part.keys is Keys.GLOBAL else dkv
+            for total, more in zip(sums, found[1:], strict=True):
+                _tokens(total, part.start, part.stop).add_(more)
+    if kept:
+        for total, more in zip(dkv, kept_sums, strict=True):
+            place = _in_place(pattern, total)
+            place.add_(more.view(place.shape))
+
+
+def _part(keys: Tensor, values: Tensor, kept: tuple[Tensor, ...], part: Part) -> tuple[Tensor, Tensor]:
+    """The keys and values of a part of a tile."""
+    keys, values = kept if part.keys is Keys.GLOBAL else (keys, values)
+    return _tokens(keys, part.start, part.stop), _tokens(values, part.start, part.stop)
+
+
+def _global(pattern: Pattern, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The global keys and values of a document, close together; none where it is too short to have any."""
+    if not pattern.global_keys(tensors[0].shape[2])[0]:
+        return ()
+    return tuple(_in_place(pattern, x).flatten(2, 3) for x in tensors)
+
+
+def _in_place(pattern: Pattern, x: Tensor) -> Tensor:
+    """The global keys among x [b, kv heads, s, d]: a view [b, kv heads, groups, keys of a group, d]."""
+    groups, first, size = pattern.global_keys(x.shape[2])
+    return x.narrow(2, 0, groups * size).unflatten(2, (groups, size)).narrow(3, first, size - first)
+
+
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both."""
+    lse = torch.logaddexp(one[1], other[1])
+    parts = (out.float() * (part - lse).exp().unsqueeze(-1) for out, part in (one, other))
+    return sum(parts), lse  # type: ignore[return-value]
+
+
+def _window_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where query i sees key j, which is for i <= j <= i + keys - queries, else -inf [queries, keys]."""
+    offset = torch.arange(keys, device=device) - torch.arange(queries, device=device).unsqueeze(-1)
+    hidden = (offset < 0) | (offset > keys - queries)
+    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+class _Kernel(Enum):
+    HOST = "the CPU's FlashAttention"
+    FLASH = "FlashAttention"
+    PRODUCTS = "matrix products, with all scores of a call"
+
+
+def _kernel(q: Tensor, mask: Tensor | None) -> _Kernel:
+    """What computes a call."""
+    if q.device.type == "cpu":
+        return _Kernel.HOST
+    if mask is None and q.dtype.itemsize == 2 and q.shape[3] <= LARGEST_FLASH_HEAD and q.shape[3] % 8 == 0:
+        return _Kernel.FLASH
+    return _Kernel.PRODUCTS
+
+
+def _mask(q: Tensor, k: Tensor, keys: Keys) -> Tensor | None:
+    return _window_mask(q.shape[2], k.shape[2], q.dtype, q.device) if keys is Keys.WINDOW else None
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+    """(output [b, heads, n, d], log-sum-exp [b, heads, n], fp32) of n queries to m keys [b, kv heads, m, d]."""
+    causal, mask = keys is Keys.CAUSAL, _mask(q, k, keys)
+    kernel = _kernel(q, mask)
+    if kernel is _Kernel.HOST:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+        return out, lse
+    if kernel is _Kernel.FLASH:
+        flat = [x.transpose(1, 2) for x in (q, k, v)]
+        out, lse, *_ = aten._flash_attention_forward(
+            *flat, None, None, q.shape[2], k.shape[2], 0.0, causal, return_debug_mask=False
+        )
+        return out.transpose(1, 2), lse
+    scores = _scores(q, k, causal, mask)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().to(v.dtype)
+    return _rows(weights.flatten(2, 3) @ v, q), lse.flatten(1, 2)
+
+
+def _call_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Keys
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output, which with ``lse`` is that of all calls on these queries."""
+    causal, mask = keys is Keys.CAUSAL, _mask(q, k, keys)
+    kernel = _kernel(q, mask)
+    if kernel is _Kernel.HOST:
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
+        return found[0], found[1], found[2]
+    if kernel is _Kernel.FLASH:
+        flat = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
+        sizes = q.shape[2], k.shape[2]
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        found = aten._flash_attention_backward(*flat, lse.contiguous(), None, None, *sizes, 0.0, causal, *no_dropout)
+        return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2].transpose(1, 2)
+    kv, scale = k.shape[1], q.shape[-1] ** -0.5
+    weights = (_scores(q, k, causal, mask) - lse.unflatten(1, (kv, -1)).unsqueeze(-1)).exp().flatten(2, 3)
+    grads, queries = _by_kv_head(grad, kv), _by_kv_head(q, kv)
+    own = (grad.float() * out.float()).sum(-1).unflatten(1, (kv, -1)).flatten(2, 3)
+    by_score = (weights * ((grads @ v.mT).float() - own.unsqueeze(-1)) * scale).to(q.dtype)
+    return _rows(by_score @ k, q), by_score.mT @ queries, weights.to(v.dtype).mT @ grads
+
+
+def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[b, heads, n, d] to [b, kv heads, group * n, d]: the queries of a group are rows of one matrix."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _rows(x: Tensor, q: Tensor) -> Tensor:
+    """The reverse: [b, kv heads, group * n, d] to q's shape [b, heads, n, d]."""
+    return x.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    """Scaled scores [b, kv heads, group, n, m], fp32, -inf where a query does not see a key."""
+    scores = (_by_kv_head(q, k.shape[1]) @ k.mT).float().unflatten(2, (-1, q.shape[2])) * q.shape[-1] ** -0.5
+    if causal:
+        size = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    return scores if mask is None else scores + mask

@@ -1,0 +1,81 @@
+"""Attention inside all documents of a micro batch by one call of FlashAttention (Dao 2023, arXiv:2307.08691).
+
+torch.nn.attention.varlen calls the same operators. It is not used, because its function differs between torch 2.11,
+which has no ``enable_gqa``, and 2.13, which wants it, and because its output's log-sum-exp is needed for the backward
+pass of an operator of our own. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_llama.model.document_mask import Lengths
+
+aten = torch.ops.aten
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, borders: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], log-sum-exp of the scores [b, heads, s], fp32).
+
+    ``borders`` [documents + 1 or more] are where documents begin and end among the tokens of all rows, int32, on the
+    device. ``window``: a token sees this many tokens, itself included; 0: all of its document that precede it.
+    """
+    starts, longest = _starts(lengths, borders)
+    flat = [_flat(x) for x in (q, k, v)]
+    found = aten._flash_attention_forward(
+        *flat, starts, starts, longest, longest, 0.0, not window, False, **_window(window)
+    )
+    return _whole(found[0], q), found[1].unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1).contiguous()
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    borders: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of ``forward``'s output, and its results."""
+    starts, longest = _starts(lengths, borders)
+    flat = [_flat(x) for x in (grad, q, k, v, out)]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    found = aten._flash_attention_backward(
+        *flat,
+        lse.transpose(0, 1).flatten(1).contiguous(),
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        not window,
+        *no_dropout,
+        **_window(window),
+    )
+    return _whole(found[0], q), _whole(found[1], k), _whole(found[2], v)
+
+
+def _starts(lengths: Lengths, borders: Tensor) -> tuple[Tensor, int]:
+    """(borders of the documents that there are, tokens of the longest)."""
+    return borders.narrow(0, 0, 1 + sum(map(len, lengths))), max(map(max, lengths))
+
+
+def _window(window: int) -> dict[str, Any]:
+    """The kernel counts the tokens before a query that it sees, -1 being all."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[b, heads, s, d] to [b * s, heads, d]: a view if there is one row."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _whole(x: Tensor, like: Tensor) -> Tensor:
+    """The reverse; it lies in memory as [s, b, heads, d], as the layers want it."""
+    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(0, 1).contiguous().permute(1, 2, 0, 3)

@@ -1,0 +1,252 @@
+"""Every kernel computes what a dense mask in fp32 says, for documents and patterns, and no more than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_llama.config.settings import ATTENTION_KERNELS, DEVICES
+from megatron_llama.model import attention, attention_tiles
+from megatron_llama.model.attention import attend, mask_of, seen
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.plan.attention import Keys, Pattern, attention_kernel
+from tests.model.flash import flash_on_cpu
+
+Call = attention_tiles._Kernel
+LENGTH = 96
+PLAIN, WINDOW, BLOCKS = Pattern(), Pattern(window=20), Pattern(block=4, local_blocks=4, global_blocks=1)
+PATTERNS = {
+    "plain": PLAIN,
+    "window": WINDOW,
+    "window of two": Pattern(window=2),
+    "window of a tile and one": Pattern(window=33),
+    "window as long as the sequence": Pattern(window=LENGTH),
+    "blocks": BLOCKS,
+    "blocks, two of three global": Pattern(block=5, local_blocks=3, global_blocks=2),
+    "blocks, all global": Pattern(block=8, local_blocks=2, global_blocks=2),
+}
+# How it is computed: the kernel, whether inside compiled blocks, and what computes a tile's calls.
+WAYS = {
+    "tiles": ("tiles", False, Call.HOST),
+    "tiles, products": ("tiles", False, Call.PRODUCTS),
+    "tiles, flash": ("tiles", False, Call.FLASH),
+    "tiles, compiled": ("tiles", True, Call.HOST),
+    "varlen": ("varlen", False, None),
+    "varlen, compiled": ("varlen", True, None),
+    "mask": ("mask", False, None),
+}
+
+
+def inputs(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int = 2) -> tuple[Tensor, ...]:
+    """q, k, v and the output's gradient, [rows, heads, LENGTH, 8], in memory as the layers have them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    found = [torch.randn(LENGTH, rows, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
+    return (*(x.requires_grad_() for x in found[:3]), found[3])
+
+
+def layout(seed: int, rows: int = 2) -> Documents:
+    """Documents with random borders, from one document in all sequences to one for almost each token."""
+    generator = torch.Generator().manual_seed(seed)
+    share = [0.0, 0.02, 0.1, 0.7][seed % 4]
+    return Documents.of((torch.rand(rows, LENGTH, generator=generator) < share).cumsum(1))
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """(output, gradients) in fp32, with repeated heads and all scores."""
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in wide[1:])
+    scores = (wide[0] @ keys.mT) * q.shape[-1] ** -0.5
+    out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+    return out.detach(), *torch.autograd.grad(out, wide, grad.float())
+
+
+def off(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest ‖a-b‖ / ‖b‖, b being at least of size 1."""
+    return max(((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def flash() -> Iterator[None]:
+    with flash_on_cpu():
+        yield
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.usefixtures("flash")
+def test_output_and_gradients_are_those_of_a_dense_mask(
+    way: str, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, compiled, call = WAYS[way]
+    if PATTERNS[pattern].group and kernel == "varlen":
+        assert attention_kernel("cuda", PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
+        return
+    masked = Call.PRODUCTS if call is Call.FLASH else call  # FlashAttention takes no mask
+    monkeypatch.setattr(attention_tiles, "_kernel", lambda q, mask: call if mask is None else masked)
+    for seed in range(4):
+        dtype = torch.bfloat16 if seed == 3 else torch.float32
+        heads, kv_heads = ((4, 2), (6, 1), (3, 3))[seed % 3]
+        q, k, v, grad = inputs(seed, dtype, heads, kv_heads)
+        documents, what = layout(seed), PATTERNS[pattern]
+        tokens = torch.zeros(2, LENGTH)
+        expected = reference(q, k, v, grad, mask_of(documents.positions(), what, documents.ids))
+        out = attend(q, k, v, seen(tokens, documents, what, kernel, compiled))
+        found = out, *torch.autograd.grad(out, (q, k, v), grad)
+        assert {x.dtype for x in found} == {dtype}
+        assert off(found, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-6), f"seed {seed}"
+
+
+@pytest.mark.parametrize("kernel", ["tiles", "varlen", "mask"])
+@pytest.mark.usefixtures("flash")
+def test_whole_sequences_with_a_pattern(kernel: str) -> None:
+    for compiled in (False, True):
+        q, k, v, grad = inputs(1, torch.float32, 4, 2)
+        expected = reference(q, k, v, grad, mask_of(torch.arange(LENGTH).expand(2, -1), WINDOW))
+        out = attend(q, k, v, seen(torch.zeros(2, LENGTH), None, WINDOW, kernel, compiled))
+        assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
+
+
+def test_mask_by_hand() -> None:
+    def drawn(pattern: Pattern, ids: list[int]) -> list[str]:
+        documents = Documents.of(torch.tensor([ids]))
+        rows = mask_of(documents.positions(), pattern, documents.ids)[0, 0]
+        return ["".join("x" if mark else "." for mark in row) for row in rows.tolist()]
+
+    assert drawn(PLAIN, [0, 0, 1, 2, 2, -1]) == ["x.....", "xx....", "..x...", "...x..", "...xx.", ".....x"]
+    # Mistral's window counts the token itself.
+    assert drawn(Pattern(window=2), [0, 0, 0, 1, 1, 1]) == ["x.....", "xx....", ".xx...", "...x..", "...xx.", "....xx"]
+    # Groups of two blocks of one token, of which the second is global.
+    rows = ["x.....", "xx....", ".xx...", ".xxx..", ".x.xx.", ".x.xxx"]
+    assert drawn(Pattern(block=1, local_blocks=2, global_blocks=1), [0] * 6) == rows
+
+
+@pytest.mark.parametrize("way", ["tiles", "tiles, compiled", "varlen", "mask"])
+@pytest.mark.usefixtures("flash")
+def test_a_wrong_border_is_seen(way: str) -> None:
+    kernel, compiled, _ = WAYS[way]
+    q, k, v, grad = inputs(0, torch.float32, 4, 2)
+    right, wrong = (Documents.of((torch.arange(LENGTH) >= border).long().expand(2, -1)) for border in (40, 41))
+    expected = reference(q, k, v, grad, mask_of(right.positions(), PLAIN, right.ids))
+    for documents, differs in ((right, False), (wrong, True)):
+        out = attend(q, k, v, seen(torch.zeros(2, LENGTH), documents, PLAIN, kernel, compiled))
+        found = off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
+        assert found > 1e-2 if differs else found < 1e-6
+
+
+class Calls(TorchDispatchMode):
+    """Which operators run, and the inputs of attention's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attention: list[list[torch.Size]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.names.add(name)
+        if "flash_attention" in name and "backward" not in name:
+            self.attention.append([x.shape for x in args if isinstance(x, torch.Tensor)])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernel", ["tiles", "mask", "plain"])
+def test_no_kernel_repeats_key_and_value_heads(kernel: str) -> None:
+    q, k, v, _ = inputs(1, torch.float32, 6, 2)
+    what = None if kernel == "plain" else seen(torch.zeros(2, LENGTH), layout(1), PLAIN, kernel, False)
+    with Calls() as calls:
+        attend(q, k, v, what).sum().backward()
+    assert calls.attention and not calls.names & {"repeat", "repeat_interleave", "index_select", "gather"}
+    assert all(keys[1] == values[1] == 2 for _, keys, values, *_ in calls.attention)
+
+
+@pytest.mark.parametrize(("pattern", "share"), [(PLAIN, 1.0), (WINDOW, 1.6), (BLOCKS, 1.0)])
+def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> None:
+    """Scores of all calls, a causal one's by half, over those that the mask lets through."""
+    q, k, v, _ = inputs(1, torch.float32, 1, 1, rows=1)
+    computed = 0.0
+    call = attention_tiles._call
+
+    def count(queries: Tensor, keys: Tensor, values: Tensor, which: Keys) -> tuple[Tensor, Tensor]:
+        nonlocal computed
+        computed += queries.shape[2] * keys.shape[2] * (0.5 if which is Keys.CAUSAL else 1.0)
+        return call(queries, keys, values, which)
+
+    documents = layout(1, rows=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_tiles, "_call", count)
+        attend(q, k, v, seen(torch.zeros(1, LENGTH), documents, pattern, "tiles", False))
+    let_through = sum(pattern.span(n) * n / 2 for n in documents.lengths[0])
+    # A span counts the scores on the edge of what is seen by half.
+    assert 0 < mask_of(documents.positions(), pattern, documents.ids).sum() - let_through <= LENGTH / 2
+    assert computed <= share * let_through
+
+
+def test_who_takes_which_kernel() -> None:
+    assert set(ATTENTION_KERNELS) == set(DEVICES) - {"auto"}
+    assert [attention_kernel(name, PLAIN, "bfloat16", 128) for name in ("cpu", "cuda", "hpu", "neuron")] == [
+        "tiles", "varlen", "mask", "mask",
+    ]  # fmt: skip
+    # FlashAttention's kernels have no fp32, no odd heads and no blocks.
+    others = [(PLAIN, "float32", 128), (PLAIN, "bfloat16", 20), (PLAIN, "bfloat16", 264), (BLOCKS, "bfloat16", 128)]
+    assert {attention_kernel("cuda", *other) for other in others} == {"tiles"}
+    assert attention_kernel("cuda", WINDOW, "bfloat16", 128) == "varlen"
+
+
+def test_other_documents_make_no_other_graph() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(attend, backend=backend, dynamic=False, fullgraph=True)
+    for seed in range(4):
+        q, k, v, grad = inputs(seed, torch.float32, 4, 2)
+        documents = layout(seed)
+        expected = reference(q, k, v, grad, mask_of(documents.positions(), WINDOW, documents.ids))
+        out = compiled(q, k, v, seen(torch.zeros(2, LENGTH), documents, WINDOW, "tiles", True))
+        assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("flash")
+def test_the_operator_keeps_torchs_rules() -> None:
+    """Schema, and fake tensors of the same shapes and strides."""
+    q, k, v, _ = inputs(1, torch.float32, 4, 2)
+    documents = layout(1)
+    for kernel in ("tiles", "varlen"):
+        borders = documents.borders.clone() if kernel == "varlen" else None
+        arguments = (q, k, v, documents.host_borders, borders, kernel, [0, 0, 0, 0])
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(attention._operator, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("call", [*Call, None])
+@pytest.mark.parametrize("pattern", [PLAIN, WINDOW, BLOCKS], ids=["plain", "window", "blocks"])
+def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rehearsals rest on. FlashAttention over documents also on a GPU that is not there: one row, as this torch
+    copies nothing there, and the backward pass by hand, as torch's engine wants a driver."""
+    if call is None and pattern.group:
+        return
+    if call is not None:
+        masked = Call.PRODUCTS if call is Call.FLASH else call
+        monkeypatch.setattr(attention_tiles, "_kernel", lambda q, mask: call if mask is None else masked)
+    documents, device = layout(1, rows=1), "cpu" if call else "cuda"
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(LENGTH, 1, n, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3) for n in (4, 2, 2)
+        )
+        borders = torch.empty(LENGTH + 1, dtype=torch.int32, device=device)
+        how = documents.lengths, borders, "tiles" if call else "varlen", pattern
+        out, lse = attention._forward(q, k, v, *how)
+        grads = attention._backward(torch.empty_like(out), (q, k, v, out, lse), *how)
+    assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
+    assert {x.device.type for x in (out, lse, *grads)} == {device}
+    assert lse.shape == (1, 4, LENGTH) and lse.dtype == torch.float32
