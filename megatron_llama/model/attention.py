@@ -1,7 +1,7 @@
 """The product of queries, keys and values, by the kernel that suits the device, the documents and the pattern.
 
 Whole sequences without a pattern are torch's own causal scaled_dot_product_attention, whose fused kernels take grouped
-heads. For the rest plan/attention.py says which of three kernels a device takes:
+heads. For the rest plan/attention_pattern.py says which of three kernels a device takes:
 
 * tiles (attention_tiles.py) and varlen (attention_varlen.py) compute what is seen and little else. Uncompiled, they
   take the documents' lengths from the host; inside a compiled block they are one operator that reads them when it runs,
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_llama.model import attention_tiles, attention_varlen
 from megatron_llama.model.document_mask import Documents, Lengths
-from megatron_llama.plan.attention import Pattern
+from megatron_llama.plan.attention_pattern import Pattern
 
 
 class Seen(NamedTuple):

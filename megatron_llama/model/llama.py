@@ -26,7 +26,7 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import hide_padding, token_losses
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
-from megatron_llama.plan.attention import pattern_of
+from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 Rotary = tuple[Tensor, Tensor]
@@ -167,7 +167,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    ``kernel`` is plan/attention.py's for documents and patterns; ``compiled`` says that the blocks are.
+    ``kernel`` is plan/attention_pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """

@@ -29,7 +29,7 @@ from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention import attention_kernel, pattern_of
+from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
 from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import Topology
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import ATTENTION_KERNELS, Config
-from megatron_llama.plan.attention import attention_kernel, pattern_of
+from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
 from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import head_dim
