@@ -106,6 +106,11 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
     )
 
 
+def microbatch_seconds(job: Job, device: Device, constants: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds of a micro batch on one rank, forward and backward: (of one block, of the output head)."""
+    return _layer(job, device, constants).total, _head(job, device, constants)
+
+
 def matmul_seconds(
     rows: float, inner: float, columns: float, form: str, device: Device, constants: Mapping[str, float]
 ) -> float:

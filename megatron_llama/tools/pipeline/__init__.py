@@ -1,0 +1,1 @@
+"""The pipeline, drawn: who computes and sends what when. ``scripts/pipeline.py``."""
