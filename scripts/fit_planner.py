@@ -1,13 +1,13 @@
 """Fits the planner's constants to published step times, and judges them on rows that the fit has not seen.
 
-    python scripts/fit_planner.py FILE.csv            fits, and prints the errors on held-out rows
-    python scripts/fit_planner.py FILE.csv --write    and writes megatron_llama/plan/forecast/constants.json
+    python scripts/fit_planner.py FILE.csv ...            fits, and prints the errors on held-out rows
+    python scripts/fit_planner.py FILE.csv ... --write    and writes megatron_llama/plan/forecast/constants.json
 
 The constants are few: one share of the peak for each chip and number format, one for each kind of attention kernel,
-and what kinds of kernels and networks cost. None belongs to a row, a model or a release of a framework. Each stays
-between physical bounds and is drawn towards a value that was chosen before the fit. Rows of high confidence count
-fully, of medium less, of low not at all. Held out is each fifth of the rows in turn, while the other four are fitted;
-what is written is fitted to all of them.
+and what kinds of kernels, networks and hosts cost. None belongs to a row, a model or a release of a framework. Each
+stays between physical bounds and is drawn towards a value that was chosen before the fit. Rows of high confidence count
+fully, of medium less, those of a sweep over one machine's layouts little, of low not at all. Held out is each fifth of
+the rows in turn, while the other four are fitted; what is written is fitted to all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_llama.tools.plan.judge import summary  # noqa: E402
 from megatron_llama.tools.plan.published import NotSpoken, Published, read_run, read_table  # noqa: E402
 
 FOLDS = 5
-WEIGHTS = {"high": 1.0, "medium": 0.25}
+WEIGHTS = {"high": 1.0, "medium": 0.25, "sweep": 0.05}
 BEND = 0.05  # errors below count by their square, larger ones by their size: a wild row must not decide
 PULL = 0.02  # towards the values that were chosen before the fit
 SHARE = "share of the peak that large matrix products reach, "
@@ -71,12 +71,14 @@ SPECIFICATION = {
     "passes.compiled": (1.2, 0.7, 3.0, PASSES + "torch.compile"),
     "passes.fused": (1.0, 0.7, 3.0, PASSES + "fused by hand"),
     "passes.scores": (8.0, 3.0, 15.0, "times that the square of attention scores is read or written"),
+    "passes.loss": (3.0, 1.0, 10.0, PASSES + "a loss of a kernel for each operation"),
     "passes.per tensor": (1.0, 0.2, 5.0, PASSES + "casts to fp8 with a scale for a tensor"),
     "passes.per row": (3.0, 0.2, 20.0, PASSES + "casts to fp8 with a scale for a row"),
     "passes.per block": (1.3, 0.2, 5.0, PASSES + "casts to fp8 and fp4 with a scale for a block"),
-    "launch.eager": (2e-4, 2e-5, 4e-4, "seconds of a block's gaps between kernels, one for each operation"),
-    "launch.compiled": (5e-5, 1e-5, 5e-4, "the same under torch.compile"),
-    "launch.fused": (5e-5, 1e-5, 5e-4, "the same, fused by hand"),
+    "host.operation": (2e-5, 5e-6, 5e-5, "seconds that a host takes to start a kernel; those of A100"),
+    "gap.eager": (4e-6, 5e-7, 8e-6, "seconds that a kernel takes of the device besides its work: start and end"),
+    "gap.compiled": (3e-6, 5e-7, 6e-6, "the same under torch.compile"),
+    "gap.fused": (3e-6, 5e-7, 6e-6, "the same, fused by hand"),
     "launch.step": (0.01, 0.002, 0.05, "seconds that the host takes once a step"),
     "network.share": (0.7, 0.4, 1.0, "share of the network cards' speed that collectives reach"),
     "latency.node": (3e-5, 1e-5, 1e-4, "seconds that a collective takes to start inside a node"),
@@ -174,13 +176,19 @@ def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{number:.4g}") for name, number in numbers.items()}
 
 
+def _name_and_hash(table: Path) -> str:
+    return f"{table.name} (sha256 {hashlib.sha256(table.read_bytes()).hexdigest()[:16]})"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fits, judges and writes; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, help="published runs, with the columns that docs/planning.md lists")
+    parser.add_argument(
+        "tables", type=Path, nargs="+", help="published runs, with the columns that docs/planning.md lists"
+    )
     parser.add_argument("--write", action="store_true", help="write constants.json")
     options = parser.parse_args(arguments)
-    runs = usable(read_table(options.table))
+    runs = usable(row for table in options.tables for row in read_table(table))
     held_out = {name: rounded(summary(errors)) for name, errors in held_out_errors(runs).items() if errors}
     constants = fit(runs)
     fitted_errors = {
@@ -197,8 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write:
         page = {
             "date": datetime.date.today().isoformat(),
-            "data": f"{len(runs)} step times of {options.table.name}, sha256 "
-            + hashlib.sha256(options.table.read_bytes()).hexdigest()[:16],
+            "data": f"{len(runs)} step times of " + " and ".join(map(_name_and_hash, options.tables)),
             "script": "scripts/fit_planner.py",
             "held out, each fifth judged by the other four": held_out,
             "fitted": fitted_errors,

@@ -38,6 +38,9 @@ class Device:
     """To other nodes, bytes/s in each direction."""
     ranks_per_device: int
     """Ranks that share a device, each with a part of it (NeuronCores)."""
+    host_speed: float
+    """How fast a core of its usual hosts is, beside those that A100 came with (Zen 2, Cascade Lake): in benchmarks of
+    one thread, Sapphire Rapids and Zen 4 are half as fast again."""
     source: str
 
     def peak(self, form: str) -> float:
@@ -112,5 +115,6 @@ def _device(row: dict[str, str]) -> Device:
         per_node=int(row["per_node"]),
         network=1e9 * float(row["network_gbps"]),
         ranks_per_device=int(row["ranks_per_device"]),
+        host_speed=float(row["host_speed"]),
         source=row["source"],
     )

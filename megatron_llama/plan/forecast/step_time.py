@@ -22,6 +22,13 @@ BACKWARD_PRODUCTS = 2
 """Products in the backward pass for each one of the forward pass: the input's gradient and the weight's."""
 FLASH_BACKWARD = 2.5
 """Five products in the backward of attention that recomputes its scores, two in the forward (arXiv:2205.14135)."""
+OPERATIONS = {"eager": 40, "compiled": 8, "fused": 16}
+"""Kernels of a block's forward pass beside its products and attention: norms, rotations, residuals, copies."""
+SCORES_OPERATIONS = 9
+"""Kernels of attention that computes the square of scores: two products, scale, mask, softmax, dropout, copies."""
+COLLECTIVE_OPERATIONS = 4
+LOSS_BYTES = 24
+"""Bytes for each logit that a loss of few kernels reads and writes: in 32 bits, three times each."""
 NARROW = ("fp8", "fp4")
 """Formats that tensors are cast to before a product."""
 
@@ -38,7 +45,7 @@ class StepTime:
     memory_bound: float = 0.0
     """Norms, activations, residuals, rotations, casts."""
     launch: float = 0.0
-    """Gaps between kernels, and what the host does once a step."""
+    """Gaps between kernels, what the host needs longer than the device, and what it does once a step."""
     tensor: float = 0.0
     context: float = 0.0
     pipeline: float = 0.0
@@ -67,6 +74,7 @@ class _Work:
     attention: float
     memory_bound: float
     launch: float
+    """Of the device: kernels that start one after the other."""
     tensor: float
 
     @property
@@ -78,7 +86,10 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
     """The forecast of one step of ``job`` on ``device``, of which each rank has one (or its part of one)."""
     layer, head = _layer(job, device, constants), _head(job, device, constants)
     layers, m = job.layers_by_stage, job.num_microbatches
-    per_stage = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
+    on_device = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
+    # The host starts kernels ahead of the device, so that the slower of the two sets the pace.
+    on_host = [count * operations(job) * constants["host.operation"] / device.host_speed for count in layers]
+    per_stage = list(map(max, on_device, on_host))
     slowest = max(range(job.pp), key=per_stage.__getitem__)
     count, has_head = layers[slowest], slowest == job.pp - 1
     bubble = (sum(per_stage) - per_stage[slowest]) / job.vpp
@@ -95,7 +106,7 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
         head=m * head * has_head,
         attention=m * count * layer.attention,
         memory_bound=m * count * layer.memory_bound,
-        launch=m * count * layer.launch + host,
+        launch=m * (count * layer.launch + per_stage[slowest] - on_device[slowest]) + host,
         tensor=m * count * layer.tensor,
         context=context,
         pipeline=pipeline,
@@ -149,7 +160,25 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     if job.format in NARROW:
         passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
     memory += passes * (2.5 + again) / (device.bandwidth * MEMORY_REACH)
-    return _Work(matmul, attention, memory, constants[f"launch.{kernels}"], _tensor_parallel(job, device, constants))
+    gaps = operations(job) * constants[f"gap.{kernels}"]
+    return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
+
+
+def operations(job: Job) -> float:
+    """Kernels that a block starts for one micro batch: forward, backward and what is recomputed.
+
+    The backward pass starts two for each one of the forward pass. A collective takes the host as long as some kernels:
+    buffers are registered, streams wait for one another.
+    """
+    program = job.program
+    forward = len(job.shape.layer_products()) + OPERATIONS[program.kernels]
+    forward += SCORES_OPERATIONS if program.attention == "scores" else 1
+    forward += 6 * len(job.adapted)
+    again = {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute]
+    found = forward * (3 + again)
+    if job.tp > 1:
+        found += COLLECTIVE_OPERATIONS * (4 + (2 if job.recompute == "full" else 0))
+    return found
 
 
 def _attention(job: Job, device: Device, constants: Mapping[str, float]) -> tuple[float, float]:
@@ -174,7 +203,8 @@ def _head(job: Job, device: Device, constants: Mapping[str, float]) -> float:
     form = "bf16" if job.format in NARROW else job.format
     forward = matmul_seconds(rows, inner, columns, form, device, constants)
     products = forward * (2 if job.lora_parameters else 3)
-    passes = rows * columns * 24 * constants[f"passes.{job.program.kernels}"]
+    times = constants["passes.loss" if job.program.loss_in_steps else f"passes.{job.program.kernels}"]
+    passes = rows * columns * LOSS_BYTES * times
     return products + passes / (device.bandwidth * MEMORY_REACH)
 
 

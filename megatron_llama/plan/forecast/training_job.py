@@ -108,6 +108,9 @@ class Program:
     """A norm keeps its input in fp32, its quotient and its output."""
     stages_by_cost: bool = False
     """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
+    loss_in_steps: bool = False
+    """The loss is computed in 32 bits, one kernel for each operation, as the cross entropy of tensor-parallel ranks
+    was written first; else by one kernel that reads and writes the logits a few times."""
     logit_bytes: int = 12
     """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits. Of our own code: in 32 bits,
     beside the product's own."""
@@ -120,12 +123,18 @@ PROGRAMS = {
         "megatron_llama, compiled", kernels="compiled", frees_logits=True, reshards=True, logit_bytes=4
     ),
     "megatron 2021": Program(
-        "Megatron-LM before FlashAttention", "scores", "fused", overlaps_dp=False, dropout=True, logit_bytes=0
+        "Megatron-LM before FlashAttention",
+        "scores",
+        "fused",
+        overlaps_dp=False,
+        dropout=True,
+        logit_bytes=0,
+        loss_in_steps=True,
     ),
     "megatron": Program("Megatron-Core with Transformer Engine", "tuned", "fused"),
     "megatron, overlapped": Program("the same, tensor parallelism overlapped", "tuned", "fused", overlaps_tp=True),
     "eager": Program("PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14),
-    "nanotron": Program("nanotron", keeps_gathered=True, stages_by_cost=True, logit_bytes=10),
+    "nanotron": Program("nanotron", keeps_gathered=True, stages_by_cost=True, logit_bytes=10, loss_in_steps=True),
     "eager, flash 1": Program("the same, with the first FlashAttention", "flash 1", logit_bytes=14),
     "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True),
     "compiled, overlapped": Program(

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_llama.plan.forecast.footprint import footprint
 from megatron_llama.plan.forecast.hardware import Device, find_device
 from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Program, Shape, StateBytes
+from megatron_llama.tools.plan import sweep
 
 Row = Mapping[str, str]
 SQUAD_DOCUMENT = 256
@@ -47,9 +48,10 @@ class NotSpoken(ValueError):
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; columns that are not there are empty."""
+    """The rows of a CSV file of published runs, or of a sweep; columns that are not there are empty."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        return [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
+        rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
+    return sweep.published_rows(rows) if sweep.is_sweep(rows) else rows
 
 
 def read_run(row: Row) -> Published:

@@ -9,7 +9,7 @@ import pytest
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.footprint import footprint, kept_by_layer, under_way
 from megatron_llama.plan.forecast.hardware import devices, find_device
-from megatron_llama.plan.forecast.step_time import StepTime, step_time
+from megatron_llama.plan.forecast.step_time import StepTime, operations, step_time
 from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Shape
 from megatron_llama.system.units import GIB
 
@@ -103,6 +103,21 @@ def test_communication_over_nodes_costs_more_and_is_hidden_behind_work() -> None
     assert seconds(apart).data_parallel > within.data_parallel
     across = replace(PLAIN, tp=16, sp=True)
     assert seconds(across).tensor > 1.3 * seconds(replace(across, tp=8)).tensor
+
+
+def test_the_slower_of_host_and_device_sets_the_pace() -> None:
+    """A small model's step is as long as the host needs to start its kernels, whatever they compute."""
+    tiny = Shape(256, 16, 4, 4, 64, 704, 32_000)
+    job = Job(tiny, seq=128, micro_batch=1, num_microbatches=8)
+    started = 8 * 16 * operations(job) * fitted()["host.operation"] / devices()["h100"].host_speed
+    assert seconds(job).total == pytest.approx(started + fitted()["launch.step"], rel=0.02)
+    assert seconds(replace(job, micro_batch=2)).total == pytest.approx(seconds(job).total, rel=0.02), "twice the work"
+    assert seconds(replace(job, recompute="full")).total > 1.2 * seconds(job).total, "more kernels"
+    fused = replace(job, program=PROGRAMS["megatron"])
+    assert seconds(fused).total < 0.7 * seconds(job).total, "fewer kernels"
+    large, free = replace(PLAIN, micro_batch=4), {**fitted(), "host.operation": 0.0}
+    h100 = devices()["h100"]
+    assert step_time(large, h100, free).total == step_time(large, h100, fitted()).total, "the device is slower"
 
 
 @pytest.mark.parametrize("name", devices())
