@@ -210,7 +210,13 @@ class Checkpointer:
         if same_ranks:
             saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
             wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
-        self.bytes_read = manifest.stored.load_into(wanted)
+        errors = contents.own_errors(self.optimizer, self.topology.rank) if found.step > 0 else {}
+        known = {name: mine for name, mine in errors.items() if name in tensors and tensors[name].shape == mine.shape}
+        self.bytes_read = manifest.stored.load_into(wanted | known)
+        for mine in known.values():
+            contents.set_errors(self.optimizer, mine.parts[0][1])
+        if errors and not known:
+            self._report("the errors of 1-bit Adam's compression begin at zero: another layout saved them")
         if same_ranks and saved.shape == current.shape:  # else another kind of device saved it
             contents.set_random_state(saved, device)
 
@@ -220,6 +226,7 @@ class Checkpointer:
         tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)
+            tensors |= contents.own_errors(self.optimizer, self.topology.rank)
         tensors |= contents.random_state(self.topology.rank, self.model.device)
         config = self.plan.config
         position = self.plan.batches.after(step)

@@ -65,7 +65,7 @@ SETTINGS = {
         "trainer": "seed",
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},
-    OPTIM: {"optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule"},
+    OPTIM: {"optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step"},
 }
 """The settings of each kind, by section."""
 

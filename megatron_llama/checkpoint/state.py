@@ -11,6 +11,7 @@ from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
+from megatron_llama.optim.onebit_adam import OneBitAdam
 from megatron_llama.parallel import Shard
 
 
@@ -55,6 +56,22 @@ def set_random_state(both: torch.Tensor, device: torch.device) -> None:
     torch.set_rng_state(both[:size].clone())
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(both[size:].clone())
+
+
+def own_errors(optimizer: Optimizer, rank: int) -> dict[str, Rectangles]:
+    """What this rank's compression has lost so far, fp32, with 1-bit Adam; a copy. Only the same rank of the same
+    layout loads it, by its name and shape: for others the errors begin at zero, as DeepSpeed's do at every start."""
+    if not isinstance(optimizer.inner, OneBitAdam):
+        return {}
+    trainer, errors = optimizer.model.plan.config.trainer, optimizer.inner.errors()
+    layout = f"tp{trainer.tp}_pp{trainer.pp}_vpp{trainer.vpp}"
+    return {f"onebit_errors.{layout}.rank_{rank:05d}": Rectangles(tuple(errors.shape), [((0,), errors)])}
+
+
+def set_errors(optimizer: Optimizer, errors: torch.Tensor) -> None:
+    """Restores what ``own_errors`` gave."""
+    assert isinstance(optimizer.inner, OneBitAdam)
+    optimizer.inner.set_errors(errors)
 
 
 def _by_name(tensors: Iterable[tuple[str, Shard, torch.Tensor]], owned: bool) -> dict[str, Rectangles]:

@@ -218,8 +218,12 @@ class TrainerConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Annotated[str, one_of("adamw", "adam", "sgd")] = "adamw"
-    """adamw, adam or sgd, from torch.optim."""
+    name: Annotated[str, one_of("adamw", "adam", "sgd", "onebit_adam")] = "adamw"
+    """adamw, adam or sgd, from torch.optim, or onebit_adam, which after freeze_step exchanges signs of momenta instead
+    of gradients; for trainer.zero=0."""
+    freeze_step: Annotated[int | None, at_least(1)] = None
+    """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
+    the steps."""
     lr: Annotated[float, above_zero()] = 3e-4
     """Highest learning rate."""
     min_lr: Annotated[float | None, at_least(0)] = None

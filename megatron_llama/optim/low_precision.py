@@ -23,6 +23,7 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
+    "onebit_adam": ("exp_avg", "exp_avg_sq"),
 }
 """torch's names of the states that each optimizer keeps for a weight, besides the number of updates."""
 # Values per block: few enough for a CPU's cache; on accelerators, where each operation is a launch, as many as are

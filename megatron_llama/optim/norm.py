@@ -11,9 +11,14 @@ from megatron_llama.parallel import Shard
 
 
 @torch.no_grad()
-def gradient_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
-    """2-norm of all gradients, fp32 scalar, the same on all ranks."""
-    return _global_norm([part for s in shards if s.grad is not None for part in s.owned(s.grad)], device)
+def gradient_norm(shards: Iterable[Shard], device: torch.device, *, own_shares: bool = False) -> torch.Tensor:
+    """2-norm of all gradients, fp32 scalar, the same on all ranks.
+
+    ``own_shares``: the data-parallel ranks have not summed theirs (1-bit Adam); then it is the root of the sum of the
+    squares of all their norms, which is infinite or NaN if one of them is.
+    """
+    with_gradient = [(s, s.grad) for s in shards if s.grad is not None]
+    return _global_norm([part for s, grad in with_gradient for part in s.owned(grad, every_replica=own_shares)], device)
 
 
 @torch.no_grad()

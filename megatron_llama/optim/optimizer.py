@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from megatron.core import parallel_state
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -16,6 +17,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
+from megatron_llama.optim.onebit_adam import OneBitAdam
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan
 
@@ -32,17 +34,21 @@ class Optimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
-        return gradient_norm(self.model.shards, self.model.device)
+        if not isinstance(self.inner, OneBitAdam):
+            return gradient_norm(self.model.shards, self.model.device)
+        self._lend_gradients()
+        self.inner.reduce_gradients()
+        return gradient_norm(self.model.shards, self.model.device, own_shares=self.inner.is_frozen)
 
     def step(self, norm: torch.Tensor) -> None:
         """Clips by ``norm``, updates the weights, frees the gradients and advances the schedule."""
         factor = None if self.clip is None else clip_factor(norm, self.clip)
-        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
-            view.grad = shard.grad
+        self._lend_gradients()
         if isinstance(self.inner, LowPrecisionOptimizer):
             self.inner.step(gradient_factor=factor)  # scaling bf16 gradients here would round them twice
         else:
-            if factor is not None:
+            # The norm of a sum of gradients that nobody has made is not known.
+            if factor is not None and not (isinstance(self.inner, OneBitAdam) and self.inner.is_frozen):
                 scale_gradients(self.model.shards, factor)
             self.inner.step()
         self.inner.zero_grad(set_to_none=True)
@@ -86,14 +92,18 @@ class Optimizer:
         """
         for _ in self.states():  # creates them
             pass
-        if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam):
+        if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam | OneBitAdam):
             for view in self._views():
-                at = "cpu" if isinstance(self.inner, LowPrecisionOptimizer) else view.device
+                at = view.device if isinstance(self.inner, torch.optim.Adam) else "cpu"
                 self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(steps):
                 self.scheduler.step()
+
+    def _lend_gradients(self) -> None:
+        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+            view.grad = shard.grad
 
     def _views(self) -> list[torch.Tensor]:
         """The local tensors that ``inner`` updates, in the order of its parameter groups."""
@@ -130,6 +140,16 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
             state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
             stochastic=plan.precision.stochastic,
             seed=plan.config.trainer.seed,
+        )
+    elif optim.name == "onebit_adam":
+        assert optim.freeze_step is not None, "a plan has one"
+        inner = OneBitAdam(
+            groups,
+            parallel_state.get_data_parallel_group(),
+            lr=optim.lr,
+            betas=(beta1, beta2),
+            eps=optim.eps,
+            freeze_step=optim.freeze_step,
         )
     elif optim.name == "sgd":
         inner = torch.optim.SGD(groups, lr=optim.lr, momentum=beta1)

@@ -27,11 +27,14 @@ from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 
-def data_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """This rank's data-parallel mesh: (replicate, shard), or only (shard) if there is one replica."""
+def data_mesh(topology: Topology, device_type: str, sums_itself: bool = False) -> DeviceMesh:
+    """This rank's data-parallel mesh: (replicate, shard), or only (shard) if there is one replica, or if the optimizer
+    ``sums_itself`` over the replicas."""
     replicas = topology.dp // topology.shard_size
     shape = (topology.pp, replicas, topology.shard_size, topology.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    if sums_itself:
+        return mesh["shard"]
     return mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
 
 

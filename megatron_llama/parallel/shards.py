@@ -61,9 +61,10 @@ class Shard:
         """The gradient of the rows, a view; None before a backward pass."""
         return None if self.parameter.grad is None else _local(self.parameter.grad)
 
-    def owned(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The parts of ``tensor``, shaped like ``local``, that this rank counts: each value counts on one rank only."""
-        if self.counts:
+    def owned(self, tensor: torch.Tensor, *, every_replica: bool = False) -> Iterator[torch.Tensor]:
+        """The parts of ``tensor``, shaped like ``local``, that this rank counts: each value counts on one rank only, or
+        with ``every_replica`` on one rank of each data-parallel replica."""
+        if self.counts or every_replica:
             yield from (tensor[piece.local_slices] for piece in self.pieces if piece.replica == 0)
 
 

@@ -35,6 +35,8 @@ COSINE = {
     "min_lr": "${optim.min_lr}",
 }
 LONGEST_WARMUP_STEPS = 2000
+ONEBIT_WARM_UP = 0.15
+"""Share of the steps before 1-bit Adam exchanges signs: 15 to 25 % in its paper, arXiv:2102.02888, section 4."""
 VALIDATION_STEPS = 4
 
 
@@ -102,6 +104,8 @@ def _derive_steps(config: Config, epochs: int) -> str:
 def derive_optimizer(config: Config) -> None:
     """Fills in what follows from the steps and the learning rate, in place."""
     optim, steps = config.optim, config.trainer.steps
+    if optim.name == "onebit_adam" and optim.freeze_step is None:
+        optim.freeze_step = max(1, math.ceil(ONEBIT_WARM_UP * steps))
     optim.schedule = optim.schedule or dict(COSINE)
     if optim.min_lr is None:
         optim.min_lr = optim.lr / 10

@@ -20,7 +20,7 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.system.units import GIB, gib
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1}
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "onebit_adam": 3}
 """Tensors that the optimizer keeps for each parameter; sgd its momentum, which is optim.betas' first."""
 USABLE = 0.94
 """Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
@@ -99,8 +99,10 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
     if one_micro_batch:
         # Each block frees its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
-    states = BYTES[precision.optimizer_state_dtype] * OPTIMIZER_STATES[plan.config.optim.name]
-    return States(kept + working, gradients, states * shard)
+    states = BYTES[precision.optimizer_state_dtype] * OPTIMIZER_STATES[plan.config.optim.name] * shard
+    if plan.config.optim.name == "onebit_adam":  # the errors of the rank that averages
+        states += BYTES[precision.optimizer_state_dtype] * -(-shard // plan.dp)
+    return States(kept + working, gradients, states)
 
 
 def check_memory(

@@ -20,7 +20,7 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import kv_copies, matrices
 
 AXES = ("tp", "pp", "dp", "world")
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send", "recv")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
 FP32, INT32, INT64 = 4, 4, 8
 
 
@@ -174,17 +174,32 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     gathers = 2 * m if zero == 3 else 1
     sums = m if zero >= 2 else 1
     over_copies = Line("dp", "all_reduce", plan.dp // n)
+    held: list[int] = []
     for chunk in chunks:
         tables = chunk.is_first + (chunk.is_last and not (plan.model.tie_word_embeddings and chunk.is_first))
         others = [table] * tables + [(h, 1)] * chunk.is_last
         for what, units, parameters in (("blocks", chunk.layers, block), ("embedding, norm, head", 1, others)):
             if not parameters:
                 continue
+            held += [rows * columns for _ in range(units) for rows, columns in parameters]
             filled = sum(-(-rows // n) * n * columns for rows, columns in parameters)
             weights, gradients = filled * weight_bytes, filled * gradient_bytes
             yield Operation(f"{what}: weights", Line("dp", "all_gather", n), units * gathers, weights)
             yield Operation(f"{what}: gradients", Line("dp", "reduce_scatter", n), units * sums, gradients)
-            yield Operation(f"{what}: gradients, over copies", over_copies, units * sums, gradients // n)
+            if plan.config.optim.name != "onebit_adam":
+                yield Operation(f"{what}: gradients, over copies", over_copies, units * sums, gradients // n)
+    if plan.config.optim.name == "onebit_adam":
+        yield from _signs(plan.dp, held)
+
+
+def _signs(dp: int, sizes: list[int]) -> Iterator[Operation]:
+    """A step of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values. In the warm-up it
+    is one all_reduce of all gradients in fp32."""
+    signs = dp * sum(-(-size // (8 * dp)) for size in sizes)
+    gather = Line("dp", "all_gather", dp)
+    yield Operation("signs of momenta", Line("dp", "all_to_all", dp), 1, signs)
+    yield Operation("signs of averages", gather, 1, signs)
+    yield Operation("scales of momenta and averages", gather, 2, dp * len(sizes) * FP32)
 
 
 def _local_shapes(plan: Plan) -> dict[str, tuple[int, int]]:

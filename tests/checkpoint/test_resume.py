@@ -9,10 +9,12 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import saved_steps
+from megatron_llama.optim.onebit_adam import OneBitAdam
 from tests.checkpoint.runner import Tamper, assert_same, run
 from tests.messages import raises_saying
 from tests.ranks import RankFailed
 
+ONE_BIT = ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=2"]
 ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
 
 
@@ -27,6 +29,7 @@ def _seed(checkpointer: Checkpointer) -> None:
         pytest.param(4, ["trainer.tp=2", "trainer.pp=2"], id="tp2pp2", marks=pytest.mark.slow),
         pytest.param(2, ["trainer.zero=3"], id="dp2zero3"),
         pytest.param(1, ["optim.name=sgd"], id="sgd"),
+        pytest.param(2, ONE_BIT, id="1-bit Adam, signs"),
     ],
 )
 def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
@@ -56,6 +59,27 @@ def test_a_state_that_is_forgotten_would_be_seen(tamper: Tamper, tmp_path: Path)
     second = run(1, tmp_path / "halves", *ADAM, until=6, tamper=tamper)
     assert second.losses[4] == whole.losses[4]  # the weights are right
     assert second.losses[6] != whole.losses[6]
+
+
+def _without_errors(checkpointer: Checkpointer) -> None:
+    inner = checkpointer.optimizer.inner
+    assert isinstance(inner, OneBitAdam)
+    inner.set_errors = lambda errors: None  # type: ignore[method-assign]
+
+
+def test_errors_of_signs_that_are_forgotten_would_be_seen(tmp_path: Path) -> None:
+    whole = run(2, tmp_path / "whole", *ADAM, *ONE_BIT, until=6)
+    run(2, tmp_path / "halves", *ADAM, *ONE_BIT, until=3)
+    second = run(2, tmp_path / "halves", *ADAM, *ONE_BIT, until=6, tamper=_without_errors)
+    assert second.losses[4] == whole.losses[4] and second.losses[6] != whole.losses[6]
+
+
+def test_errors_of_signs_begin_at_zero_in_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(2, tmp_path / "run", *ADAM, *ONE_BIT, until=3)
+    assert "errors" not in capfd.readouterr().err
+    second = run(2, tmp_path / "run", *ADAM, *ONE_BIT, "trainer.tp=2", until=4)
+    assert second.started_at == 3
+    assert "the errors of 1-bit Adam's compression begin at zero: another layout" in capfd.readouterr().err
 
 
 def test_another_layout_goes_on_within_the_layout_tolerance(tmp_path: Path) -> None:

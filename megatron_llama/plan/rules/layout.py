@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.hostfile import FORMS, bad_hosts
+from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.derive import spread
@@ -214,6 +215,22 @@ def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]
         legal = (length // tp * tp, (length // tp + 1) * tp)
         advice = nearest_legal("data.seq_length", length, {size for size in legal if size}) + ", or trainer.sp=false"
         yield Problem("data.seq_length", length, rule, advice)
+
+
+@reads("optim.name", "optim.freeze_step", "trainer.zero", "trainer.precision")
+def onebit_adam_keeps_whole_states(config: Config, world_size: int) -> Iterator[Problem]:
+    """1-bit Adam exchanges momenta, which every data-parallel rank must hold whole and in fp32."""
+    name, zero, precision = config.optim.name, config.trainer.zero, config.trainer.precision
+    if name != "onebit_adam":
+        if config.optim.freeze_step is not None:
+            rule = f"is for optim.name=onebit_adam, and it is {name}"
+            yield Problem("optim.freeze_step", config.optim.freeze_step, rule, "write optim.freeze_step=null")
+        return
+    if zero:
+        yield Problem("trainer.zero", zero, "optim.name=onebit_adam exchanges whole momenta", "write trainer.zero=0")
+    if PRECISIONS[precision].param_dtype != "float32":
+        rule = "optim.name=onebit_adam needs weights in fp32: errors of a sign are added to them"
+        yield Problem("trainer.precision", precision, rule, "write trainer.precision=bf16 or fp32")
 
 
 @reads("trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")

@@ -27,6 +27,7 @@ _C10D: dict[str, tuple[str, int, int]] = {
     "_reduce_scatter_base_": ("reduce_scatter", 1, 2),
     "reduce_scatter_": ("reduce_scatter", 1, 2),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 2),
+    "alltoall_base_": ("all_to_all", 1, 2),
     "send": ("send", 0, 1),
     "recv_": ("recv", 0, 1),
 }

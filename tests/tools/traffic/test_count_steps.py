@@ -15,16 +15,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_llama.optim.optimizer
 import megatron_llama.parallel.pipeline
+from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
-from megatron_llama.plan import Plan
-from megatron_llama.plan.traffic import Amount, Line, Traffic, totals
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.traffic import Amount, Line, Traffic, totals, wire
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
 from megatron_llama.tools.traffic.count_steps import count_steps
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 from megatron_llama.train.sanity import FiniteCheck
 from tests.oracle import make_plan
+from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
 
@@ -118,6 +120,41 @@ QUICK = {
 @pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_counted_is_predicted(ranks: int, layout: list[str]) -> None:
     assert differences(ranks, *layout) == []
+
+
+ONE_BIT = ("optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=1", FEW)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    rows({"dp2": (2, []), "tp2·dp2+sp, odd, tied": (4, ["trainer.tp=2", ODD, TIED])}.items(), {"dp2"}),
+)
+def test_one_bit_adam_before_and_after_its_freeze(ranks: int, layout: list[str]) -> None:
+    plan = small_plan(ranks, *ONE_BIT, *layout)
+    for rank, (warm_up, signs) in enumerate(run_ranks(counted, ranks, plan)):
+        predicted = totals(operations_of_rank(plan, rank))
+        assert signs == predicted
+        (calls, gradients), others = warm_up[Line("dp", "all_reduce", 2)], {"all_to_all", "all_gather"}
+        assert calls == 1 and gradients / 4 == plan.stages[0].held
+        of_dp = {line.kind: amount.payload for line, amount in signs.items() if line.axis == "dp"}
+        assert of_dp.keys() == others and of_dp["all_to_all"] >= gradients / 32
+
+
+def test_one_bit_adam_sends_a_fifth_over_a_run() -> None:
+    """At the true size, over 15 % of warm-up in fp32 and the rest in signs."""
+    whole = ("model=llama7b", "data=mock", "data.seq_length=4096", "trainer.dp=8", "trainer.zero=0")
+    plan = resolve(load_config([*whole, "optim.name=onebit_adam"], CONF), 8)
+    signs = sum(wire(*item) for item in _of_dp(plan))
+    gradients = wire(Line("dp", "all_reduce", 8), 4 * plan.parameters)
+    assert 0 < signs < gradients / 31
+    steps, warm_up = plan.config.trainer.steps, plan.config.optim.freeze_step
+    assert warm_up == 15 and steps == 100
+    assert gradients * steps / (gradients * warm_up + signs * (steps - warm_up)) > 5
+
+
+def _of_dp(plan: Plan) -> list[tuple[Line, int]]:
+    found = totals(operations_of_rank(plan, 0))
+    return [(line, amount.payload) for line, amount in found.items() if line.axis == "dp"]
 
 
 @pytest.mark.slow
@@ -222,6 +259,7 @@ def _every_operator(rank: int) -> dict[str, Traffic]:
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(pair, x),
         "all_gather": lambda: dist.all_gather([torch.ones(4), torch.ones(4)], x),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, pair),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(4), x),
         "send, recv": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0),
         "functional all_reduce": lambda: all_reduce(x, "sum", group).wait(),
         "functional all_gather": lambda: all_gather_tensor(x, 0, group).wait(),
@@ -245,6 +283,7 @@ def test_each_operator_is_counted() -> None:
         "all_gather_into_tensor": ("all_gather", 32),
         "all_gather": ("all_gather", 32),
         "reduce_scatter_tensor": ("reduce_scatter", 32),
+        "all_to_all_single": ("all_to_all", 16),
         "functional all_reduce": ("all_reduce", 16),
         "functional all_gather": ("all_gather", 32),
         "functional reduce_scatter": ("reduce_scatter", 32),

@@ -1,0 +1,176 @@
+"""1-bit Adam against its published arithmetic, written down again without packing, and in layouts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_llama.optim.onebit_adam import OneBitAdam
+from tests.oracle import Result, assemble, distance, make_plan, run_layout, train_rank
+from tests.ranks import run_ranks
+
+SIZES = ((7,), (33, 5), (64,), (1,))
+STEPS, FREEZE = 8, 3
+LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.95), 1e-8, 0.1
+Tensors = list[torch.Tensor]
+
+
+def gradient(step: int, rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + number)
+    return torch.randn(SIZES[number], generator=generator) * 10.0 ** (number - 1)
+
+
+def initial() -> Tensors:
+    return [torch.linspace(-1, 1, math.prod(size)).view(size) for size in SIZES]
+
+
+def train(rank: int, ranks: int, steps: int, resume_at: int | None = None) -> tuple[Tensors, Tensors, Tensors]:
+    """(weights, momenta, errors) after some steps. At ``resume_at`` everything is put into a new optimizer."""
+
+    def make(values: Tensors) -> tuple[OneBitAdam, list[torch.nn.Parameter]]:
+        weights = [torch.nn.Parameter(value.clone()) for value in values]
+        groups = [{"params": weights[:3], "weight_decay": DECAY}, {"params": weights[3:], "weight_decay": 0.0}]
+        assert dist.group.WORLD is not None
+        inner = OneBitAdam(groups, dist.group.WORLD, lr=LR, betas=BETAS, eps=EPS, freeze_step=FREEZE)
+        return inner, weights
+
+    inner, weights = make(initial())
+    for step in range(steps):
+        if step == resume_at:
+            before, errors = inner, inner.errors()
+            old = weights
+            inner, weights = make([weight.detach() for weight in weights])
+            for ours, theirs in zip(weights, old, strict=True):
+                inner.state[ours] = {kind: value.clone() for kind, value in before.state[theirs].items()}
+            inner.set_errors(errors)
+        for number, weight in enumerate(weights):
+            weight.grad = gradient(step, rank, number)
+        inner.reduce_gradients()
+        inner.step()
+    momenta = [inner.state[weight]["exp_avg"] for weight in weights]
+    exchange = inner.exchange
+    result = ([w.detach() for w in weights], momenta, [exchange.worker_error, exchange.server_error])
+    return result
+
+
+def reference(ranks: int, steps: int) -> tuple[Tensors, Tensors]:
+    """DeepSpeed's OneBitAdam.step and NcclBackend.compressed_allreduce for all ranks at once, value by value."""
+    weights = [weight.double() for weight in initial()]
+    momenta, squares = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2))
+    columns = [-(-math.prod(size) // (8 * ranks)) * 8 for size in SIZES]
+    worker = [torch.zeros(ranks, ranks * width, dtype=torch.float64) for width in columns]
+    server = [torch.zeros(ranks, width, dtype=torch.float64) for width in columns]
+
+    def one_bit(values: torch.Tensor, count: int) -> torch.Tensor:
+        scale = values[:count].norm() / math.sqrt(count) if count else torch.zeros(())
+        signs = torch.where(values >= 0, 1.0, -1.0).double()
+        signs[count:] = 0
+        return signs * scale
+
+    for step in range(steps):
+        for n, size in enumerate(SIZES):
+            shares = [gradient(step, rank, n).double() for rank in range(ranks)]
+            count, width = math.prod(size), columns[n]
+            if step < FREEZE:
+                whole = torch.stack(shares).sum(dim=0)
+                momenta[n] = BETAS[0] * momenta[n] + (1 - BETAS[0]) * whole
+                squares[n] = BETAS[1] * squares[n] + (1 - BETAS[1]) * whole**2
+            else:
+                sent = []
+                for rank in range(ranks):
+                    own = torch.zeros(ranks * width, dtype=torch.float64)
+                    own[:count] = (BETAS[0] * momenta[n] + (1 - BETAS[0]) * ranks * shares[rank]).flatten()
+                    own += worker[n][rank]
+                    sent.append(one_bit(own, count))
+                    worker[n][rank] = own - sent[-1]
+                mean = torch.stack(sent).mean(dim=0).view(ranks, width)
+                averages = []
+                for rank in range(ranks):
+                    own = mean[rank] + server[n][rank]
+                    averages.append(one_bit(own, min(max(count - rank * width, 0), width)))
+                    server[n][rank] = own - averages[-1]
+                momenta[n] = torch.cat(averages)[:count].view(size)
+            update = momenta[n] / (squares[n].sqrt() + EPS) + (DECAY if n < 3 else 0.0) * weights[n]
+            weights[n] = weights[n] - LR * update
+    return weights, momenta
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_is_the_published_arithmetic(ranks: int) -> None:
+    found = run_ranks(train, ranks, ranks, STEPS)
+    weights, momenta = reference(ranks, STEPS)
+    for rank in found:
+        for ours, exact in zip([*rank[0], *rank[1]], [*weights, *momenta], strict=True):
+            assert torch.allclose(ours.double(), exact, rtol=1e-4, atol=1e-5), "against fp64"
+    for ours, theirs in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(ours, theirs), "copies drift apart"
+
+
+def test_what_compression_loses_is_kept() -> None:
+    """Without weight decay of the momentum: all that went in has come out, or is in the errors."""
+    ranks, rounds = 2, 5
+    inputs = torch.zeros(33)
+    outputs = torch.zeros(33)
+    kept = run_ranks(_exchange, ranks, ranks, rounds)
+    for rank in range(ranks):
+        inputs += kept[rank][0] / ranks
+    outputs += kept[0][1]
+    worker = torch.stack([errors for *_, errors, _ in kept]).mean(dim=0)
+    server = torch.cat([server for *_, server in kept])
+    assert torch.allclose(inputs, outputs + (worker + server)[:33], atol=1e-5)
+    assert worker.abs().max() > 0.1, "nothing was lost, so nothing was tested"
+
+
+def _exchange(rank: int, ranks: int, rounds: int) -> Tensors:
+    from megatron_llama.optim.onebit_adam import OneBitAverage
+
+    assert dist.group.WORLD is not None
+    exchange = OneBitAverage([33], dist.group.WORLD, torch.device("cpu"))
+    went_in, came_out = torch.zeros(33), torch.zeros(33)
+    for step in range(rounds):
+        values = torch.randn(33, generator=torch.Generator().manual_seed(10 * step + rank))
+        went_in += values
+        came_out += exchange.average([values])[0]
+    return [went_in, came_out, exchange.worker_error.flatten(), exchange.server_error]
+
+
+def test_errors_go_on_to_the_bit() -> None:
+    through, resumed = run_ranks(train, 2, 2, STEPS), run_ranks(train, 2, 2, STEPS, 6)
+    for one, other in zip(through, resumed, strict=True):
+        for kind in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(one[kind], other[kind], strict=True))
+
+
+ONEBIT = ("optim.name=onebit_adam", "trainer.zero=0")
+LAYOUTS = {"dp2": (2, ()), "tp2·dp2": (4, ("trainer.tp=2",)), "pp2·dp2": (4, ("trainer.pp=2",))}
+
+
+@pytest.fixture(scope="module")
+def warm_up() -> Result:
+    return run_layout(1, *ONEBIT, "optim.freeze_step=9")
+
+
+@pytest.mark.parametrize("name", ["dp2", pytest.param("tp2·dp2", marks=pytest.mark.slow)])
+def test_the_warm_up_is_the_same_in_every_layout(name: str, warm_up: Result) -> None:
+    ranks, layout = LAYOUTS[name]
+    ours = run_layout(ranks, *ONEBIT, "optim.freeze_step=9", *layout)
+    assert ours.losses == pytest.approx(warm_up.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(warm_up.norms, rel=1e-4)
+    assert all(distance(ours.weights[k], exact) < 1e-4 for k, exact in warm_up.weights.items())
+
+
+@pytest.mark.parametrize(
+    "name", ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2·dp2", "pp2·dp2"))]
+)
+def test_copies_stay_equal_and_the_loss_falls(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    plan = make_plan(ranks, *ONEBIT, "optim.freeze_step=2", "optim.lr=0.003", "optim=constant", *layout)
+    answers = run_ranks(train_rank, ranks, plan, 8, None)
+    losses, norms = answers[0][:2]
+    assert all(answer[:2] == (losses, norms) for answer in answers)
+    _, copies = assemble([answer[-1] for answer in answers])  # which are equal to the bit
+    assert copies > 0
+    assert all(math.isfinite(number) for number in (*losses, *norms)) and losses[-1] < losses[0]
