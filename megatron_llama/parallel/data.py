@@ -7,7 +7,9 @@
     3     sharded                   reduce-scattered at each one            sharded
 
 zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
-overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding).
+overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
+rank that has nothing to cast either (``Plan.plain_parameters``) keeps plain parameters: ``fully_shard`` would copy each
+weight once and each gradient three times in a step, and hold the weights twice.
 
 Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``. A reduced gradient gets the
 parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the micro batches in fp32.
@@ -15,9 +17,13 @@ parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -39,7 +45,9 @@ def data_mesh(topology: Topology, device_type: str, sums_itself: bool = False) -
 
 
 def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
-    """Applies ``fully_shard`` in place: one unit per block, one for embedding, norm and head."""
+    """Applies ``fully_shard`` in place: one unit per block, one for embedding, norm and head. Plain parameters stay."""
+    if plan.plain_parameters:
+        return
     precision = plan.precision
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute_dtype),  # the layers see the weights in this dtype
@@ -51,18 +59,57 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(chunk, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in chunk.modules():
-        if isinstance(module, FSDPModule):
-            # Sum, not mean: the loss is already divided by the tokens of the global batch.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
+        if not isinstance(module, FSDPModule):
+            continue
+        if plan.dp == 1:
+            module.set_custom_reduce_scatter(_NoReduction())
+            continue
+        # Sum, not mean: the loss is already divided by the tokens of the global batch.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
 
 
-def before_last_microbatch(chunk: FSDPModule, zero: int) -> Callable[[], AbstractContextManager[None]] | None:
+def allocate(chunk: nn.Module, device: torch.device) -> None:
+    """Gives the parameters, which are on the meta device, memory on ``device``, in place."""
+    if isinstance(chunk, FSDPModule):
+        chunk.to_empty(device=device)
+        return
+    for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
+        for name, meta in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
+
+
+class _NoReduction:
+    """The reduction over one rank, whose result is its input: ``fully_shard`` asks for a buffer for each, gets the same
+    one twice, and so copies nothing. What ``FSDPModule.set_custom_reduce_scatter`` takes."""
+
+    def __init__(self) -> None:
+        self._last: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer of a reduction's input, and then the same for its result."""
+        last, self._last = self._last, None
+        if last is None:
+            last = self._last = torch.empty(*size, dtype=dtype, device=device)
+        return last
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Nothing is left to do."""
+
+
+def before_last_microbatch(chunk: nn.Module, zero: int) -> Callable[[], AbstractContextManager[None]] | None:
     """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
 
     Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
     """
-    if zero == 3:
+    if zero == 3 or not isinstance(chunk, FSDPModule):
         return None
 
     @contextmanager

@@ -23,7 +23,7 @@ from megatron_llama.model.lora import add_lora
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.data import data_mesh, shard_chunk
+from megatron_llama.parallel.data import allocate, data_mesh, shard_chunk
 from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
@@ -125,7 +125,7 @@ def build_model(
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
         shard_chunk(chunk, mesh, plan)
-        chunk.to_empty(device=torch_device)
+        allocate(chunk, torch_device)
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
         # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the

@@ -83,7 +83,7 @@ def run_schedule(
 
     for chunk in chunks:
         chunk.train(train)
-    contexts = [before_last_microbatch(chunk, trainer.zero) for chunk in chunks]  # type: ignore[arg-type]
+    contexts = [before_last_microbatch(chunk, trainer.zero) for chunk in chunks]
     config = chunks[0].config
     config.no_sync_func = None if not train or contexts[0] is None else contexts if trainer.vpp > 1 else contexts[0]
     with torch.set_grad_enabled(train):

@@ -22,7 +22,7 @@ class Shard:
     name: str
     """The parameter's name in its chunk, the same for all layouts."""
     parameter: nn.Parameter
-    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it."""
+    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/data.py)."""
     pieces: list[Piece]
     """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary are in none."""
     counts: bool
@@ -69,7 +69,7 @@ class Shard:
 
 
 def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
-    """The shards of a chunk after ``fully_shard``, in the order of its parameters."""
+    """The shards of a chunk after data parallelism, in the order of its parameters."""
     shards = []
     for name, parameter in chunk.named_parameters():
         tp = TensorParallel(topology.tp_rank, topology.tp)

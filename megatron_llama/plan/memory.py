@@ -70,8 +70,8 @@ def _one_micro_batch(plan: Plan) -> bool:
 
 def _working(plan: Plan, stage: StageParameters) -> int:
     """Bytes of what the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank
-    too; ZeRO 3 does so block by block, which is little."""
-    if plan.config.trainer.zero == 3:
+    that casts its weights too; ZeRO 3 does so block by block, which is little."""
+    if plan.plain_parameters or plan.config.trainer.zero == 3:
         return 0
     quantized = stage.quantizable if plan.quantized else 0
     packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0

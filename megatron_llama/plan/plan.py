@@ -80,6 +80,14 @@ class Plan:
         return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.dp)
 
     @property
+    def plain_parameters(self) -> bool:
+        """Whether a rank's layers compute with its parameters themselves: one data-parallel rank has nobody to share
+        with, and weights and gradients have one dtype throughout."""
+        precision = self.precision
+        one_dtype = precision.param_dtype == precision.compute_dtype == precision.grad_accum_dtype
+        return self.dp == 1 and one_dtype and self.frozen_dtype == precision.compute_dtype
+
+    @property
     def batches(self) -> BatchSchedule:
         """Which samples each step trains on."""
         return BatchSchedule.of(self.config, self.start)

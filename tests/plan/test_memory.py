@@ -72,7 +72,15 @@ def test_sgd_has_its_momentum_and_one_micro_batch_is_reduced_at_once() -> None:
 
 def test_each_stage_needs_what_its_parameters_need() -> None:
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
-    assert [memory.total for memory in stage_memory(plan)] == [20 * stage.held for stage in plan.stages]
+    assert [memory.total for memory in stage_memory(plan)] == [16 * stage.held for stage in plan.stages]
+
+
+def test_one_data_parallel_rank_holds_its_weights_once_where_nothing_is_cast() -> None:
+    for zero in (0, 1, 2, 3):
+        assert memory_of(plan_of(zero, "fp32", dp=1)).weights == 4 * COUNT
+        assert memory_of(plan_of(zero, "bf16_sr", dp=1)).weights == 2 * COUNT
+    assert memory_of(plan_of(1, "bf16", dp=1)).weights == (4 + 2) * COUNT
+    assert memory_of(plan_of(1, "fp32_ZeroOptMaster", dp=1)).weights == (4 + 2) * COUNT
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

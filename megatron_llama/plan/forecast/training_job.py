@@ -278,7 +278,7 @@ def job_of_plan(plan: Plan) -> Job:
         vpp=trainer.vpp,
         dp=plan.dp,
         sp=plan.sp,
-        zero=trainer.zero,
+        zero=0 if plan.plain_parameters else trainer.zero,  # nothing is gathered
         shard_size=plan.shard_size,
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,

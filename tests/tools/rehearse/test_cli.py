@@ -51,7 +51,7 @@ def test_every_mistake_is_told(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_page_a_stage_with_a_picture(tmp_path: Path) -> None:
-    settings = ["trainer.pp=2", "trainer.tp=2", "device.memory_gib=0.0001"]
+    settings = ["trainer.pp=2", "trainer.tp=2", "trainer.precision=bf16", "device.memory_gib=0.0001"]
     status, output = rehearse(*SMALL, *settings, "--pictures", str(tmp_path))
     assert status == 0
     assert re.findall(r"^rank (\d): pipeline stage (\d) of 2", output, re.M) == [("0", "1"), ("2", "2")]
