@@ -62,7 +62,7 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
         if not isinstance(module, FSDPModule):
             continue
         if plan.dp == 1:
-            module.set_custom_reduce_scatter(_NoReduction())
+            module.set_custom_reduce_scatter(_NoReduction())  # type: ignore[arg-type]  # its base class is private
             continue
         # Sum, not mean: the loss is already divided by the tokens of the global batch.
         module.set_gradient_divide_factor(1.0)
