@@ -29,6 +29,8 @@ class Program:
     """Seconds of a step."""
     throughput: tuple[str, ...] = ()
     """Sequences per second."""
+    from_zero: bool = False
+    """Its steps are counted from 0: what is logged at step N is of the N+1st batch."""
 
 
 PROGRAMS = (
@@ -55,9 +57,10 @@ PROGRAMS = (
         tokens=("train/num_input_tokens_seen", "num_input_tokens_seen"),
         throughput=("train/train_samples_per_second", "train_samples_per_second"),
     ),
-    Program("Lightning", loss=("train_loss",)),
+    # With log_every_n_steps=50 it logs at steps 49, 99, ...
+    Program("Lightning", loss=("train_loss",), from_zero=True),
 )
-ROLES = tuple(field.name for field in fields(Program) if field.name != "name")
+ROLES = tuple(field.name for field in fields(Program) if field.name not in ("name", "from_zero"))
 
 
 def program_of(there: Collection[str], named: Mapping[str, Sequence[str]]) -> Program | None:

@@ -88,8 +88,11 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
 
 def _curve(log: Log, program: Program, tag: str, samples_per_step: float | None) -> tuple[Floats, Floats] | None:
     """The loss ``tag`` over samples: the axis of the series itself, or as they are logged, or the sum of the batches,
-    or by --samples-per-step, in this order. Points whose samples are unknown or no more than before are left out."""
+    or by --samples-per-step, in this order. Points whose samples are unknown or no more than before are left out.
+
+    A loss at step 0 says that steps are counted from 0: no batch, no loss."""
     steps, losses = _columns(log.series[tag])
+    before_first = -1.0 if program.from_zero or steps[0] == 0 else 0.0
     counted = first(program.samples, log.series)
     batch = first(program.batch, log.series)
     if tag.endswith(OVER_SAMPLES):
@@ -98,9 +101,9 @@ def _curve(log: Log, program: Program, tag: str, samples_per_step: float | None)
         samples = np.interp(steps, *_columns(log.series[counted]), left=np.nan, right=np.nan)
     elif batch is not None:
         sizes = np.interp(steps, *_columns(log.series[batch]))
-        samples = np.cumsum(sizes * np.diff(steps, prepend=0.0))
+        samples = np.cumsum(sizes * np.diff(steps, prepend=before_first))
     elif samples_per_step is not None:
-        samples = steps * samples_per_step
+        samples = (steps - before_first) * samples_per_step
     else:
         return None
     known = np.isfinite(samples)

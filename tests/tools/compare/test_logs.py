@@ -79,6 +79,20 @@ def test_hugging_face_trainer(tmp_path: Path, reference: str) -> None:
     agrees(reference, run, samples_per_step=["99", f"{run}=8"])
 
 
+@pytest.mark.parametrize(("tag", "every"), [("train_loss", 1), ("train_loss", 5), ("my/loss", 1)])
+def test_lightning_counts_steps_from_zero(tmp_path: Path, tag: str, every: int) -> None:
+    """The first batch is logged at step 0, or with log_every_n_steps=5 the fifth at step 4."""
+    logged = range(every, STEPS + 1, every)
+    run = events(tmp_path / "lightning", logged, [(tag, loss, lambda step: step - 1)])
+    reference = events(
+        tmp_path / "nemo", logged, [("reduced_train_loss", loss, same), ("consumed_samples", samples, same)]
+    )
+    result = compared(
+        reference, run, tolerance=1e-6, samples_per_step=["8"], tag=[f"loss={tag}", "loss=reduced_train_loss"]
+    )
+    assert result.compared[0].largest == 0 and result.compared[0].run.samples[-1] == STEPS * BATCH
+
+
 def test_trainer_state(tmp_path: Path, reference: str) -> None:
     history = [{"step": step, "epoch": step / STEPS, "loss": loss(step)} for step in range(1, STEPS + 1)]
     # Trainer's last record has the mean loss of the whole run, which is no point of the curve.
