@@ -1,0 +1,68 @@
+"""docs/parallelism.md: its commands can be given, and its pictures and tables are what they make."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_llama.launch import cli as train_cli
+from megatron_llama.launch.world import find_world
+from megatron_llama.plan import Plan
+from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.pipeline import cli
+from tests.paths import ROOT
+from tests.ranks import run_ranks
+
+PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+COMMANDS = [shlex.split(line) for line in re.findall(r"^    (?:\$ )?(python \S+\.py .*)$", PAGE, re.M)]
+PICTURES = [command[2:] for command in COMMANDS if command[1] == "scripts/pipeline.py" and "--out" in command]
+
+
+def planned(arguments: list[str]) -> Plan:
+    """What train.py would plan, without its files: the run that it goes on from is made by a command before it."""
+    kept = [one for one in arguments if "=" in one and not one.startswith(("checkpoint.resume=", "cluster."))]
+    return find_world(train_cli.parse_overrides([*kept, *MOCK_RUN, "dry_run=true"]), None).plan()
+
+
+def test_each_run_can_be_planned_and_is_told_of_the_ranks_that_the_page_shows() -> None:
+    runs = [command[2:] for command in COMMANDS if command[1] in ("train.py", "scripts/pipeline.py")]
+    assert len(runs) == len(
+        [line for line in PAGE.splitlines() if re.match(r"    (\$ )?python (train|scripts/pip)", line)]
+    )
+    worlds = {plan.config.run.dir: plan.world_size for plan in map(planned, runs)}
+    assert worlds["runs/3d"] == 8 and worlds["runs/tp2"] == worlds["runs/pp2_vpp2"] == 2 and worlds["runs/one"] == 1
+
+
+def test_the_losses_that_the_page_shows_are_equal() -> None:
+    of_step: dict[str, set[str]] = {}
+    shown = re.findall(r"^    step (\d+)/10  loss (\S+)  lr (\S+)  grad norm (\S+)$", PAGE, re.M)
+    for step, *numbers in shown:
+        of_step.setdefault(step, set()).add(" ".join(numbers))
+    assert len(shown) > 20 and all(len(numbers) == 1 for numbers in of_step.values())
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(PICTURES)))])
+def test_a_picture_and_its_table_are_what_the_command_makes(number: int, tmp_path: Path) -> None:
+    shown = Path(PICTURES[number][-1])
+    text, picture = run_ranks(_draw, 1, PICTURES[number], tmp_path / shown.name)[0]
+    assert picture == (ROOT / shown).read_bytes() and f"({shown.relative_to('docs')})" in PAGE
+    table = [line for line in text.splitlines()[4:-1] if line]  # below the layout and megatron-core's version
+    assert len(table) == 9 and all(f"    {line}" in PAGE.splitlines() for line in table)
+
+
+def _draw(_: int, arguments: list[str], out: Path) -> tuple[str, bytes]:
+    dist.destroy_process_group()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert cli.main([*arguments[:-1], str(out)]) == 0
+    return output.getvalue(), out.read_bytes()
+
+
+def test_every_picture_is_made_by_a_command_of_the_page() -> None:
+    there = {path.relative_to(ROOT) for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert {Path(command[-1]) for command in PICTURES} == there and len(PICTURES) == 3
