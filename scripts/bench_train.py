@@ -14,13 +14,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import Device, get_device
 from megatron_llama.plan.flops import flops_per_token
-from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.cells import ONE, Wanted, config_of, describe_machine, tasks_of
-from megatron_llama.tools.bench.environments import PEERS, NotInstalled, interpreter, torch_version
+from megatron_llama.tools.bench.arguments import describe_contestants, installed, tell_left_out, wanted_of
+from megatron_llama.tools.bench.cells import config_of, describe_machine, tasks_of
+from megatron_llama.tools.bench.environments import torch_version
 from megatron_llama.tools.bench.progress_bar import progress
 from megatron_llama.tools.bench.standings import (
     FACTS_HEAD,
@@ -49,41 +48,28 @@ of tensors at a time. First step counts from the start of the program; cold mean
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
+    describe_contestants(parser)
     add = parser.add_argument
-    add("--models", type=_words, default=["llama_15m", "llama_56m", "llama_110m"], help="presets of conf/model")
-    add("--precision", type=_words, default=["fp32", "bf16"], help="fp32,bf16: products; weights are fp32 in both")
-    add("--peers", type=_words, default=list(PEERS), help=f"of {','.join(PEERS)}")
-    add("--modes", type=_words, default=["eager", "compiled"], help="eager,compiled")
-    add("--layouts", type=_words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default %(default)s)")
     add("--rounds", type=int, default=3, help="turns of each contestant (default %(default)s)")
     add("--steps", type=int, default=2, help="steps of a turn (default %(default)s)")
-    add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
-    add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
-    add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
-    add("--device", default="cpu", choices=[name for name in DEVICES if name != "auto"])
-    add("--threads", type=int, help="of each contestant, all ranks together (default: the cores)")
     add("--cold", action="store_true", help="empty the compilers' caches first, and time a start without and with them")
     add("--install", action="store_true", help="only make the peers' environments")
     add("--output", type=Path, default=ROOT / f"docs/results/bench-train-{date.today()}", help="without .md and .json")
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
 def run(args: argparse.Namespace) -> int:
     """Compete, print and write; status 1 if a contestant was left out."""
     left_out: dict[str, str] = {}
-    pythons = dict(_installed(args, left_out))
+    pythons = dict(installed(args, left_out))
     if args.install:
-        return _tell_left_out(left_out)
+        return tell_left_out(left_out)
     cells = []
     text = ""
     for cell in _compete(args, pythons, left_out):
         cells.append(asdict(cell))
         text = _write(args, cells, left_out)  # after each cell: what is measured stays when the rest is interrupted
     sys.stdout.write(text)
-    return _tell_left_out(left_out)
+    return tell_left_out(left_out)
 
 
 def _write(args: argparse.Namespace, cells: list[dict[str, Any]], left_out: dict[str, str]) -> str:
@@ -103,45 +89,13 @@ def _write(args: argparse.Namespace, cells: list[dict[str, Any]], left_out: dict
     return text
 
 
-def _installed(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """The interpreters of the peers that can take part."""
-    for name in args.peers:
-        peer = PEERS.get(name)
-        if peer is None:
-            left_out[name] = f"is not one of {', '.join(PEERS)}"
-        elif peer.needs_accelerator and not get_device(args.device).is_accelerator:
-            left_out[name] = f"does not run on device {args.device}"
-        else:
-            sys.stderr.write(f"environment of {name} ...\n")
-            try:
-                yield name, interpreter(peer)
-            except NotInstalled as error:
-                left_out[name] = str(error)
-
-
-def _tell_left_out(left_out: dict[str, str]) -> int:
-    for name, reason in left_out.items():
-        sys.stderr.write(f"left out: {name}: {reason}\n")
-    return EXIT_FAILED if left_out else 0
-
-
 def _compete(args: argparse.Namespace, pythons: dict[str, Path], left_out: dict[str, str]) -> Iterator[Cell]:
     """The cells, each as soon as it is measured, with a bar on stderr."""
     import torch  # not for --help
 
     device = get_device(args.device)
-    threads = args.threads or get_device("cpu").count()
-    torch.set_num_threads(threads)
-    wanted = Wanted(
-        peers=list(pythons),
-        modes=args.modes,
-        layouts=args.layouts,
-        device=args.device,
-        threads=threads,
-        batch_size=args.batch,
-        seq_length=args.seq_length,
-        layers=args.layers,
-    )
+    wanted = wanted_of(args, list(pythons))
+    torch.set_num_threads(wanted.threads)
     tasks = {cell: list(tasks_of(wanted, *cell)) for cell in product(args.models, args.precision)}
     contestants = sum(map(len, tasks.values()))
     with progress(contestants * (args.rounds + 2)) as advance:

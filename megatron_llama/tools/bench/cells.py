@@ -38,7 +38,7 @@ class Wanted:
 def layout_of(name: str) -> Layout:
     """The layout that ``name`` means: ``one``, or axes with sizes, such as ``tp2`` or ``tp2pp2``. Raises UserError."""
     axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", name)}
-    if name != ONE and "".join(f"{axis}{size}" for axis, size in axes.items()) != name:
+    if name != (ONE if not axes else "".join(f"{axis}{size}" for axis, size in axes.items())):
         raise UserError(f"--layouts {name}: a layout is {ONE}, or axes with their sizes, such as tp2, dp2, pp2, tp2pp2")
     return Layout(**axes)
 
@@ -59,6 +59,7 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
         layouts = wanted.layouts if name == OURS else [ONE]
         for mode in (mode for mode in wanted.modes if mode in peer.modes):
             for layout in layouts:
+                shares = layout_of(layout)
                 cache = f"{name}-{mode}-{preset}-{precision}-{layout}"
                 yield (
                     peer,
@@ -68,9 +69,11 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
                         parameters=parameters(config.model),
                         seq_length=min(wanted.seq_length, config.model.max_position_embeddings),
                         batch_size=wanted.batch_size,
+                        # A pipeline needs several to fill it; otherwise a rank takes all its sequences at a time.
+                        micro_batch_size=1 if shares.pp > 1 else max(1, wanted.batch_size // shares.dp),
                         precision=precision,
                         mode=mode,
-                        layout=layout_of(layout),
+                        layout=shares,
                         device=wanted.device,
                         threads=wanted.threads,
                         optimizer={

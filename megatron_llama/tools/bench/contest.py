@@ -40,6 +40,8 @@ class Task:
     """Tokens."""
     batch_size: int
     """Sequences of a step."""
+    micro_batch_size: int
+    """Sequences that a rank of this project takes at a time; the peers take the batch whole."""
     precision: str
     """fp32, or bf16: products in bf16, weights and optimizer states in fp32."""
     mode: str

@@ -139,7 +139,7 @@ def layout_rows(cell: Cell) -> Iterator[list[str]]:
             continue
         ratio = cell.ratio(result, alone[0])
         # A pipeline of p stages with m micro batches works m of m+p-1 slots.
-        micro_batches = result.task.batch_size // layout.dp
+        micro_batches = result.task.batch_size // (layout.dp * result.task.micro_batch_size)
         bound = 1.0 if layout.pp == 1 else micro_batches / (micro_batches + layout.pp - 1)
         yield [result.name, str(ratio), f"{bound:.2f}", f"{ratio.middle / bound:.1%}"]
 

@@ -161,7 +161,7 @@ class Course:
     """How a cell is run."""
 
     rounds: int
-    """Turns of each contestant."""
+    """Turns of each contestant; none leaves it at the start."""
     steps: int
     """Steps of a turn."""
     cold: bool
@@ -207,7 +207,7 @@ def compete(entries: Sequence[tuple[Peer, Path, Task]], course: Course) -> list[
                 after = course.peak()
                 result.turns.append(Turn(**told, peak_flops=(before + after) / 2))
                 before = after
-        for contestant, result in running:
+        for contestant, result in running if course.rounds else ():
             course.advance(f"{result.name}, memory")
             result.live_bytes = contestant.live_bytes()
     return [result for _, result in running]

@@ -33,8 +33,6 @@ from megatron_llama.topology import build_topology
 def overrides(task: Task, run_dir: str) -> list[str]:
     """The command line of train.py that trains the task."""
     layout, optimizer = task.layout, task.optimizer
-    # A pipeline needs micro batches to fill it; otherwise a rank's sequences go through the model together.
-    micro = 1 if layout.pp > 1 else max(1, task.batch_size // layout.dp)
     return [
         f"model={task.preset}",
         *(f"model.{name}={_text(value)}" for name, value in task.model.items() if name != "name"),
@@ -43,7 +41,7 @@ def overrides(task: Task, run_dir: str) -> list[str]:
         f"trainer.tp={layout.tp}",
         f"trainer.pp={layout.pp}",
         f"trainer.dp={layout.dp}",
-        f"trainer.micro_batch_size={micro}",
+        f"trainer.micro_batch_size={task.micro_batch_size}",
         f"trainer.global_batch_size={task.batch_size}",
         f"trainer.precision={task.precision}",
         f"trainer.compile={task.mode == 'compiled'}",

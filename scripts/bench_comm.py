@@ -1,0 +1,95 @@
+"""Communication: latency and bandwidth of each collective, per parallel axis, for messages of growing size."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from megatron_llama.launch import main as launch
+from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.files import write_atomically
+from megatron_llama.tools.bench.arguments import words
+from megatron_llama.tools.bench.cells import describe_machine, layout_of
+from megatron_llama.tools.bench.collectives import Rate, measure_collectives, read_rates
+from megatron_llama.tools.bench.environments import torch_version
+from megatron_llama.tools.mock_run import MOCK_RUN
+from scripts.results import ROOT, commit, markdown_table
+
+HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "bus")
+
+EXPLANATION = """\
+Medians of calls after a barrier, each that of the slowest rank, in fp32. Bytes and bus bandwidth are counted as
+nccl-tests counts them: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and reduce_scatter (n-1)/n.
+
+"""
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The sub-command's arguments."""
+    add = parser.add_argument
+    add("--layouts", type=words, default=["tp2", "dp2", "pp2"], help="one run each, such as tp2,dp2,tp2dp2")
+    add("--smallest", type=int, default=4096, help="bytes (default %(default)s)")
+    add("--largest", type=int, default=64 << 20, help="bytes (default %(default)s)")
+    add("--factor", type=int, default=8, help="from one size to the next (default %(default)s)")
+    add("--device", default="cpu", help="its backend is measured: gloo on a CPU")
+    add("--output", type=Path, default=ROOT / f"docs/results/bench-comm-{date.today()}.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write; status 1 if a layout could not run."""
+    sizes = [args.smallest]
+    while args.factor > 1 and sizes[-1] * args.factor <= args.largest:
+        sizes.append(sizes[-1] * args.factor)
+    rows: list[list[str]] = []
+    failed = []
+    for number, name in enumerate(args.layouts):
+        sys.stderr.write(f"{number}/{len(args.layouts)} layouts: {name} ...\n")
+        layout = layout_of(name)
+        with tempfile.TemporaryDirectory() as folder:
+            axes = [f"trainer.tp={layout.tp}", f"trainer.pp={layout.pp}", f"trainer.dp={layout.dp}"]
+            settings = [
+                "model=llama_2m",
+                f"device={args.device}",
+                "trainer.micro_batch_size=1",
+                f"run.dir={folder}/run",
+            ]
+            batch = f"trainer.global_batch_size={layout.dp}"
+            status = launch([*settings, *axes, batch, *MOCK_RUN], partial(measure_collectives, sizes, folder))
+            if status:
+                failed.append(name)
+                continue
+            rows += rate_rows(name, read_rates(Path(folder)))
+    text = "\n".join(_page(args, rows)) + "\n"
+    write_atomically(args.output, text)
+    sys.stdout.write(text)
+    sys.stderr.writelines(f"left out: {name}: its ranks failed, see above\n" for name in failed)
+    return EXIT_FAILED if failed else 0
+
+
+def rate_rows(layout: str, rates: Iterator[Rate]) -> Iterator[list[str]]:
+    """Rows of HEAD; bandwidths in GB/s, as nccl-tests prints them."""
+    for rate in rates:
+        yield [
+            layout,
+            rate.axis,
+            rate.kind,
+            str(rate.ranks),
+            f"{rate.size:,}",
+            f"{rate.seconds * 1e6:,.0f} us",
+            f"{rate.algorithm_bandwidth / 1e9:.3f} GB/s",
+            f"{rate.bus_bandwidth / 1e9:.3f} GB/s",
+        ]
+
+
+def _page(args: argparse.Namespace, rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from [f"# Collectives ({date.today()})", ""]
+    yield f"Machine: {describe_machine(args.device)}. torch {torch_version()}, commit {commit()}."
+    yield from ["", f"    {shlex.join(['python', 'scripts/bench.py', *sys.argv[1:]])}", ""]
+    yield from EXPLANATION.splitlines()
+    yield from markdown_table(HEAD, rows)

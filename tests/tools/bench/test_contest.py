@@ -1,0 +1,77 @@
+"""Contests end to end with this project alone: started programs, turns, layouts, and a contestant that fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.system.errors import UserError
+from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
+from megatron_llama.tools.bench.collectives import Rate
+from megatron_llama.tools.bench.contest import Layout
+from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
+from megatron_llama.tools.bench.turns import Course, compete
+from tests.paths import ROOT
+
+
+def test_layouts_are_read() -> None:
+    assert [layout_of(name) for name in ("one", "tp2", "tp2pp4")] == [Layout(), Layout(tp=2), Layout(tp=2, pp=4)]
+    for name in ("two", "tp", "2tp", "sp2", "pp2tp", ""):
+        with pytest.raises(UserError, match="a layout is one, or axes"):
+            layout_of(name)
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    # doc/PERFORMANCE.md there: all_reduce 2 (n-1)/n, all_gather and reduce_scatter (n-1)/n, send and recv 1.
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+    found = [Rate("tp", kind, 4, size=8_000_000, seconds=0.002) for kind in kinds]
+    assert [rate.algorithm_bandwidth for rate in found] == [4e9] * 4
+    assert [rate.bus_bandwidth for rate in found] == [6e9, 3e9, 3e9, 4e9]
+
+
+def test_a_peer_that_can_not_be_installed_says_so(tmp_path: Path) -> None:
+    nobody = Peer("nobody", ("no such package",), "nothing")
+    with pytest.raises(NotInstalled, match="ended with status"):
+        interpreter(nobody, tmp_path)
+    assert not (tmp_path / "nobody" / "installed.txt").exists()
+
+
+@pytest.mark.slow
+def test_this_project_competes_with_itself(tmp_path: Path) -> None:
+    wanted = Wanted([OURS], ["eager"], ["one", "tp2", "pp2"], "cpu", 2, 2, 32, None)
+    tasks = [replace(task, cache=str(tmp_path)) for _, task in tasks_of(wanted, "llama_2m", "fp32")]
+    ours, python = PEERS[OURS], Path(sys.executable)
+    entries = [(ours, python, task) for task in tasks]
+    entries.append((ours, python, replace(tasks[0], parameters=tasks[0].parameters + 1)))
+    entries.append((Peer("broken", (), "no.such.module"), python, tasks[0]))
+    left_out: dict[str, str] = {}
+    told: list[str] = []
+    course = Course(2, 1, False, lambda: 1e9, told.append, left_out)
+    one, tp, pp = compete(entries, course)
+    assert "parameters: 1771200, not 1771201" in left_out[OURS]
+    assert "No module named 'no'" in left_out["broken"]
+    assert [one.name, tp.name, pp.name] == ["ours", "ours tp2", "ours pp2"]
+    for result in (one, tp, pp):
+        assert len(result.turns) == 2 and result.facts.parameters == 1_771_200
+        assert result.live_bytes > 4 * 4 * 1_771_200 * 0.9  # weights, gradients and two moments in fp32
+        assert result.turns[0].peak_bytes > result.live_bytes
+        assert result.turns[1].loss == pytest.approx(one.turns[1].loss, rel=1e-5)  # the same work in any layout
+    assert told[-1] == "ours pp2, memory"
+
+
+@pytest.mark.slow
+def test_the_command_writes_page_and_record(tmp_path: Path) -> None:
+    words = "train --models llama_2m --precision fp32 --peers ours,nobody --modes eager --rounds 1 --steps 1".split()
+    command = [sys.executable, str(ROOT / "scripts/bench.py"), *words, "--seq-length", "32", "--output"]
+    done = subprocess.run([*command, str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "left out: nobody: is not one of ours" in done.stderr
+    record = json.loads((tmp_path / "out.json").read_text())
+    page = (tmp_path / "out.md").read_text()
+    assert record["cells"][0]["results"][0]["facts"]["parameters"] == 1_771_200
+    assert record["machine"] in page and "| ours |" in page and "* nobody: is not one of ours" in page
