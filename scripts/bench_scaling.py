@@ -125,7 +125,7 @@ def _page(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Iterator
     yield f"Machine: {describe_machine('cpu')}. torch {torch_version()}, commit {commit()}."
     yield from ["", f"    {shlex.join(['python', 'scripts/bench.py', *sys.argv[1:]])}", ""]
     yield f"In {args.precision}, {args.mode}; sequence, micro batches and ranks of {args.base}. A step has 8 sequences,"
-    yield "or where the sequence grows as many tokens. All ranks share the same cores: more of them show their own cost,"
+    yield "or where the sequence grows as many tokens. All ranks share the same cores: more of them show their cost,"
     yield from ["not more speed. Medians.", ""]
     yield from markdown_table(HEAD, scaling_rows(found))
     yield from ["", f"![us per token]({args.output.with_suffix('.png').name})"]

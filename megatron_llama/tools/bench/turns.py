@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_llama.system.errors import MachineError
 from megatron_llama.tools.bench.contest import Facts, Task
 from megatron_llama.tools.bench.environments import OURS, ROOT, Peer
 from megatron_llama.tools.bench.fairness import unfair
@@ -25,7 +26,7 @@ FIRST_STEP_SECONDS = 900.0
 """A contestant that has not trained a step by then is left out; compilers have taken minutes."""
 
 
-class Failed(RuntimeError):
+class Failed(MachineError):
     """A contestant ended, or did not answer; the message has the end of what it printed."""
 
 
@@ -83,6 +84,19 @@ class Contestant:
         """Starts the program and waits for its first step. Raises Failed."""
         self.name = contestant_name(peer.name, task)
         self._folder = tempfile.mkdtemp(prefix="bench-")
+        try:
+            ready = self._first_answer(peer, python, task)
+        except Failed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self.facts, self.first_loss = Facts(**ready["facts"]), float(ready["loss"])
+        marks = {"start": self.task.started, **ready["marks"]}
+        moments = sorted(marks.items(), key=lambda mark: mark[1])
+        parts = {name: moment - earlier for (_, earlier), (name, moment) in zip(moments, moments[1:], strict=False)}
+        self.start = Start(marks["first_step"] - self.task.started, parts, ready["graphs"])
+
+    def _first_answer(self, peer: Peer, python: Path, task: Task) -> dict[str, Any]:
+        """Starts the program; returns what it reports after its first step."""
         self._output = Path(self._folder) / "output"
         Path(task.cache).mkdir(parents=True, exist_ok=True)
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
@@ -97,12 +111,7 @@ class Contestant:
                 stderr=subprocess.STDOUT,
             )
             self._connection = self._accept(listener)
-        ready = self._answer()
-        self.facts, self.first_loss = Facts(**ready["facts"]), float(ready["loss"])
-        marks = {"start": self.task.started, **ready["marks"]}
-        moments = sorted(marks.items(), key=lambda mark: mark[1])
-        parts = {name: moment - earlier for (_, earlier), (name, moment) in zip(moments, moments[1:], strict=False)}
-        self.start = Start(marks["first_step"] - self.task.started, parts, ready["graphs"])
+        return self._answer()
 
     def __enter__(self) -> Contestant:
         return self
@@ -152,7 +161,6 @@ class Contestant:
         self._process.kill()
         status = self._process.wait()
         text = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-        shutil.rmtree(self._folder, ignore_errors=True)
         return Failed(f"{self.name} ended with status {status}:\n" + "\n".join(f"    {line}" for line in text))
 
 
