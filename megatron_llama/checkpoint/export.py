@@ -16,8 +16,14 @@ from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, fin
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
-from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem, RopeScaling
-from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hf_config, read_hf_config
+from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
+from megatron_llama.config.hf_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    NO_HF_BLOCKS,
+    hf_config,
+    read_hf_config,
+)
 from megatron_llama.model.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.system.files import sync_folder, write_synced
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
@@ -77,6 +83,9 @@ def export(
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
+    if model.sparse_attention is not None:
+        rule = f"was trained with model.sparse_attention: {NO_HF_BLOCKS}"
+        raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "generate and evaluate from the run itself")])
     if merge and finetune.method != "lora":
         rule = "the checkpoint's weights are whole: there is nothing to merge into them"
         raise ConfigError([Problem("--merge", None, rule, "leave --merge out")])
@@ -127,9 +136,7 @@ def _adapter_source(
 def model_of(manifest: Manifest) -> ModelConfig:
     """The shape of the model in a checkpoint. Raises CorruptFile where its settings are not valid."""
     try:
-        values = dict(manifest.state.settings["model"])
-        scaling = values.pop("rope_scaling", None)
-        model = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        model = ModelConfig.of(manifest.state.settings["model"])
         hf_shapes(model)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFile(f"{manifest.stored.folder / NAME}: its model settings are not valid ({error})") from error

@@ -16,6 +16,7 @@ from megatron_llama.config.settings import (
     FinetuneConfig,
     ModelConfig,
     RopeScaling,
+    SparseAttention,
     TrainerConfig,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "Problem",
     "RopeScaling",
+    "SparseAttention",
     "TrainerConfig",
     "load_config",
     "format_problems",

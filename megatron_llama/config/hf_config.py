@@ -32,10 +32,18 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 OPTIONAL = ("num_key_value_heads", "head_dim")
 # Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
 _SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
+MISTRAL = "mistral"
+_MODEL_TYPES = ("llama", MISTRAL)
+_MISTRAL_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+"""What transformers' MistralConfig takes where it differs from LlamaConfig. A null is a value: no window."""
+NO_HF_BLOCKS = "no Hugging Face model has such blocks, so what it exports to would attend to all tokens"
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
-    "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -92,6 +100,8 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
     scalings = [rope for rope in ropes.values() if isinstance(rope, dict)]
     known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
+    if content.get("model_type") == MISTRAL:
+        known.append(("sliding_window", content.get("sliding_window"), "model.sliding_window"))
     known += [(n, rope.get(n), f"model.rope_scaling.{n}") for rope in scalings for n in _ROPE_NUMBERS]
     for name, value, ours in known:
         if value is None:
@@ -114,6 +124,8 @@ def different_shape(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, t
 
     given = {name: flat[name] for name in _SHAPE if flat.get(name) is not None}
     different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
+    if theirs.get("model_type") == MISTRAL and window_from_hf(theirs) != ours["sliding_window"]:
+        different["sliding_window"] = (ours["sliding_window"], window_from_hf(theirs))
     if flat["rope_scaling"] != ours["rope_scaling"]:
         different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
@@ -126,6 +138,8 @@ def other_than_llama(content: dict[str, Any]) -> list[str]:
         for name, only in _ONLY.items()
         if name in content and content[name] != only and content[name] is not None
     ]
+    if content.get("model_type", "llama") not in _MODEL_TYPES:
+        found.insert(0, f"model_type is {content['model_type']!r}, and only 'llama' and 'mistral' are supported")
     kind = _rope(content).get("rope_type", "default")
     if kind not in ("default", "llama3"):
         found.append(f"rope_type is {kind!r}, and only 'default' and 'llama3' are supported")
@@ -139,8 +153,19 @@ def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     shape |= {name: content.get(name) for name in OPTIONAL}
     for name, default in _DEFAULTS.items():
         shape[name] = default if content.get(name) is None else content[name]
+    shape["sliding_window"] = window_from_hf(content)
+    if content.get("model_type") == MISTRAL:
+        shape |= {name: value for name, value in _MISTRAL_DEFAULTS.items() if name not in content}
     rope = rope_from_hf(content)
     return {**shape, **rope, "rope_theta": 10000.0 if rope["rope_theta"] is None else rope["rope_theta"]}
+
+
+def window_from_hf(content: dict[str, Any]) -> int | None:
+    """ModelConfig's ``sliding_window`` from a config.json. A Llama's is not read, as transformers does not read it."""
+    if content.get("model_type") != MISTRAL:
+        return None
+    window: int | None = content.get("sliding_window", _MISTRAL_DEFAULTS["sliding_window"])
+    return window
 
 
 def rope_from_hf(content: dict[str, Any]) -> dict[str, Any]:
@@ -177,11 +202,13 @@ def fill_from_hf(
 
 def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict[str, Any]:
     """config.json of a model that was trained here, readable by transformers 4 and 5 and by everything that reads
-    Llamas."""
+    Llamas. With a sliding window it is a Mistral, which is a Llama with one; without, a Llama."""
+    windowed = model.sliding_window is not None
     scaling = None if model.rope_scaling is None else asdict(model.rope_scaling)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"],
+        "model_type": MISTRAL if windowed else "llama",
+        **({"sliding_window": model.sliding_window} if windowed else {}),
         **{name: getattr(model, name) for name in (*NEEDED, *OPTIONAL)},
         "hidden_act": "silu",
         "max_position_embeddings": model.max_position_embeddings,

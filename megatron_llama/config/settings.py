@@ -7,6 +7,7 @@ value (``limits.py``). ``conf/`` has named sets of values to choose from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -64,6 +65,19 @@ class RopeScaling:
 
 
 @dataclass
+class SparseAttention:
+    """The fixed pattern of blocks (Child et al. 2019, arXiv:1904.10509), under DeepSpeed's names: its mode ``fixed``,
+    unidirectional, the same for all heads."""
+
+    block: Annotated[int, at_least(1)] = 64
+    """Tokens of a block. Positions count from the beginning of a document."""
+    num_local_blocks: Annotated[int, at_least(1)] = 4
+    """A token sees what precedes it in its group of this many blocks."""
+    num_global_blocks: Annotated[int, at_least(1)] = 1
+    """It also sees this many blocks at the end of each earlier group."""
+
+
+@dataclass
 class ModelConfig:
     """The Llama's shape, under Hugging Face's names."""
 
@@ -92,10 +106,21 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Frequency scaling for long contexts; null for Llama 2."""
+    sliding_window: Annotated[int | None, at_least(1)] = None
+    """A token sees this many tokens, itself included, as in Mistral; null for all before it."""
+    sparse_attention: SparseAttention | None = None
+    """A token sees local and global blocks only; null for all before it."""
     tie_word_embeddings: bool = False
     """The output head is the embedding table."""
     initializer_range: Annotated[float, above_zero()] = 0.02
     """Standard deviation of initial weights; o_proj and down_proj get it divided by sqrt(2 * num_hidden_layers)."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """From what ``asdict`` gives. Raises TypeError for names that are none of a model's."""
+        sections = {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention}
+        given = {name: kind(**values[name]) for name, kind in sections.items() if values.get(name)}
+        return cls(**{**values, **given})
 
 
 @dataclass

@@ -20,6 +20,7 @@ from megatron_llama.data.sample_stream import SampleStream, build_streams, resum
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
+from megatron_llama.plan.attention_pattern import Pattern, pattern_of
 from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.topology import Topology
 
@@ -77,7 +78,8 @@ class Batches:
         samples = [self.samples[index] for index in indices]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
-        sizes = torch.tensor([_sizes(sample) for sample in samples]).sum(dim=0)
+        pattern = pattern_of(self.plan.model)
+        sizes = torch.tensor([_sizes(sample, pattern) for sample in samples]).sum(dim=0)
         return MicroBatch(tokens, labels, loss_mask, sizes.pin_memory() if self.pin_memory else sizes, documents)
 
     def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
@@ -86,14 +88,14 @@ class Batches:
         return torch.stack(rows, out=out)
 
 
-def _sizes(sample: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """(tokens that are not padding, sum of the squares of the documents' lengths) of a sample."""
+def _sizes(sample: Mapping[str, torch.Tensor], pattern: Pattern) -> tuple[int, int]:
+    """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) of a sample."""
     if "documents" in sample:
         ids = sample["documents"]
         _, lengths = ids[ids != PADDING].unique_consecutive(return_counts=True)
-        return int(lengths.sum()), int(lengths.square().sum())
+        return int(lengths.sum()), sum(round(length * pattern.span(length)) for length in lengths.tolist())
     tokens = int(sample.get("num_tokens", len(sample["tokens"])))
-    return tokens, tokens**2
+    return tokens, round(tokens * pattern.span(tokens))
 
 
 @dataclass

@@ -89,7 +89,7 @@ def label_scores(generator: Generator, batch: Sequence[EncodedRecord]) -> torch.
     """The log likelihood of each label's ids after each prompt, [b, labels], fp64. The prompt is computed once."""
     lengths = torch.tensor([len(one.prompt) for one in batch])
     longest = max(len(label) for one in batch for label in one.labels)
-    cache = generator.cache(len(batch), int(lengths.max()) + longest)
+    cache = generator.cache(len(batch), int(lengths.max()) + longest, at_once=longest)
     prompts = _padded([one.prompt for one in batch])
     logits = generator.logits(prompts, cache.at(torch.zeros_like(lengths), prompts.shape[1], lengths - 1))
     after_prompt = torch.log_softmax(logits.double(), -1)

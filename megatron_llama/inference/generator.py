@@ -23,6 +23,8 @@ from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
+from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
+from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import build_topology
 
 OnToken = Callable[[int, int | None], None]
@@ -69,10 +71,10 @@ class Generator:
         """The number of the model's positions."""
         return self.plan.model.max_position_embeddings
 
-    def cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache."""
+    def cache(self, rows: int, capacity: int, at_once: int = 1) -> KVCache:
+        """An empty cache, which after the prompts takes at most ``at_once`` tokens at a time."""
         like = self.llama.embed_tokens.weight
-        return KVCache(self.plan.model, self.plan.config.trainer.tp, rows, min(capacity, self.context), like)
+        return KVCache(self.plan.model, self.plan.config.trainer.tp, rows, min(capacity, self.context), like, at_once)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
@@ -149,8 +151,15 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
     with process_groups(plan, topology, device, torch_device):
         # Without fully_shard, which would hold the weights twice.
         with torch.device("meta"):
+            kernel = attention_kernel(
+                device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
+            )
             llama = Llama(
-                plan.model, mcore_config(plan), plan.stage_layers[0], padded_vocab_size=plan.padded_vocab_size
+                plan.model,
+                mcore_config(plan),
+                plan.stage_layers[0],
+                padded_vocab_size=plan.padded_vocab_size,
+                kernel=kernel,
             )
         llama.to_empty(device=torch_device).requires_grad_(False).eval()
         shards = shards_of(llama, plan, topology)

@@ -24,7 +24,6 @@ from megatron_llama.config.hf_config import (
     shape_from_hf,
 )
 from megatron_llama.config.hub import local_folder, or_fetch_it
-from megatron_llama.config.settings import RopeScaling
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.plan.shapes import head_dim, kv_heads
@@ -160,9 +159,8 @@ def _open_hf_folder(folder: Path) -> SavedModel:
         raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "get the folder again")]) from None
     rules = [f"is no Llama of this kind: {clause}" for clause in other_than_llama(content)]
     shape = shape_from_hf(content)
-    scaling = shape.pop("rope_scaling")
     try:
-        model = ModelConfig(**shape, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        model = ModelConfig.of(shape)
         model = replace(model, num_key_value_heads=kv_heads(model), head_dim=head_dim(model), name=folder.name)
     except (TypeError, ZeroDivisionError) as error:
         rules.append(f"its config.json describes no Llama ({error})")

@@ -1,7 +1,8 @@
 """The KV cache for generation: keys and values of earlier tokens, so that the next token costs one position.
 
-Slot i of a row holds position i, so rows of different lengths need no padding mask: a query at position p sees slots
-0 to p. Slots beyond a row's length hold padding that came with longer rows; they are overwritten before they are seen.
+Position p of a row is in slot p modulo the number of slots, so rows of different lengths need no padding mask: what a
+query sees follows from the positions that the slots hold. With a sliding window there are only as many slots as the
+window and the next tokens need, however long a text becomes.
 """
 
 from __future__ import annotations
@@ -10,62 +11,86 @@ import torch
 import torch.nn.functional as F
 
 from megatron_llama.config import ModelConfig
+from megatron_llama.model.attention import Seen, attend, sees
 from megatron_llama.model.rotary import rotary_table
+from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 
 class LayerCache:
-    """One layer's keys and values [b, kv heads of this rank, capacity, d]."""
+    """One layer's keys and values [b, kv heads of this rank, slots, d]."""
 
     def __init__(self, cache: KVCache, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         self._cache = cache
         self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # not empty: 0 * NaN is NaN
         self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Stores the keys and values [b, kv heads, s, d] of new tokens; attention of their queries [b, heads, s, d]."""
-        (k, v), mask = self._extended(k, v), self._cache.mask
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, what: Seen | None) -> torch.Tensor:
+        """Stores the keys and values [b, kv heads, s, d] of new tokens; attention of their queries [b, heads, s, d].
+
+        ``what`` they see where they are the first.
+        """
+        cache = self._cache
+        if cache.from_the_start:
+            for row, positions in enumerate(cache.kept):
+                self._keys[row, :, positions % cache.slots] = k[row, :, positions]
+                self._values[row, :, positions % cache.slots] = v[row, :, positions]
+            return attend(q, k, v, what)
+        keys, values = self._extended(k, v)
         if q.shape[2] == 1:
             # One new token: the queries of a group see the same slots, so they can be the rows of one matrix, which is
             # faster than a product of one row for each head.
-            out = F.scaled_dot_product_attention(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, mask)
-            return out.reshape(q.shape)
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+            grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+            return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).reshape(q.shape)
+        return F.scaled_dot_product_attention(q, keys, values, cache.mask, enable_gqa=q.shape[1] != k.shape[1])
 
     def _extended(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new keys and values; returns all, up to the longest row, each [b, kv heads, furthest, d]."""
-        rows, positions = self._cache.rows, self._cache.positions
-        self._keys[rows, :, positions] = keys.transpose(1, 2)
-        self._values[rows, :, positions] = values.transpose(1, 2)
-        return self._keys[:, :, : self._cache.furthest], self._values[:, :, : self._cache.furthest]
+        """Stores new keys and values; returns all, each [b, kv heads, used slots, d]."""
+        cache = self._cache
+        slots = cache.positions % cache.slots
+        self._keys[cache.rows, :, slots] = keys.transpose(1, 2)
+        self._values[cache.rows, :, slots] = values.transpose(1, 2)
+        return self._keys[:, :, : cache.used], self._values[:, :, : cache.used]
 
 
 class KVCache:
     """The cache of all layers of a batch. ``at`` sets the positions of the next tokens before each forward pass."""
 
-    def __init__(self, model: ModelConfig, tp: int, batch: int, capacity: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, model: ModelConfig, tp: int, batch: int, capacity: int, like: torch.Tensor, at_once: int = 1
+    ) -> None:
+        """For ``capacity`` positions of ``batch`` rows; after the first pass at most ``at_once`` tokens at a time."""
         self.device, self.capacity = like.device, capacity
+        self.pattern = pattern_of(model)
+        # The first of the next tokens sees a window that they must not overwrite.
+        self.slots = min(capacity, self.pattern.window + at_once - 1) if self.pattern.window else capacity
         self.rows = torch.arange(batch, device=self.device)[:, None]
-        shape = batch, kv_heads_per_rank(model, tp), capacity, head_dim(model)
+        shape = batch, kv_heads_per_rank(model, tp), self.slots, head_dim(model)
         self.layers = [LayerCache(self, shape, like.dtype) for _ in range(model.num_hidden_layers)]
         self._cos, self._sin = rotary_table(model, capacity, self.device)
-        self._slots = torch.arange(capacity, device=self.device)
+        self._slots = torch.arange(self.slots, device=self.device)
 
     def at(self, starts: torch.Tensor, count: int, wanted: torch.Tensor | None = None) -> KVCache:
         """Sets the positions of each row's next ``count`` tokens: from ``starts`` [b], int64. Returns itself.
 
-        ``wanted`` [b] selects one of these tokens in each row, the only one whose logits are computed; None: all.
+        ``wanted`` [b] selects one of these tokens in each row, the last one that is not padding and the only one whose
+        logits are computed; None: all.
         """
         assert int(starts.max()) + count <= self.capacity, "the cache is full"
         self.positions = starts.to(self.device)[:, None] + torch.arange(count, device=self.device)
-        self.furthest = int(starts.max()) + count
         self.wanted = None if wanted is None else wanted.to(self.device)
-        from_the_start = bool((starts == 0).all())
-        seen = self._slots[: self.furthest] <= self.positions[:, :, None]
-        # Slots that each query sees, [b, 1, s, furthest]; None for plain causal attention, which has faster kernels.
-        self.mask = None if from_the_start else seen[:, None]
+        self.used = min(self.slots, int(starts.max()) + count)
+        self.from_the_start = bool((starts == 0).all())
+        if self.from_the_start:
+            lengths = [count] * len(starts) if wanted is None else (wanted + 1).tolist()
+            self.kept = [torch.arange(max(0, n - self.slots), n, device=self.device) for n in lengths]
+            return self
+        # A slot holds the last position that was written to it.
+        last, slots = self.positions[:, -1:], self._slots[: self.used]
+        held = (last - (last - slots) % self.slots)[:, None]
+        queries = self.positions[:, :, None]
+        seen = (held >= 0) & (held <= queries) & sees(queries, held, self.pattern)
+        self.mask = seen[:, None]  # [b, 1, s, slots]
         return self
 
     @property

@@ -101,7 +101,7 @@ class Attention(nn.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, heads, s, d]
         if cache is not None:
-            out = cache.attend(q, k, v)
+            out = cache.attend(q, k, v, what)
         else:
             out = attend(q, k, v, what)
         return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
@@ -246,7 +246,7 @@ class Llama(nn.Module):
             x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
         cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
         what = None
-        if cache is None:
+        if cache is None or cache.from_the_start:
             what = seen(tokens, documents, pattern_of(self.model), self.kernel, self.compiled)
         if documents is not None:
             positions = documents.positions()

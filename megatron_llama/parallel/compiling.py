@@ -24,6 +24,7 @@ import torch._inductor.config as inductor
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.plan import Plan
+from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.system.files import wait_for_lock, write_atomically
 
 WARM_UP_BATCHES = 2
@@ -178,6 +179,7 @@ def settings_of_graphs(plan: Plan) -> dict[str, Any]:
         for section, words in names.items()
         for name in words.split()
     }
+    found["model.attention"] = str(pattern_of(plan.model))
     return {**found, "torch": torch.__version__, "megatron-core": version("megatron-core")}
 
 

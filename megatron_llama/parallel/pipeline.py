@@ -36,7 +36,7 @@ class MicroBatch:
     loss_mask: torch.Tensor
     """1 for tokens with loss, else 0 [b, s], fp32."""
     sizes: torch.Tensor
-    """(tokens that are not padding, sum of the squares of the documents' lengths) [2], int64."""
+    """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) [2], int64."""
     documents: Documents | None = None
     """Which tokens belong together in packed sequences. Every pipeline stage has it, like the tokens."""
 
@@ -58,7 +58,8 @@ class Counts(NamedTuple):
     tokens: torch.Tensor
     """Tokens that are not padding."""
     attended: torch.Tensor
-    """The sum of the squares of the documents' lengths, which attention's work is proportional to."""
+    """The sum over documents of tokens times ``Pattern.span`` (their squares without a pattern), which attention's work
+    is proportional to."""
 
 
 def run_schedule(

@@ -106,7 +106,10 @@ class Pattern:
 
 def pattern_of(model: ModelConfig) -> Pattern:
     """The pattern of a model's attention."""
-    return Pattern()
+    sparse = model.sparse_attention
+    if sparse is None:
+        return Pattern(window=model.sliding_window or 0)
+    return Pattern(0, sparse.block, sparse.num_local_blocks, sparse.num_global_blocks)
 
 
 def attention_kernel(device: str, pattern: Pattern, dtype: str, head_dim: int) -> str:

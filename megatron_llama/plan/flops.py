@@ -37,7 +37,8 @@ def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneCon
     """FLOPs that one token costs in a sequence of ``seq_length``; padding of the vocabulary is not counted.
 
     Where sequences are packed or padded, ``seq_length`` is the length of a token's own document, averaged over the
-    tokens: Σ n² / Σ n for documents of n tokens. Attention then counts inside documents, and padding not at all.
+    tokens: Σ n² / Σ n for documents of n tokens. Attention then counts inside documents, and padding not at all. With a
+    window or blocks it is ``Pattern.span`` in place of n: what is left out counts in neither convention.
     """
     products = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
     if finetune is not None and finetune.method == "lora":

@@ -60,7 +60,8 @@ def _head(plan: Plan) -> Iterator[str]:
     padded = f" + {padding} of padding" if padding else ""
     tied = "tied" if model.tie_word_embeddings else "untied"
     scaled = f", scaled by {model.rope_scaling.factor:g}" if model.rope_scaling else ""
-    positions = f"sequence {plan.config.data.seq_length:,} · rope {model.rope_theta:g}{scaled}"
+    window = f" · window {model.sliding_window:,}" if model.sliding_window else ""
+    positions = f"sequence {plan.config.data.seq_length:,} · rope {model.rope_theta:g}{scaled}{window}"
     yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {positions}")
     held = [stage.held for stage in plan.stages]
     least, most = min(held), max(held)

@@ -25,8 +25,15 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
         yield f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
-    if data.pack or data.document_mask:
-        yield f"attention inside documents: {_kernels(plan)}"
+    pattern, inside = pattern_of(plan.model), data.pack or data.document_mask
+    if inside or pattern.leaves_out(data.seq_length):
+        where = " inside documents" * inside
+        if pattern.window:
+            where += f" in a window of {pattern.window:,} tokens"
+        elif pattern.group:
+            kept = pattern.block * pattern.global_blocks
+            where += f" in groups of {pattern.group:,} tokens, and to the last {kept:,} of each earlier one"
+        yield f"attention{where}: {_kernels(plan)}"
     if data.mock:
         if data.prefixes:
             yield "data.mock=true makes tokens up: data.prefixes is not read"

@@ -45,6 +45,7 @@ SFT = {"data.kind": "sft", "data.prefixes": ["a"]}
 VALIDATED = {"trainer.val_every_steps": 10}
 LORA = {"finetune.method": "lora", "init_from": "/models/one"}
 SCALED = {"model.rope_scaling.factor": 8.0}
+BLOCKS = {"model.sparse_attention.block": 64}
 CHANGES: dict[str, Change] = {
     "model.name": Change("other"),
     "model.vocab_size": Change(20001),
@@ -62,6 +63,10 @@ CHANGES: dict[str, Change] = {
     "model.rope_scaling.low_freq_factor": Change(2.0, SCALED),
     "model.rope_scaling.high_freq_factor": Change(8.0, SCALED),
     "model.rope_scaling.original_max_position_embeddings": Change(4096, SCALED),
+    "model.sliding_window": Change(16),
+    "model.sparse_attention.block": Change(32, BLOCKS),
+    "model.sparse_attention.num_local_blocks": Change(8, BLOCKS),
+    "model.sparse_attention.num_global_blocks": Change(2, BLOCKS),
     "model.tie_word_embeddings": Change(True),
     "model.initializer_range": Change(0.01),
     "data.name": Change("other"),

@@ -66,6 +66,7 @@ CASES = {
     "llama 2, bf16, sharded, old spelling": Case(LLAMA_2, dtype=torch.bfloat16, shard_size="40KB", old_spelling=True),
     "llama 3, bf16, one file, wide heads": Case(LLAMA_3, dtype=torch.bfloat16, extra={"head_dim": 16}),
     "llama 3, fp32, sharded, tied": Case(LLAMA_3, tied=True, shard_size="40KB"),
+    "mistral, window of 5": Case({**LLAMA_2, "num_key_value_heads": 2, "sliding_window": 5}),
     "llama 3, old spelling, odd vocabulary": Case(LLAMA_3, old_spelling=True, vocab_size=61, dtype=torch.bfloat16),
 }
 
@@ -78,7 +79,8 @@ def save_with_transformers(case: Case, folder: Path) -> torch.Tensor:
 
 def _save(rank: int, case: Case, folder: Path) -> torch.Tensor:
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
+    kind = transformers.MistralConfig if "sliding_window" in case.shape else transformers.LlamaConfig
+    config = kind(
         vocab_size=case.vocab_size,
         hidden_size=32,
         intermediate_size=64,
@@ -89,7 +91,7 @@ def _save(rank: int, case: Case, folder: Path) -> torch.Tensor:
         initializer_range=0.2,
         **{**case.shape, **case.extra},
     )
-    model = transformers.LlamaForCausalLM(config).to(case.dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(case.dtype)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
@@ -157,6 +159,8 @@ def test_transformers_folder_gives_its_logits_and_comes_back(case: Case, tmp_pat
         assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
     (again,) = run_ranks(_load_with_transformers, 1, tmp_path / "back")
     assert torch.equal(again, theirs)
+    kinds = [json.loads((tmp_path / name / "config.json").read_text())["model_type"] for name in ("hf", "back")]
+    assert kinds[0] == kinds[1] and plan.model.sliding_window == case.shape.get("sliding_window")
 
 
 def _load_with_transformers(rank: int, folder: Path) -> torch.Tensor:
@@ -241,7 +245,7 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
     save_with_transformers(CASES["llama 2, fp32, one file"], hf)
     config = json.loads((hf / "config.json").read_text())
     tensors = tensors_in(hf)
-    for key, value in (("model_type", "mistral"), ("attention_bias", True), ("hidden_act", "gelu")):
+    for key, value in (("model_type", "mixtral"), ("attention_bias", True), ("hidden_act", "gelu")):
         (hf / "config.json").write_text(json.dumps({**config, key: value}))
         assert key in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}))

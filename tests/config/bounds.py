@@ -27,6 +27,10 @@ BOUNDS: dict[str, Bounds] = {
     "model.rope_scaling.low_freq_factor": POSITIVE,
     "model.rope_scaling.high_freq_factor": POSITIVE,
     "model.rope_scaling.original_max_position_embeddings": COUNT,
+    "model.sliding_window": COUNT,
+    "model.sparse_attention.block": COUNT,
+    "model.sparse_attention.num_local_blocks": COUNT,
+    "model.sparse_attention.num_global_blocks": COUNT,
     "data.kind": (["chat"], ["pretrain", "sft"]),
     "data.prefixes": (
         [["0.5"], [0.5, "a", "b"], [0.5, "a", 0.5], ["a", 0.5], [0, "a"], [-1, "a", 2, "b"], [" "]],

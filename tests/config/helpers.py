@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_llama.config import Config, ConfigError, Problem, RopeScaling
+from megatron_llama.config import Config, ConfigError, Problem, RopeScaling, SparseAttention
 from megatron_llama.plan import Machine, resolve
 
 
@@ -25,8 +25,8 @@ def put(config: Config, name: str, value: Any) -> None:
     *sections, key = name.split(".")
     owner: Any = config
     for section in sections:
-        if section == "rope_scaling" and owner.rope_scaling is None:
-            owner.rope_scaling = RopeScaling()
+        if getattr(owner, section) is None:
+            setattr(owner, section, {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention}[section]())
         owner = getattr(owner, section)
     assert hasattr(owner, key), f"there is no {name}; the test would prove nothing"
     setattr(owner, key, value)

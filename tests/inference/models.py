@@ -69,10 +69,11 @@ def write_tokenizer(folder: Path, template: bool) -> int:
 
 
 def _save(rank: int, folder: Path, shape: dict[str, Any]) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
     torch.manual_seed(0)
-    llama = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=0))
+    kind = MistralConfig if "sliding_window" in shape else LlamaConfig
+    llama = AutoModelForCausalLM.from_config(kind(**shape, bos_token_id=None, eos_token_id=0))
     for name, parameter in llama.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -61,9 +61,9 @@ def test_as_without_a_cache(folder: Path, greedy: list[list[int]]) -> None:
 
 
 def _theirs(rank: int, folder: Path) -> list[list[int]]:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    llama = LlamaForCausalLM.from_pretrained(folder).eval()
+    llama = AutoModelForCausalLM.from_pretrained(folder).eval()
     common = {"do_sample": False, "max_new_tokens": COUNT, "min_new_tokens": COUNT, "eos_token_id": None}
     return [
         llama.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **common)[0, len(p) :].tolist()
@@ -73,6 +73,35 @@ def _theirs(rank: int, folder: Path) -> list[list[int]]:
 
 def test_as_transformers_generates(folder: Path, greedy: list[list[int]]) -> None:
     assert run_ranks(_theirs, 1, folder)[0] == greedy
+
+
+WINDOW = 5
+
+
+def test_a_window_as_transformers_generates(tmp_path: Path, greedy: list[list[int]]) -> None:
+    """Mistral's window; the cache holds it and no more, the prompts being shorter and longer than it."""
+    folder = make_folder(tmp_path / "hf", sliding_window=WINDOW)
+    found = [answer.ids for answer in write(folder, tp=2)]
+    assert found == run_ranks(_theirs, 1, folder)[0] and found != greedy
+
+    def several_at_a_time(made: Generator) -> tuple[int, float]:
+        """(slots, largest difference) of three tokens at once, twice from the same positions, to whole sequences."""
+        lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
+        cache, most = made.cache(len(PROMPTS), 40, at_once=3), int(lengths.max())
+        prompts = torch.tensor([prompt + [0] * (most - len(prompt)) for prompt in PROMPTS])
+        made.logits(prompts, cache.at(torch.zeros_like(lengths), most, lengths - 1))
+        worst = 0.0
+        for first in (50, 60):
+            more = torch.arange(first, first + 3).expand(len(PROMPTS), 3)
+            logits = made.logits(more, cache.at(lengths, 3))
+            for row, prompt in enumerate(PROMPTS):
+                alone = made.llama(torch.tensor([[*prompt, *more[row].tolist()]]))[-3:, 0]
+                worst = max(worst, (logits[:, row] - alone).abs().max().item())
+        return cache.layers[0]._keys.shape[2], worst
+
+    with torch.no_grad():
+        slots, worst = with_generator(several_at_a_time, folder)[0]
+    assert slots == WINDOW + 2 and worst < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 TIED = "model.tie_word_embeddings=true"
+WINDOW = "model.sliding_window=5"
+BLOCKS = "model.sparse_attention={block: 2, num_local_blocks: 3, num_global_blocks: 1}"
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
 MICRO_1, MICRO_4 = "trainer.micro_batch_size=1", "trainer.micro_batch_size=4"
 # The rows that run with every `make test`: each axis with its hardest case, and all together.
 QUICK = {
+    "tp2·pp2+sp, window",
+    "tp2·dp2+sp, blocks, zero 3, full recompute",
     "tp2+sp",
     "tp4+sp, kv heads < tp",
     "tp2+sp, odd vocabulary",
@@ -80,6 +84,15 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"],
         [],
     ),
+    ("tp2·pp2+sp, window", 4, ["trainer.tp=2", "trainer.pp=2"], [WINDOW]),
+    ("pp2·dp2, window, selective recompute", 4, ["trainer.pp=2", "trainer.recompute=selective"], [WINDOW]),
+    (
+        "tp2·dp2+sp, blocks, zero 3, full recompute",
+        4,
+        ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"],
+        [BLOCKS],
+    ),
+    ("tp4+sp, blocks, kv heads < tp", 4, ["trainer.tp=4", MICRO_4], [BLOCKS]),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),

@@ -4,6 +4,7 @@ the test process alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,20 @@ def norms_count_copies(model: ParallelModel) -> None:
         yield from (tensor[piece.local_slices] for piece in shard.pieces)
 
     Shard.owned = all_of_it  # type: ignore[method-assign]
+
+
+def window_of_one_token_more(model: ParallelModel) -> None:
+    for chunk in model.chunks:
+        window = chunk.model.sliding_window
+        assert window is not None
+        chunk.model = replace(chunk.model, sliding_window=window + 1)
+
+
+def blocks_without_global_ones(model: ParallelModel) -> None:
+    for chunk in model.chunks:
+        sparse = chunk.model.sparse_attention
+        assert sparse is not None
+        chunk.model = replace(chunk.model, sparse_attention=replace(sparse, num_global_blocks=0))
 
 
 def no_causal_mask(model: ParallelModel) -> None:

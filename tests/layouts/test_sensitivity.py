@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_llama.parallel import ParallelModel
-from tests.layouts.table import MICRO_4, TIED
+from tests.layouts.table import BLOCKS, MICRO_4, TIED, WINDOW
 from tests.layouts.tampers import (
+    blocks_without_global_ones,
     local_token_count,
     mean_over_data_parallel_ranks,
     no_causal_mask,
@@ -17,6 +18,7 @@ from tests.layouts.tampers import (
     norms_count_copies,
     padding_in_the_loss,
     replicated_gradients_twice,
+    window_of_one_token_more,
 )
 from tests.oracle import TOLERANCE, Tamper, oracle, run_layout, worst
 from tests.ranks import RankFailed
@@ -33,6 +35,8 @@ BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (norms_count_copies, 2, ["trainer.tp=2"], []),
     (norms_count_copies, 2, ["trainer.zero=0"], []),
     (no_causal_mask, 1, [], []),
+    (window_of_one_token_more, 1, [], [WINDOW]),
+    (blocks_without_global_ones, 1, [], [BLOCKS]),
 ]
 
 

@@ -54,9 +54,9 @@ def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
 
 def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> Answer:
     """The results of transformers' Llama with our weights. Call it in a forked rank: it runs a backward pass."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    llama = LlamaForCausalLM(hf_config(plan.model))
+    llama = AutoModelForCausalLM.from_config(hf_config(plan.model), attn_implementation="sdpa")
     load(llama, weights)
     llama = llama.to(dtype)
     tokens, labels, mask = whole_batch(plan, 0)
@@ -77,16 +77,17 @@ def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
 
 
 def hf_config(model: ModelConfig) -> LlamaConfig:
-    """The same shape as a config of transformers."""
-    from transformers import LlamaConfig
+    """The same shape as a config of transformers: a Mistral's where it has a sliding window."""
+    from transformers import LlamaConfig, MistralConfig
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
         rope |= dataclasses.asdict(model.rope_scaling)
     same = dataclasses.asdict(model)
-    for name in ("name", "rope_theta", "rope_scaling"):
+    for name in ("name", "rope_theta", "rope_scaling", "sparse_attention"):
         del same[name]
-    return LlamaConfig(**same, rope_parameters=rope, attn_implementation="sdpa", use_cache=False)
+    kind: Any = LlamaConfig if same["sliding_window"] is None else MistralConfig
+    return kind(**same, rope_parameters=rope, attn_implementation="sdpa", use_cache=False)
 
 
 def whole_batch(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,6 +29,8 @@ PATHS = [
     ("recompute selective", 1, ["trainer.recompute=selective"]),
     ("recompute full", 1, ["trainer.recompute=full"]),
     ("tp2+sp", 2, ["trainer.tp=2"]),
+    ("window, pp2", 2, ["trainer.pp=2", "model.sliding_window=3"]),
+    ("blocks, tp2+sp", 2, ["trainer.tp=2", "model.sparse_attention={block: 1, num_local_blocks: 2}"]),
     ("tp4, copied kv heads", 4, ["trainer.tp=4", "trainer.sp=false"]),
     ("pp2", 2, ["trainer.pp=2"]),
     ("pp2 vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"]),

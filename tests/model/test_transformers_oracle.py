@@ -32,6 +32,7 @@ MODELS = {
     "llama3 rope": LLAMA3_ROPE,
     "wide heads": ("model.head_dim=16",),
     "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
+    "sliding window": ("model.sliding_window=5",),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
 LAYOUTS = {"one process": (1, ()), "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2"))}
@@ -49,7 +50,7 @@ def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
 
 def test_models_differ_where_they_should() -> None:
     # The comparison would be worth little if, at this size, the settings made no difference.
-    names = ("grouped queries", "llama3 rope", "other eps and theta")
+    names = ("grouped queries", "llama3 rope", "other eps and theta", "sliding window")
     plain, *others = ours(1, [make_plan(1, *MODELS[name]) for name in names])
     for other in others:
         assert distance(other.logits, plain.logits) > 1e-2

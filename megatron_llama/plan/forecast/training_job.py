@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_llama.config.precision import BYTES
+from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.derive import spread
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import kv_heads, lora_parameters
@@ -181,7 +182,8 @@ class Job:
     adapted: frozenset[str] = frozenset()
     """Products whose inputs LoRA's adapters need: qkv, o, gate_up, down."""
     document: int | None = None
-    """Tokens among which attention is computed where a sequence holds several documents."""
+    """Tokens among which attention is computed where a sequence holds several documents, or a pattern leaves some
+    out."""
     program: Program = OURS
     inner_bytes: int = 2
     """Bytes of an activation."""
@@ -289,6 +291,7 @@ def job_of_plan(plan: Plan) -> Job:
             master=BYTES[precision.param_dtype] if precision.master else 0,
             moments=2 * BYTES[precision.optimizer_state_dtype],
         ),
+        document=round(pattern_of(model).span(plan.config.data.seq_length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
         program=PROGRAMS["ours, compiled" if trainer.compile else "ours"],

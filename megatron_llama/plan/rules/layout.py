@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.hostfile import FORMS, bad_hosts
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import Problem, shown
@@ -136,6 +137,33 @@ def rope_scaling_has_a_band(config: Config, world_size: int) -> Iterator[Problem
         rule = f"must be above model.rope_scaling.low_freq_factor={scaling.low_freq_factor:g}"
         advice = f"write model.rope_scaling.high_freq_factor={scaling.low_freq_factor * 4:g}"
         yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, advice)
+
+
+@reads("model.sliding_window", "model.sparse_attention.block")
+def one_pattern_of_attention(config: Config, world_size: int) -> Iterator[Problem]:
+    """A window and blocks are two answers to one question."""
+    window = config.model.sliding_window
+    if window is not None and config.model.sparse_attention is not None:
+        rule = "says what a token sees, and so does model.sparse_attention"
+        yield Problem("model.sliding_window", window, rule, "write model.sliding_window=null, or leave the blocks out")
+
+
+@reads("model.sparse_attention.num_local_blocks", "model.sparse_attention.num_global_blocks")
+def global_blocks_are_in_a_group(config: Config, world_size: int) -> Iterator[Problem]:
+    """Global blocks are the last ones of each group of local blocks."""
+    sparse = config.model.sparse_attention
+    if sparse is not None and sparse.num_global_blocks > sparse.num_local_blocks:
+        most = sparse.num_local_blocks
+        rule = f"global blocks are the last ones of a group of model.sparse_attention.num_local_blocks={most}"
+        name = "model.sparse_attention.num_global_blocks"
+        yield Problem(name, sparse.num_global_blocks, rule, f"write {name}={most}, or fewer")
+
+
+@reads("model.sparse_attention.block", "checkpoint.export_hf")
+def blocks_have_no_folder(config: Config, world_size: int) -> Iterator[Problem]:
+    """What a Hugging Face folder can't say is not exported."""
+    if config.model.sparse_attention is not None and config.checkpoint.export_hf:
+        yield Problem("checkpoint.export_hf", True, NO_HF_BLOCKS, "write checkpoint.export_hf=false")
 
 
 @reads("trainer.pp", "trainer.vpp", "model.num_hidden_layers")

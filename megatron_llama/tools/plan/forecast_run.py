@@ -107,7 +107,7 @@ def forecast_plan(plan: Plan, cluster: ClusterConfig, device: Device, count: int
     job = job_of_plan(plan)
     stages = tuple(stage_footprints(plan))
     time = step_time(job, device, fitted())
-    flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
+    flops = flops_per_token(plan.model, job.document or job.seq, plan.config.finetune)
     scaling = tuple(_scaled(job, times, device, cluster, flops, count) for times in _multiples(count))
     return Forecast(
         plan, cluster, device, count, job, stages, time, flops, _goodput(job, device, cluster, count), scaling
