@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_llama.config import cluster, settings  # noqa: E402 (the tree need not be installed)
+from megatron_llama.config import cluster, model_settings, settings  # noqa: E402 (the tree need not be installed)
 from megatron_llama.config.fields import Setting, sections, settings_by_name, settings_of  # noqa: E402
 from megatron_llama.config.problems import shown  # noqa: E402
 from scripts.results import markdown_table  # noqa: E402
@@ -53,7 +53,7 @@ def field_docs(module_source: str) -> dict[str, dict[str, str]]:
 
 def page() -> str:
     """The whole of docs/config.md."""
-    docs = field_docs(inspect.getsource(settings))
+    docs = field_docs(inspect.getsource(model_settings)) | field_docs(inspect.getsource(settings))
     head = ("setting", "type", "default", "meaning")
     lines = [INTRODUCTION, "## Groups\n", *markdown_table(("write", "to get"), _groups()), ""]
     for name, section in sections().items():

@@ -83,15 +83,7 @@ def export(
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
-    if model.sparse_attention is not None:
-        rule = f"was trained with model.sparse_attention: {NO_HF_BLOCKS}"
-        raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "generate and evaluate from the run itself")])
-    if merge and finetune.method != "lora":
-        rule = "the checkpoint's weights are whole: there is nothing to merge into them"
-        raise ConfigError([Problem("--merge", None, rule, "leave --merge out")])
-    if base is not None and not merge:
-        rule = "is read to merge into it, and nothing is merged"
-        raise ConfigError([Problem("--base", str(base), rule, "leave --base out, or add --merge for a LoRA run")])
+    _refuse_what_cannot_be(checkpoint, model, finetune, merge, base)
     source, shapes = _adapter_source(manifest, model, finetune) if is_adapter else (manifest.stored, hf_shapes(model))
     if merge:
         trained = only_trained(manifest, model, finetune)
@@ -122,6 +114,21 @@ def export(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return Exported(out, dtype, names, size, tokenizer)
+
+
+def _refuse_what_cannot_be(
+    checkpoint: Path, model: ModelConfig, finetune: FinetuneConfig, merge: bool, base: Path | None
+) -> None:
+    """Raises ConfigError for options that do not fit the checkpoint, and for a model that no folder can hold."""
+    if model.sparse_attention is not None:
+        rule = f"was trained with model.sparse_attention: {NO_HF_BLOCKS}"
+        raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "generate and evaluate from the run itself")])
+    if merge and finetune.method != "lora":
+        rule = "the checkpoint's weights are whole: there is nothing to merge into them"
+        raise ConfigError([Problem("--merge", None, rule, "leave --merge out")])
+    if base is not None and not merge:
+        rule = "is read to merge into it, and nothing is merged"
+        raise ConfigError([Problem("--base", str(base), rule, "leave --base out, or add --merge for a LoRA run")])
 
 
 def _adapter_source(

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_llama.config.fields import KINDS, settings_by_name
 from megatron_llama.config.hub import or_fetch_it, short_name
+from megatron_llama.config.model_settings import ModelConfig, RopeScaling
 from megatron_llama.config.problems import Problem, shown
-from megatron_llama.config.settings import ModelConfig, RopeScaling
 from megatron_llama.system.files import read_json
 
 FROM_HF = "from_hf"

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_llama.config.settings import FinetuneConfig, ModelConfig
+from megatron_llama.config.model_settings import ModelConfig
+from megatron_llama.config.settings import FinetuneConfig
 
 
 @dataclass(frozen=True)

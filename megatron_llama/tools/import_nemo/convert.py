@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
+from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.problems import ConfigError, Problem, shown
-from megatron_llama.config.settings import ModelConfig
 from megatron_llama.text.tokenizer import vocabulary_size
 from megatron_llama.tools.import_nemo import nemo_keys as keys
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of

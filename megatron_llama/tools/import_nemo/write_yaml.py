@@ -15,8 +15,9 @@ import yaml
 from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import EXPERIMENT, load_config
+from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.problems import ConfigError, Problem, shown
-from megatron_llama.config.settings import Config, ModelConfig
+from megatron_llama.config.settings import Config
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.text_table import text_table
