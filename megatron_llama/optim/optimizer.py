@@ -42,21 +42,34 @@ class Optimizer:
 
     def step(self, norm: torch.Tensor) -> None:
         """Clips by ``norm``, updates the weights, frees the gradients and advances the schedule."""
+        self.update(norm)
+        self.advance()
+
+    def update(self, norm: torch.Tensor, skip: torch.Tensor | None = None) -> None:
+        """Clips by ``norm`` and updates the weights. ``skip``, a bool scalar on the device: where it is true, weights,
+        states and gradients stay as they are.
+
+        torch's fused optimizers look at it on the device, so that the host waits for nothing; for the others the host
+        reads it.
+        """
         factor = None if self.clip is None else clip_factor(norm, self.clip)
+        fused = isinstance(self.inner, torch.optim.Adam)  # AdamW is one
+        if skip is not None and not fused and skip:
+            return
         self._lend_gradients()
         if isinstance(self.inner, LowPrecisionOptimizer):
             self.inner.step(gradient_factor=factor)  # scaling bf16 gradients here would round them twice
-        else:
-            # The norm of a sum of gradients that nobody has made is not known.
-            if factor is not None and not (isinstance(self.inner, OneBitAdam) and self.inner.is_frozen):
-                scale_gradients(self.model.shards, factor)
-            self.inner.step()
-        self.inner.zero_grad(set_to_none=True)
-        self.model.zero_grad()
-        self.scheduler.step()
+            return
+        # The norm of a sum of gradients that nobody has made is not known.
+        if factor is not None and not (isinstance(self.inner, OneBitAdam) and self.inner.is_frozen):
+            scale_gradients(self.model.shards, factor if skip is None else torch.where(skip, 1.0, factor))
+        if fused:  # found_inf is how torch.amp.GradScaler tells them
+            self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+        self.inner.step()
 
-    def skip(self) -> None:
-        """Frees the gradients and advances the schedule without an update."""
+    def advance(self) -> None:
+        """Frees the gradients and advances the schedule."""
+        self.inner.zero_grad(set_to_none=True)
         self.model.zero_grad()
         self.scheduler.step()
 

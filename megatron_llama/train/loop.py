@@ -93,8 +93,8 @@ def training_step(
 ) -> dict[str, float]:
     """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
 
-    Raises TrainingFault, before the weights are touched, if loss or gradient norm is not finite and ``finite`` allows
-    no skip.
+    Where loss or gradient norm is not finite the device leaves out the update by itself, and the host is told at the
+    end of the step. Raises TrainingFault then, with the weights as they were, unless ``finite`` allows a skip.
     """
     # The position in the data is a number that follows from the step, so resuming needs no state of a data loader.
     before, after = plan.batches.after(step - 1), plan.batches.after(step)
@@ -106,21 +106,23 @@ def training_step(
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
+    optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
+    # The step's only wait for the device, behind all that it has to do.
+    mean_loss, gradient_norm = torch.stack((loss, norm)).tolist()
+    tokens, attended = torch.stack((counts.tokens, counts.attended)).tolist()
     metrics = {
         "step": step,
         "consumed_samples": after.samples,
         "global_batch_size": after.samples - before.samples,
-        "reduced_train_loss": loss.item(),
+        "reduced_train_loss": mean_loss,
         "lr": optimizer.lr,
-        "gradient_norm": norm.item(),
+        "gradient_norm": gradient_norm,
         "data_time_s": data_time,
-        "tokens": counts.tokens.item(),
-        "attended": counts.attended.item(),
+        "tokens": tokens,
+        "attended": attended,
     }
-    if finite.passes(step, metrics["reduced_train_loss"], metrics["gradient_norm"], model.shards):
-        optimizer.step(norm)
-    else:
-        optimizer.skip()
+    finite.check(step, mean_loss, gradient_norm, model.shards)
+    optimizer.advance()
     return metrics
 
 

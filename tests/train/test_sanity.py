@@ -91,6 +91,35 @@ def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
     return str(fault.value), all(torch.equal(b.nan_to_num(), s.local.nan_to_num()) for b, s in pairs)
 
 
+@pytest.mark.parametrize("setting", ["optim.name=adamw", "optim.name=sgd", "trainer.precision=bf16_sr"])
+def test_a_skipped_step_leaves_weights_states_and_their_count(setting: str) -> None:
+    """torch's fused optimizers skip on the device, the others on the host."""
+    for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, setting)):
+        assert all(torch.equal(one, other) for one, other in zip(before, skipped, strict=True))
+        assert not all(torch.equal(one, other) for one, other in zip(skipped, after, strict=True)), (
+            "the next one counts"
+        )
+        assert left == 0, "the skip was counted"
+
+
+def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]], int]:
+    optimizer, batches, finite = build_optimizer(plan, model), batches_of(plan, model), FiniteCheck(1)
+    inner, states = model.forward_backward, []
+
+    def poisoned(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        loss = inner(*arguments, **keywords)
+        if len(states) == 1:
+            model.shards[-1].grad[0] = torch.inf  # type: ignore[index]
+        return loss
+
+    model.forward_backward = poisoned  # type: ignore[method-assign]
+    for step in (1, 2, 3):
+        training_step(step, plan, model, optimizer, batches, finite)
+        kept = [*(s.local for s in model.shards), *(tensor for *_, tensor in optimizer.states())]
+        states.append([torch.tensor(optimizer.updates), *(tensor.clone() for tensor in kept)])
+    return states, finite.skips
+
+
 def test_validation_sees_the_same_samples_each_time_and_changes_nothing() -> None:
     answers = on_ranks(
         _validations, 2, make_plan(2, "trainer.zero=1", "trainer.val_every_steps=1", "trainer.val_steps=2")

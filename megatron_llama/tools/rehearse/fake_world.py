@@ -71,9 +71,9 @@ class FakeTensors(FakeTensorMode):
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    def outside(*args: Any) -> Any:
+    def outside(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return function(*args)
+            return function(*args, **kwargs)
 
     return outside
 

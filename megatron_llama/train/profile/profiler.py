@@ -79,7 +79,7 @@ class StepProfiler:
     @contextmanager
     def _watching(self, step: _Step, batches: Prefetcher) -> Iterator[None]:
         clock, model = step.clock, self.model
-        calls = ((batches, "at", DATA), (self.optimizer, "gradient_norm", NORM), (self.optimizer, "step", OPTIMIZER))
+        calls = ((batches, "at", DATA), (self.optimizer, "gradient_norm", NORM), (self.optimizer, "update", OPTIMIZER))
         with ExitStack() as stack:
             for owner, method, name in calls:
                 timed = _inside(clock, Zone(name), getattr(owner, method))
