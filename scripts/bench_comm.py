@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_llama.launch import main as launch
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.arguments import words
+from megatron_llama.tools.bench.bench_arguments import words
 from megatron_llama.tools.bench.cells import describe_machine, layout_of
 from megatron_llama.tools.bench.collectives import Rate, measure_collectives, read_rates
 from megatron_llama.tools.bench.environments import torch_version
@@ -25,7 +25,7 @@ HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "
 
 EXPLANATION = """\
 Medians of calls after a barrier, each that of the slowest rank, in fp32. Bytes and bus bandwidth are counted as
-nccl-tests counts them: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and reduce_scatter (n-1)/n.
+in docs/benchmarks.md: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and reduce_scatter (n-1)/n.
 
 """
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rate_rows(layout: str, rates: Iterator[Rate]) -> Iterator[list[str]]:
-    """Rows of HEAD; bandwidths in GB/s, as nccl-tests prints them."""
+    """Rows of HEAD; bandwidths in GB/s."""
     for rate in rates:
         yield [
             layout,

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_llama.devices import get_device
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.arguments import tell_left_out, words
+from megatron_llama.tools.bench.bench_arguments import tell_left_out, words
 from megatron_llama.tools.bench.cells import ONE, Wanted, describe_machine, layout_of, tasks_of
 from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.environments import OURS, PEERS, interpreter, torch_version

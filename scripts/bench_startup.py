@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.arguments import describe_contestants, installed, tell_left_out, wanted_of
+from megatron_llama.tools.bench.bench_arguments import describe_contestants, installed, tell_left_out, wanted_of
 from megatron_llama.tools.bench.cells import describe_machine, tasks_of
 from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.environments import OURS, torch_version

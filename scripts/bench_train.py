@@ -17,7 +17,7 @@ from typing import Any
 from megatron_llama.devices import Device, get_device
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.arguments import describe_contestants, installed, tell_left_out, wanted_of
+from megatron_llama.tools.bench.bench_arguments import describe_contestants, installed, tell_left_out, wanted_of
 from megatron_llama.tools.bench.cells import config_of, describe_machine, tasks_of
 from megatron_llama.tools.bench.environments import torch_version
 from megatron_llama.tools.bench.progress_bar import progress

@@ -37,8 +37,7 @@ class Rate:
     kind: str
     ranks: int
     size: int
-    """Bytes as nccl-tests counts them: the input of all_reduce and reduce_scatter, the output of all_gather, a message.
-    """
+    """Bytes, as the NCCL tests count: inputs of all_reduce and reduce_scatter, outputs of all_gather, messages."""
     seconds: float
     """Of a call, on the slowest rank; a median."""
 
@@ -50,7 +49,7 @@ class Rate:
     @property
     def bus_bandwidth(self) -> float:
         """Bytes per second that a link carries where the algorithm is optimal, so that it does not depend on the ranks:
-        nccl-tests' factors (doc/PERFORMANCE.md there)."""
+        the factors of the NCCL tests (doc/PERFORMANCE.md there)."""
         return self.algorithm_bandwidth * bus_factor(self.kind, self.ranks)
 
 
