@@ -1,4 +1,4 @@
-"""The files of a profile that are about all ranks: profile.txt, profile.json and memory.png."""
+"""The files of a profile that are about all ranks: as text, as JSON, and the memory as a picture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.memory_picture import draw_memory
 from megatron_llama.train.profile.module_tree import Profile, RankProfile
-from megatron_llama.train.profile.profile_text import all_lines
+from megatron_llama.train.profile.profile_text import lines, tree_lines
+from megatron_llama.train.profile.trace import Memory
 
 TEXT_FILE = "profile.txt"
 
@@ -20,7 +22,24 @@ def write_profile(plan: Plan, ranks: Sequence[RankProfile], folder: Path) -> Non
     """Writes the ranks' profile to ``folder``. Raises OSError."""
     profile = Profile(plan, ranks)
     write_atomically(folder / "profile.json", json.dumps(as_json(profile), indent=1) + "\n")
-    write_atomically(folder / TEXT_FILE, "\n".join(all_lines(profile)) + "\n")
+    write_atomically(folder / TEXT_FILE, "\n".join(lines(profile)) + "\n")
+    write_atomically(folder / "modules.txt", "\n".join(tree_lines(profile.nodes(folded=False))) + "\n")
+    measured = [(rank.memory.peak, rank.rank, rank.memory) for rank in ranks if rank.memory is not None]
+    if measured:
+        _, rank, memory = max(measured)
+        title = f"{plan.model.name}, rank {rank} of {plan.world_size}: tensors in step {ranks[0].traced}"
+        write_atomically(folder / "memory.png", _picture(memory, title))
+
+
+def _picture(memory: Memory, title: str) -> bytes:
+    return draw_memory(
+        memory.seconds * 1000,
+        memory.bytes,
+        memory.kinds,
+        [(begin * 1000, name) for begin, name in memory.passes],
+        title=title,
+        axis="ms of the traced step; F: forward, B: backward passes, O: optimizer; colours: what made them",
+    )
 
 
 def as_json(profile: Profile) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A profile as text, for a terminal of 80 columns and for profile.txt."""
+"""A profile as text, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOST_RANKS = 16
 MOST_AT_A_DEPTH = 3
 
 
-def short_lines(profile: Profile) -> Iterator[str]:
-    """What a terminal shows: one row for all layers."""
+def lines(profile: Profile) -> Iterator[str]:
+    """profile.txt, with one row for all layers."""
     yield from _head(profile)
-    yield from ("", "modules of the step, forward and backward; layers.* is the sum of all layers")
-    yield from _tree(profile.nodes(folded=True))
+    yield from ("", "modules, forward and backward of a step; layers.* is the sum of all layers")
+    yield from tree_lines(profile.nodes(folded=True))
     yield from ("", "the largest modules at each depth, of all layers together")
     yield from _top(profile.nodes(folded=True))
-    yield from ("", "where each rank's step goes, ms; the middle columns are waits for other ranks")
+    yield from ("", "each rank's step, ms; tp, pp, dp and world are waits for other ranks")
     yield from _ranks(profile)
     waits = list(_waits(profile))
     if waits:
@@ -34,12 +34,7 @@ def short_lines(profile: Profile) -> Iterator[str]:
     if peaks:
         size, number = max(peaks)
         yield from ("", f"most memory in tensors in step {profile.ranks[0].traced}: {gib(size)}, on rank {number}")
-
-
-def all_lines(profile: Profile) -> Iterator[str]:
-    """The whole of profile.txt: also each layer by itself."""
-    yield from short_lines(profile)
-    yield from ("", "every module", *_tree(profile.nodes(folded=False)))
+        yield "on a CPU without those that were there before the step"
 
 
 def _head(profile: Profile) -> Iterator[str]:
@@ -55,13 +50,13 @@ def _head(profile: Profile) -> Iterator[str]:
     formula = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
     yield f"step {_ms(step)} ms, {tokens / step:,.0f} tokens/s with padding and the profile's own work"
     full, causal = short_count(formula.full * tokens), short_count(formula.causal * tokens)
-    yield f"FLOPs of a step on all devices {short_count(root.flops)}; by MFU's formula {full}, causal {causal}"
+    yield f"FLOPs of a step: {short_count(root.flops)} on all devices; MFU's formula {full}, causal {causal}"
     each = root.flops / plan.world_size
     busy = root.flops_per_second or 0.0
-    yield f"FLOP/s of a device {_rate(each / step)} over the step, {_rate(busy)} while it computes forward and backward"
+    yield f"FLOP/s of a device: {_rate(each / step)} over the step, {_rate(busy)} while computing"
 
 
-def _tree(nodes: Sequence[Node]) -> Iterator[str]:
+def tree_lines(nodes: Sequence[Node]) -> Iterator[str]:
     """Parameters, FLOPs, times, share of the time, waits and speed of each module, indented by depth."""
     total = nodes[0].busy or 1.0
     rows: list[tuple[str, ...]] = [("", "params", "FLOPs", "fwd ms", "bwd ms", "share", "waits", "FLOP/s")]
@@ -109,7 +104,7 @@ def _last(node: Node) -> str:
 
 
 def _ranks(profile: Profile) -> Iterator[str]:
-    heads = ("", "step", FORWARD, BACKWARD, *AXES, DATA, "optimizer", REST)
+    heads = ("", "step", "fwd", "bwd", *AXES, DATA, "optimizer", REST)
     rows: list[tuple[str, ...]] = [heads]
     values = {rank.rank: _row(rank) for rank in profile.ranks}
     shown: list[tuple[str, list[int]]] = [(f"rank {number}", [number]) for number in values]

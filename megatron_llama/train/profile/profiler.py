@@ -117,7 +117,6 @@ class StepProfiler:
         if self.topology.is_logger:
             with _tolerating_full_disks():
                 write_profile(self.plan, ranks, self._folder)
-        self._steps.clear()
 
     def of_this_rank(self) -> RankProfile:
         timed = self._steps[:-1] or self._steps

@@ -8,22 +8,23 @@ import bisect
 import gzip
 import json
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
+from megatron_llama.system.memory_picture import highest
 from megatron_llama.topology import Topology
-from megatron_llama.train.profile.clock import BACKWARD, FORWARD, Zone
+from megatron_llama.train.profile.clock import BACKWARD, FORWARD, OPTIMIZER, Zone
 
 MODULES, WAITS = "modules", "waits"
 """Names of the clock's rows in a trace."""
 BEFORE = "there before the step"
-MOST_POINTS = 1500
-"""Of memory over time; each is the highest of those that it stands for."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,17 @@ class Memory:
 
     kinds: tuple[str, ...]
     """What they were made in."""
-    seconds: list[float]
-    """Since the step began."""
-    bytes: list[tuple[int, ...]]
-    """At each of these moments, by kind."""
-    marks: list[tuple[float, str]]
-    """When each pass begins: forward, backward or optimizer."""
+    seconds: Any
+    """Since the step began: fp64 array [moments]."""
+    bytes: Any
+    """Alive then, by kind: int64 array [moments, kinds]."""
+    passes: tuple[tuple[float, str], ...]
+    """Where each begins: F0 for the first forward pass, B0 for the first backward pass, and the optimizer."""
 
     @property
     def peak(self) -> int:
         """Most bytes at once."""
-        return max(map(sum, self.bytes))
+        return int(self.bytes.sum(axis=1).max())
 
 
 def step_name(number: int) -> str:
@@ -63,15 +64,16 @@ def finish_trace(
     shift = step["ts"] - moves[0][0] * 1e6  # from the clock's seconds to the trace's microseconds
     ends = [begin for begin, _ in moves[1:]]
     spans = [(begin * 1e6 + shift, (end - begin) * 1e6, zone) for (begin, zone), end in zip(moves, ends, strict=False)]
+    process = step["pid"]
     for event in events:
-        if event.get("pid") == step["pid"]:
+        if event.get("pid") == process:
             event["pid"] = topology.rank
     named = f"rank {topology.rank} (tp {topology.tp_rank}, pp {topology.pp_rank}, dp {topology.dp_rank})"
     events.append({"ph": "M", "name": "process_name", "pid": topology.rank, "tid": 0, "args": {"name": named}})
     events += [_event(topology.rank, begin, duration, zone) for begin, duration, zone in spans if duration > 0]
     with atomic_open(folder / f"trace.rank{topology.rank}.json.gz") as file:
         file.write(gzip.compress(json.dumps(trace).encode(), compresslevel=5))
-    return _memory(events, spans)
+    return memory_of(events, spans)
 
 
 def _event(rank: int, begin: float, duration: float, zone: Zone) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def _event(rank: int, begin: float, duration: float, zone: Zone) -> dict[str, An
     return {"ph": "X", "cat": row, "name": name, "pid": rank, "tid": row, "ts": begin, "dur": duration}
 
 
-def _memory(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float, Zone]]) -> Memory | None:
+def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float, Zone]]) -> Memory | None:
     """Bytes by what made them. Of a machine with an accelerator, the accelerator's."""
     changes = [event for event in events if event.get("name") == "[memory]"]
     if not changes or not spans:
@@ -88,35 +90,34 @@ def _memory(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float
     kind_of_device = max(change["args"]["Device Type"] for change in changes)  # the CPU's is 0
     changes = sorted((c for c in changes if c["args"]["Device Type"] == kind_of_device), key=lambda c: c["ts"])
     begins = [begin for begin, _, _ in spans]
-    owner: dict[int, str] = {}
-    alive: dict[str, int] = {BEFORE: changes[0]["args"]["Total Allocated"] - changes[0]["args"]["Bytes"]}
-    points: list[tuple[float, dict[str, int]]] = []
-    for change in changes:
+    kinds, owner = {BEFORE: 0}, dict[int, str]()
+    rows = np.zeros((len(changes), 2), np.int64)  # (number of the kind, bytes more)
+    for row, change in zip(rows, changes, strict=True):
         size, address = change["args"]["Bytes"], change["args"]["Addr"]
-        at = bisect.bisect_right(begins, change["ts"]) - 1
         if size > 0:
-            owner[address] = kind = _kind(spans[max(at, 0)][2])
-        else:
-            kind = owner.pop(address, BEFORE)
-        alive[kind] = alive.get(kind, 0) + size
-        points.append(((change["ts"] - begins[0]) / 1e6, dict(alive)))
-    return _thinned(points, tuple(alive), spans)
+            owner[address] = _kind(spans[max(0, bisect.bisect_right(begins, change["ts"]) - 1)][2])
+        kind = owner.pop(address, BEFORE) if size < 0 else owner[address]
+        row[:] = kinds.setdefault(kind, len(kinds)), size
+    steps = np.zeros((len(rows), len(kinds)), np.int64)
+    steps[np.arange(len(rows)), rows[:, 0]] = rows[:, 1]
+    alive = steps.cumsum(axis=0)
+    # Counted from where the profiler began, tensors of before that die in the step would make it negative.
+    first = changes[0]["args"]
+    alive[:, 0] += max(first["Total Allocated"] - first["Bytes"], -int(alive[:, 0].min()))
+    chosen = highest(alive.sum(axis=1))
+    seconds = np.array([(change["ts"] - begins[0]) / 1e6 for change in changes])
+    return Memory(tuple(kinds), seconds[chosen], alive[chosen], tuple(_passes(spans)))
 
 
-def _thinned(
-    points: Sequence[tuple[float, dict[str, int]]], kinds: tuple[str, ...], spans: Sequence[tuple[float, float, Zone]]
-) -> Memory:
-    every = -(-len(points) // MOST_POINTS)
-    groups = [points[start : start + every] for start in range(0, len(points), every)]
-    chosen = [max(group, key=lambda point: sum(point[1].values())) for group in groups]
-    # Tensors that were there before the step and die in it: the CPU's profiler counts from where it began.
-    low = min(0, *(alive.get(BEFORE, 0) for _, alive in chosen))
-    rows = [tuple(alive.get(kind, 0) - low * (kind == BEFORE) for kind in kinds) for _, alive in chosen]
-    marks: list[tuple[float, str]] = []
+def _passes(spans: Sequence[tuple[float, float, Zone]]) -> Iterator[tuple[float, str]]:
+    counts: Counter[str] = Counter()
+    last = ""
     for begin, _, zone in spans:
-        if not marks or marks[-1][1] != zone.phase:
-            marks.append(((begin - spans[0][0]) / 1e6, zone.phase))
-    return Memory(kinds, [seconds for seconds, _ in chosen], rows, marks)
+        if zone.phase != last and zone.phase in (FORWARD, BACKWARD, OPTIMIZER):
+            letter = zone.phase[0].upper()
+            yield (begin - spans[0][0]) / 1e6, letter if zone.phase == OPTIMIZER else f"{letter}{counts[letter]}"
+            counts[letter] += 1
+        last = zone.phase
 
 
 def _kind(zone: Zone) -> str:
@@ -126,7 +127,8 @@ def _kind(zone: Zone) -> str:
     parts = zone.module.split(".")
     if parts[0] != "layers":
         return {"lm_head": "forward: logits and loss", "": "forward: logits and loss"}.get(
-            parts[0], "forward: the rest"
+            parts[0], "forward: embedding, norm"
         )
-    inner = parts[2] if len(parts) > 2 else "the rest"
-    return "forward: norms" if inner.endswith("layernorm") else f"forward: {inner}"
+    if len(parts) == 2:
+        return "forward: gathered weights, residual sums"
+    return "forward: norms" if parts[2].endswith("layernorm") else f"forward: {parts[2]}"

@@ -32,7 +32,7 @@ Tamper = Callable[[int, ParallelModel, Any], None]
 class Rank:
     """What one rank found."""
 
-    profile: RankProfile
+    profile: RankProfile | None
     counted: int
     """FLOPs of a step, by torch's counter, attention as plain matrix products."""
     parameters: int
@@ -53,7 +53,7 @@ def profile_layout(plan: Plan, tamper: Tamper | None = None, *, steps: int = 2, 
 
 def merged(plan: Plan, ranks: list[Rank]) -> Profile:
     """As the first rank merges them."""
-    return Profile(plan, [rank.profile for rank in ranks])
+    return Profile(plan, [rank.profile for rank in ranks if rank.profile is not None])
 
 
 def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, count: bool) -> Rank:
@@ -72,7 +72,7 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
                 losses.append(training_step(step, plan, model, optimizer, batches, finite)["reduced_train_loss"])
             metrics = dict(waited) or metrics
             graphs = graphs if model.compiler is None else len(model.compiler.graphs)
-        profile = profiler.of_this_rank()
+        profile = profiler.of_this_rank() if plan.config.trainer.profile else None
         counter = FlopCounterMode(display=False)
         if count:
             with sdpa_kernel(SDPBackend.MATH), counter:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,10 @@ import torch
 
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan.flops import flops_per_token
-from megatron_llama.train.profile.clock import BACKWARD, DATA, FORWARD
+from megatron_llama.train.profile.clock import BACKWARD, DATA, FORWARD, Zone
 from megatron_llama.train.profile.module_tree import Profile
-from megatron_llama.train.profile.waits import AXES
+from megatron_llama.train.profile.trace import BEFORE, MODULES, WAITS, memory_of
+from megatron_llama.train.profile.waits import AXES, WAITED
 from tests.oracle import make_plan
 from tests.train.profile.profiled import merged, profile_layout
 
@@ -60,7 +65,7 @@ def check_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: b
 
     # Every moment belongs to one module, and nothing is outside.
     assert sum(node.own for node in nodes) == pytest.approx(root.busy)
-    assert sum(rank.profile.spent(phase, None) for rank in ranks for phase in (FORWARD, BACKWARD)) == pytest.approx(
+    assert sum(rank.spent(phase, None) for rank in profile.ranks for phase in (FORWARD, BACKWARD)) == pytest.approx(
         root.busy
     )
     for node in nodes:
@@ -76,7 +81,7 @@ def check_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: b
     assert sum(node.own for node in folded) == pytest.approx(root.busy)
     assert next(n for n in folded if n.name == "layers.*").instances == plan.model.num_hidden_layers
 
-    waited = {zone.wait.partition(" ")[0] for rank in ranks for zone in rank.profile.seconds if zone.wait}
+    waited = {zone.wait.partition(" ")[0] for rank in profile.ranks for zone in rank.seconds if zone.wait}
     assert waited == axes
     assert {axis for axis in AXES if ranks[0].metrics[f"waited_{axis}_s"] > 0} == axes
     assert all(rank.metrics == ranks[0].metrics for rank in ranks), "the metrics are of all ranks"
@@ -126,10 +131,71 @@ def test_time_and_waits_go_to_their_cause() -> None:
     for part in ("forward", "backward"):
         others = sum(getattr(nodes[name], part) for name in ("layers.0", "layers.1.self_attn", "embed_tokens"))
         assert getattr(slow, part) > others, f"a sleep that is {part} elsewhere"
-    first, second = (rank.profile for rank in ranks)
+    first, second = profile.ranks
     # Generous: under load the other stage may come late to its wait.
     assert second.spent(None, "pp") > SLEEP / 2
     assert second.spent(None, "pp") > first.spent(None, "pp")
     assert first.spent(DATA) >= SLEEP > second.spent(DATA)
     assert second.spent(None, "world") > SLEEP / 2, "it waits for the other's data where all count their tokens"
     assert ranks[0].metrics["waited_data_s"] == pytest.approx((first.spent(DATA) + second.spent(DATA)) / 2)
+
+
+def test_all_files_and_the_same_losses(tmp_path: Path) -> None:
+    """With tracing, over the whole window; the same run without it has the same losses to the last bit."""
+    plan = make_plan(2, "trainer.profile=[2,3]", "trainer.pp=2", "trainer.recompute=full", f"run.dir={tmp_path}")
+    ranks = profile_layout(plan, steps=4, count=False)
+    without = profile_layout(make_plan(2, "trainer.pp=2", "trainer.recompute=full"), steps=4, count=False)
+    assert [rank.losses for rank in ranks] == [rank.losses for rank in without]
+    assert len(set(ranks[0].losses)) == 4 and set(ranks[0].metrics) == set(WAITED) and not without[0].metrics
+
+    folder = tmp_path / "profile"
+    traces = [f"trace.rank{rank}.json.gz" for rank in range(2)]
+    assert {path.name for path in folder.iterdir()} == {
+        *traces,
+        "profile.txt",
+        "modules.txt",
+        "profile.json",
+        "memory.png",
+    }
+    for rank in range(2):
+        events = json.loads(gzip.decompress((folder / traces[rank]).read_bytes()))["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert all({"name", "ts", "dur", "pid", "tid"} <= event.keys() for event in spans)
+        ours = [event for event in spans if event["tid"] in (MODULES, WAITS)]
+        assert {event["pid"] for event in ours} == {rank}, "a process of its own in a common view"
+        step = next(event for event in spans if event["name"] == "step 3")
+        end = step["ts"] + step["dur"]
+        assert all(step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end for event in ours), "one time"
+        layer = 2 * rank
+        assert {f"forward layers.{layer}.mlp.down_proj", f"backward layers.{layer}.self_attn", "pp recv"} <= {
+            event["name"] for event in ours
+        }
+        operators = {event["name"] for event in spans if event["pid"] == rank}
+        assert {"aten::mm", "aten::silu"} <= operators, "torch's events are in the same process"
+        # One after the other: the clock is in one zone at a time.
+        ours.sort(key=lambda event: event["ts"])
+        assert all(one["ts"] + one["dur"] <= two["ts"] + 1e-3 for one, two in itertools.pairwise(ours))
+    text = (folder / "profile.txt").read_text()
+    assert "profile of step 2; step 3 is traced" in text and max(map(len, text.splitlines())) < 96
+    assert json.loads((folder / "profile.json").read_text())["modules"][0]["parameters"] == plan.parameters
+
+
+def test_memory_is_what_lives() -> None:
+    """Against a trace that is written by hand."""
+    spans = [(0.0, 10.0, Zone(FORWARD, "layers.0.mlp")), (10.0, 10.0, Zone(BACKWARD, "layers.0"))]
+
+    def change(at: float, address: int, size: int, device: int = 0) -> dict[str, Any]:
+        told = {"Bytes": size, "Addr": address, "Device Type": device, "Total Allocated": max(size, 0)}
+        return {"name": "[memory]", "ts": at, "args": told}
+
+    events = [change(1, 7, 100), change(2, 8, 50), change(12, 7, -100), change(13, 9, 30), change(14, 5, -20)]
+    memory = memory_of([*events, {"name": "aten::mm", "ts": 3}], spans)
+    assert memory is not None
+    by_kind = dict(zip(memory.kinds, memory.bytes.T.tolist(), strict=True))
+    assert by_kind["forward: mlp"] == [100, 150, 50, 50, 50]
+    assert by_kind["backward pass"] == [0, 0, 0, 30, 30]
+    assert by_kind[BEFORE] == [20, 20, 20, 20, 0], "what dies unknown was there before"
+    assert memory.peak == 170
+    assert memory.passes == ((0.0, "F0"), (pytest.approx(1e-5), "B0"))
+    on_a_device = memory_of([*events, change(5, 1, 1000, device=1)], spans)
+    assert on_a_device is not None and on_a_device.peak == 1000, "an accelerator's memory, where there is one"

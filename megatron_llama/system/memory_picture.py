@@ -1,0 +1,84 @@
+"""Memory over time as a picture. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_llama.system.units import GIB, gib
+
+MOST_COLUMNS = 1500
+"""Of a picture; each shows the highest moment of those that it stands for."""
+MOST_PASSES = 24
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.xmargin": 0.0,
+    "font.size": 9,
+    "legend.frameon": False,
+}
+
+
+def highest(totals: Any, most: int = MOST_COLUMNS) -> Any:
+    """Indices of at most ``most`` moments that show the whole course of ``totals`` [n], peaks included: int64 [m]."""
+    import numpy as np
+
+    every = -(-len(totals) // most)
+    starts = np.arange(0, len(totals), every)
+    return np.array([start + int(totals[start : start + every].argmax()) for start in starts])
+
+
+def draw_memory(
+    moments: Any,
+    sizes: Any,
+    kinds: Sequence[str],
+    passes: Sequence[tuple[float, str]],
+    *,
+    title: str,
+    axis: str,
+    memory_gib: float | None = None,
+) -> bytes:
+    """The bytes of a PNG: what is alive, by kind, over the moments of a step, with its passes below.
+
+    ``moments`` [n] are positions on the horizontal axis, ``sizes`` bytes [n, kinds], ``passes`` where each one begins
+    and its short name. Kinds that never matter are left out.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    totals = sizes.sum(axis=1)
+    top, end = int(totals.argmax()), moments[-1]
+    peak = int(totals[top])
+    chosen = highest(totals)
+    unit, size = ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
+    shown = [number for number in range(len(kinds)) if sizes[:, number].max() > peak / 500]
+    with pyplot.style.context(["default", STYLE]):
+        figure, axes = pyplot.subplots(figsize=(11.0, 5.4), dpi=120, layout="constrained")
+        colours = [pyplot.get_cmap("tab20")(number % 20 / 20) for number in shown]
+        labels = [f"{kinds[number]}, {gib(int(sizes[top, number]))}" for number in shown]
+        stack = [sizes[chosen, number] / size for number in shown]
+        axes.stackplot(moments[chosen], *stack, colors=colours, labels=labels, step="post")
+        axes.plot([moments[top]], [peak / size], "kv", markersize=5)
+        highest_point = (moments[top], peak / size)
+        axes.annotate(f"peak {gib(peak)}", highest_point, xytext=(0, 6), textcoords="offset points", ha="center")
+        if memory_gib is not None:
+            axes.axhline(memory_gib * GIB / size, color="k", linestyle="--", linewidth=1)
+            axes.annotate(f"the device's {memory_gib:g} GiB", (moments[0], memory_gib * GIB / size), va="bottom")
+        axes.set_ylim(0, max(peak, (memory_gib or 0) * GIB) / size * 1.08)
+        if len(passes) <= MOST_PASSES:
+            stops = [begin for begin, _ in passes[1:]] + [end]
+            for (begin, name), stop in zip(passes, stops, strict=True):
+                axes.axvline(begin, color="k", linewidth=0.3, alpha=0.5)
+                axes.text((begin + stop) / 2, 0, name, ha="center", va="bottom", fontsize=7)
+        axes.set_ylabel(unit)
+        axes.set_xlabel(axis)
+        axes.set_title(title, loc="left")
+        handles, names = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), title="at the peak")
+        written = io.BytesIO()
+        figure.savefig(written, format="png")
+        pyplot.close(figure)
+    return written.getvalue()
