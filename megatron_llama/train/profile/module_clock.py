@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron_llama.model.llama import Llama
+from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.train.profile.clock import BACKWARD, FORWARD, REST, Clock, Zone
 
 _MARK = "megatron_llama.profile"
@@ -37,8 +38,7 @@ class ModuleClock:
         self.tokens = [0] * len(chunks)
         """Tokens that each chunk has had in forward passes."""
         self.pairs = [0] * len(chunks)
-        """Pairs of tokens that attention has gone over, each with each: documents apart only where they are computed
-        apart."""
+        """Pairs of tokens of one document that attention is about, each with each, padding being a document too."""
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -98,15 +98,15 @@ class ModuleClock:
         self._clock.move(Zone(REST))
 
     def _counting(self, number: int) -> Callable[..., None]:
-        def count(chunk: nn.Module, args: tuple[Any, ...]) -> None:
+        pattern = pattern_of(self._chunks[number].model)
+
+        def count(_: nn.Module, args: tuple[Any, ...]) -> None:
             if torch._C._current_autograd_node() is not None:
                 return
             tokens, documents = args[0], args[2] if len(args) > 2 else None
             self.tokens[number] += tokens.numel()
-            if documents is not None and chunk.by_document:
-                self.pairs[number] += sum(n * n for row in documents.lengths for n in row)
-            else:
-                self.pairs[number] += tokens.numel() * tokens.shape[1]
+            lengths = documents.lengths if documents is not None else [[tokens.shape[1]]] * len(tokens)
+            self.pairs[number] += round(sum(n * pattern.span(n) for row in lengths for n in row))
 
         return count
 

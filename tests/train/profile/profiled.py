@@ -40,6 +40,10 @@ class Rank:
     losses: list[float]
     metrics: dict[str, float]
     """Of the last profiled step."""
+    tokens: int
+    """Of a step, on all ranks."""
+    document_length: float
+    """Of a token's document, the mean over tokens."""
     graphs: int = 0
     """Compiled, and how many of them after the profile began."""
     late: int = 0
@@ -66,10 +70,13 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
         if tamper is not None:
             tamper(rank, model, batches)
         profiler = StepProfiler(plan, topology, device, model, optimizer)
-        finite, losses, metrics, graphs = FiniteCheck(0), list[float](), dict[str, float](), 0
+        finite, losses, metrics = FiniteCheck(0), list[float](), dict[str, float]()
+        graphs = tokens = attended = 0
         for step in range(1, steps + 1):
             with profiler.step(step, batches) as waited:
-                losses.append(training_step(step, plan, model, optimizer, batches, finite)["reduced_train_loss"])
+                found = training_step(step, plan, model, optimizer, batches, finite)
+            losses.append(found["reduced_train_loss"])
+            tokens, attended = tokens + int(found["tokens"]), attended + int(found["attended"])
             metrics = dict(waited) or metrics
             graphs = graphs if model.compiler is None else len(model.compiler.graphs)
         profile = profiler.of_this_rank() if plan.config.trainer.profile else None
@@ -79,7 +86,8 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
                 training_step(steps + 1, plan, model, optimizer, batches, finite)
         parameters = sum(part.numel() for shard in model.shards for part in shard.owned(shard.values))
         late = 0 if model.compiler is None else sum(graph.late for graph in model.compiler.graphs)
-        return Rank(profile, counter.get_total_flops(), parameters, losses, metrics, graphs, late)
+        counted = counter.get_total_flops()
+        return Rank(profile, counted, parameters, losses, metrics, tokens // steps, attended / tokens, graphs, late)
 
 
 def run_dir(folder: Path) -> str:
