@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import ATTENTION_KERNELS, Config
-from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
+from megatron_llama.plan.attention_pattern import Pattern, attention_kernel, pattern_of
 from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import head_dim
@@ -27,6 +27,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     pattern, inside = pattern_of(plan.model), data.pack or data.document_mask
     if inside or pattern.leaves_out(data.seq_length):
+        pattern = pattern if pattern.leaves_out(data.seq_length) else Pattern()
         where = " inside documents" * inside
         if pattern.window:
             where += f" in a window of {pattern.window:,} tokens"

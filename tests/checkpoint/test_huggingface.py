@@ -204,6 +204,17 @@ def test_transformers_loads_what_was_trained_here(tmp_path: Path) -> None:
         assert torch.allclose(ours.transpose(0, 1)[..., :61], theirs, rtol=1e-4, atol=tolerance)
 
 
+def test_blocks_have_no_folder(tmp_path: Path) -> None:
+    """What would attend to everything elsewhere is not exported; the run itself goes on."""
+    blocks = "model.sparse_attention={block: 2, num_local_blocks: 2}"
+    run(1, tmp_path / "run", blocks, until=1)
+    with raises_saying(ConfigError, "model.sparse_attention"):
+        export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    run(1, tmp_path / "run", blocks, until=2)
+    assert find_checkpoint(tmp_path / "run").name == "step_00000002"
+
+
 def test_each_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
     save_with_transformers(CASES["llama 2, fp32, one file"], tmp_path / "hf")
     for layout, ranks in ((["trainer.tp=4"], 4), (["trainer.tp=2", "trainer.pp=2"], 4)):
