@@ -11,6 +11,7 @@ and the output head if it is the last. Modules have Hugging Face's names, with q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from megatron_llama.config import ModelConfig
 from megatron_llama.model.attention import Seen, attend, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
-from megatron_llama.model.loss import hide_padding, token_losses
+from megatron_llama.model.loss import Head
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
@@ -58,8 +59,35 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h], in x's dtype."""
+        normalized: Tensor = _Normalize.apply(x, self.weight, self.eps)
+        return normalized
+
+
+class _Normalize(torch.autograd.Function):
+    """RMSNorm that keeps x and 1 / rms(x) for the backward pass; autograd would keep fp32 copies of x and the quotient.
+
+    The quotient is rounded to x's dtype before it is multiplied, as in Hugging Face's LlamaRMSNorm;
+    ``torch.nn.functional.rms_norm`` rounds once, after it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return weight * (wide * inverse).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        quotient = x.float() * inverse
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            products = grad * quotient.type_as(x)
+            grad_weight = products.flatten(0, -2).sum(0, dtype=torch.float32).type_as(weight)
+        scaled = (grad * weight).float()
+        along = (scaled * quotient).mean(-1, keepdim=True)
+        return (inverse * (scaled - quotient * along)).type_as(x), grad_weight, None
 
 
 class Attention(nn.Module):
@@ -202,15 +230,9 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-            self.lm_head = ColumnParallelLinear(
-                model.hidden_size,
-                padded_vocab_size,
-                config=mcore,
-                init_method=_no_init,
-                bias=False,
-                # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
-                skip_weight_param_allocation=model.tie_word_embeddings and is_first,
-            )
+            # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
+            tied = model.tie_word_embeddings and is_first
+            self.lm_head = Head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
         # ----------------------------------------------------------------------------------------------------
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder
@@ -225,13 +247,15 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
         documents: Documents | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """The forward pass of this chunk for token ids [b, s], int64.
 
-        Returns the activations [s(/t), b, h], or on the last chunk the loss of each token [s, b], fp32, given
-        ``labels`` [b, s] (next token ids, int64), else this rank's logits [s, b, vocabulary/t], fp32.
+        Returns the activations [s(/t), b, h], or on the last chunk, given ``labels`` [b, s] (next token ids, int64),
+        the sum of the tokens' losses times ``loss_weights`` [b, s], fp32 scalar, else this rank's logits
+        [s, b, vocabulary/t], fp32.
 
         ``documents`` tells which tokens belong together where a sequence holds several documents. With a ``cache``, for
         generation without sequence parallelism, the tokens follow those in the cache.
@@ -258,9 +282,8 @@ class Llama(nn.Module):
         if not self.is_last:
             return x
         tied_weight = self.embed_tokens.weight if self.lm_head.weight is None else None
-        logits, _ = self.lm_head(self.norm(x), weight=tied_weight)
-        logits = hide_padding(logits.float(), self.model.vocab_size)
-        return logits if labels is None else token_losses(logits, labels)
+        loss_or_logits: Tensor = self.lm_head(self.norm(x), tied_weight, labels, loss_weights)
+        return loss_or_logits
 
     def _rotary_for(self, tokens: Tensor) -> Rotary:
         """Cosines and sines for tokens [b, s], kept until length or device change."""

@@ -1,25 +1,193 @@
-"""Cross entropy over a vocabulary that is split over tensor-parallel ranks: the logits are never gathered."""
+"""The output head and its loss by chunks of tokens: neither whole logits nor their gradient are ever in memory.
+
+The vocabulary is split over tensor-parallel ranks, and logits are never gathered. A chunk's gradients are made while
+its logits are there, in the forward pass (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989): three products, as
+many as without chunks. Making them in the backward pass would take a fourth, of the logits once more. The gradient of
+the weight is a sum over tokens, so each token's share in the loss must be known by then: the caller passes it, and what
+comes back is one number, through which no other weighting can be asked for.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_llama.plan.shapes import loss_chunk
+
+_ROWS_AT_ONCE = 4096
+"""Rows of the weight whose gradient is added at once: their product is then still in the cache."""
 
 
-def hide_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """This rank's logits [s, b, padded/t], fp32, with the vocabulary's padding masked, so that it gets no probability.
+class Head(ColumnParallelLinear):
+    """The output head: [s(/t), b, h] to logits, or to the loss.
 
-    Otherwise the softmax, and with it the loss, would depend on how far tp pads the vocabulary.
+    ``vocab_size`` counts the vocabulary without the rows that pad it to a multiple of tp. With ``tied``, ``forward`` is
+    given the weight.
     """
-    local = logits.shape[-1]
-    start = parallel_state.get_tensor_model_parallel_rank() * local
-    if start + local <= vocab_size:
-        return logits
-    is_padding = torch.arange(start, start + local, device=logits.device) >= vocab_size
-    return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min)
+
+    def __init__(
+        self, hidden_size: int, padded_vocab_size: int, vocab_size: int, mcore: TransformerConfig, *, tied: bool
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            padded_vocab_size,
+            config=mcore,
+            init_method=lambda _: None,  # model/init.py fills the weight
+            bias=False,
+            skip_weight_param_allocation=tied,
+        )
+        self.vocab_size = vocab_size
+
+    def forward(
+        self,
+        x: Tensor,
+        tied_weight: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's logits [s, b, vocabulary/t], fp32; or with ``labels`` (next token ids [b, s], int64) the sum of
+        the tokens' cross entropies times ``loss_weights`` [b, s], fp32 scalar."""
+        local = self.output_size_per_partition
+        first = dist.get_rank(self.tp_group) * local
+        valid = min(max(self.vocab_size - first, 0), local)  # rows of this rank that don't pad
+        if labels is None:
+            logits, _ = super().forward(x, tied_weight)
+            return hide_padding(logits.float(), valid)
+        assert loss_weights is not None
+        weight = self.weight if tied_weight is None else tied_weight
+        flat = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
+        train = torch.is_grad_enabled()
+        wanted = train and x.requires_grad, train and weight.requires_grad
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, *flat, valid, wanted, self.tp_group, self.sequence_parallel)
+        return loss
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each token [s, b], fp32, from this rank's logits [s, b, padded/t] and labels [b, s]."""
-    return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
+def hide_padding(logits: Tensor, valid: int) -> Tensor:
+    """Logits [.., local vocabulary] whose columns from ``valid`` on, the vocabulary's padding, get no probability.
+
+    Otherwise the softmax, and with it the loss, would depend on how far tp pads the vocabulary. In place.
+    """
+    if valid < logits.shape[-1]:
+        logits[..., valid:] = torch.finfo(logits.dtype).min
+    return logits
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of x [s(/t), b, h] times weight [vocabulary/t, h]; labels are counted from this rank's first row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_weights: Tensor,
+        valid: int,
+        wanted: tuple[bool, bool],
+        group: dist.ProcessGroup,
+        split: bool,
+    ) -> Tensor:
+        ranks = dist.get_world_size(group)
+        hidden = _gathered(x, group) if split else x
+        # The gathered copy is our own: its gradient takes its place, chunk by chunk.
+        grad_x = (hidden if split else torch.empty_like(x)) if wanted[0] else None
+        rows = None if grad_x is None else grad_x.flatten(0, 1)
+        over = group if ranks > 1 else None
+        losses, sums = _by_chunks(hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, rows, wanted[1])
+        if grad_x is not None and split:
+            whole, grad_x = grad_x, torch.empty_like(x)
+            dist.reduce_scatter_tensor(grad_x, whole, group=group)
+        elif grad_x is not None and ranks > 1:
+            dist.all_reduce(grad_x, group=group)
+        ctx.save_for_backward(grad_x, None if sums is None else sums.to(weight.dtype))
+        return (losses * loss_weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: the gradients were made for this. A second backward pass is refused by autograd.
+        grads = (None if made is None else made.mul_(grad) for made in ctx.saved_tensors)
+        return *grads, None, None, None, None, None, None
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The whole sequence [s, b, h] of the ranks' parts [s/t, b, h]."""
+    whole = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _by_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    valid: int,
+    group: dist.ProcessGroup | None,
+    grad_hidden: Tensor | None,
+    trained: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Cross entropies of hidden [n, h] in fp32 [n], and if ``trained`` the weight's gradient, the chunks' sum in fp32.
+
+    Fills ``grad_hidden``, which may be ``hidden``, with this rank's part of the gradient.
+    """
+    tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
+    # Made once: pages of new memory cost as much as the softmax.
+    products = hidden.new_empty(size, weight.shape[0])
+    scores = products if products.dtype == torch.float32 else torch.empty_like(products, dtype=torch.float32)
+    one_chunk = size == tokens
+    sums = None
+    if trained:
+        sums = torch.empty_like(weight) if one_chunk else torch.zeros_like(weight, dtype=torch.float32)
+    losses = torch.empty_like(loss_weights)
+    for start in range(0, tokens, size):
+        chunk = slice(start, min(start + size, tokens))
+        own, count = hidden[chunk], chunk.stop - start
+        logits = torch.mm(own, weight.t(), out=products[:count])
+        fp32 = scores[:count] if scores is products else scores[:count].copy_(logits)
+        losses[chunk] = _softmax(hide_padding(fp32, valid), labels[chunk], loss_weights[chunk], group)
+        grad_logits = logits if scores is products else logits.copy_(fp32)
+        if sums is not None and one_chunk:
+            torch.mm(grad_logits.t(), own, out=sums)
+        elif sums is not None:
+            _add_product(sums, grad_logits, own)
+        if grad_hidden is not None:
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+    return losses, sums
+
+
+def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Cross entropies [n] of fp32 logits [n, vocabulary/t], which become the gradients of the weighted losses.
+
+    One collective: a row's softmax over all ranks is this rank's, scaled by its share of the sum of exponentials.
+    """
+    here = (labels >= 0) & (labels < logits.shape[1])
+    labels = torch.where(here, labels, 0).unsqueeze(1)
+    target = logits.gather(1, labels).squeeze(1) * here
+    largest = logits.amax(1)
+    total = logits.sub_(largest.unsqueeze(1)).exp_().sum(1)
+    scale = 1 / total
+    if group is not None:
+        ranks = logits.new_empty(dist.get_world_size(group), 3, len(logits))
+        dist.all_gather_into_tensor(ranks, torch.stack((largest, total, target))[None], group=group)
+        own, (maxima, totals, targets) = largest, ranks.unbind(1)
+        largest = maxima.amax(0)
+        total = (totals * (maxima - largest).exp()).sum(0)
+        target = targets.sum(0)
+        scale = (own - largest).exp() / total
+    logits.mul_((scale * loss_weights).unsqueeze(1))
+    logits.scatter_add_(1, labels, (-loss_weights * here).unsqueeze(1))
+    return total.log() + largest - target
+
+
+def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """Adds the weight's gradient of a chunk [vocabulary/t, h] to fp32 ``sums``."""
+    if hidden.dtype == torch.float32:
+        sums.addmm_(grad_logits.t(), hidden)
+        return
+    for rows, columns in zip(sums.split(_ROWS_AT_ONCE), grad_logits.split(_ROWS_AT_ONCE, dim=1), strict=True):
+        rows.add_(columns.t() @ hidden)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def data_mesh(topology: Topology, device_type: str, sums_itself: bool = False) -
 
 
 def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
-    """Applies ``fully_shard`` in place: one unit per block, one for embedding, norm and head. Plain parameters stay."""
+    """Applies ``fully_shard`` in place. The units: the embedding, each block, norm and head; tied tables are in one
+    with the norm, gathered all step. A unit is gathered while the one before it computes. Plain parameters stay."""
     if plan.plain_parameters:
         return
     precision = plan.precision
@@ -54,10 +56,27 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
         reduce_dtype=torch_dtype(precision.grad_accum_dtype),
         cast_forward_inputs=False,  # activations have it already, and rotary tables stay fp32
     )
-    reshard = plan.config.trainer.zero == 3
-    for block in chunk.layers.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(chunk, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    def shard(module: nn.Module | list[nn.Module], again_at_once: bool) -> None:
+        reshard = plan.config.trainer.zero == 3 and not again_at_once
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)  # type: ignore[call-overload]
+
+    tied = chunk.is_first and chunk.is_last and plan.model.tie_word_embeddings
+    order: list[Any] = list(chunk.layers.values())  # fully_shard adds methods to their classes
+    for block in order:
+        # The backward pass begins with the last block and the head: they stay as they are for it.
+        shard(block, again_at_once=chunk.is_last and block is order[-1])
+    if chunk.is_first and not tied:
+        shard(chunk.embed_tokens, again_at_once=False)
+        order.insert(0, chunk.embed_tokens)
+        order[0].set_unshard_in_backward(False)  # its gradient does not depend on it
+    if chunk.is_last and not tied:
+        shard([chunk.norm, chunk.lm_head], again_at_once=True)
+        order.append(chunk.norm)
+    shard(chunk, again_at_once=chunk.is_last)
+    for unit, following in pairwise(order):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue

@@ -72,15 +72,12 @@ def run_schedule(
     """
     trainer = plan.config.trainer
 
-    def loss_function(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(loss, tokens with loss, what the schedule returns), from losses [s, b] and mask [b, s]."""
-        loss = (losses * mask.transpose(0, 1)).sum() / total_tokens
-        return loss, mask.sum().int(), loss.detach()
-
     def forward_step(batches: Iterator[MicroBatch], chunk: Llama) -> tuple[torch.Tensor, Any]:
+        """This chunk's output, and a function from the loss to (loss, tokens with loss, what the schedule returns)."""
         batch = next(batches)
-        output = chunk(batch.tokens, batch.labels if chunk.is_last else None, batch.documents)
-        return output, lambda losses: loss_function(losses, batch.loss_mask)
+        wanted = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
+        output = chunk(batch.tokens, *wanted, batch.documents)
+        return output, lambda loss: (loss, batch.loss_mask.sum().int(), loss.detach())
 
     for chunk in chunks:
         chunk.train(train)

@@ -8,13 +8,13 @@ larger than it looks, so there only what is exact decides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.cheaper import fitting_changes
-from megatron_llama.plan.forecast.footprint import Footprint, States, footprint
+from megatron_llama.plan.forecast.footprint import Footprint, States, footprint, under_way
 from megatron_llama.plan.forecast.training_job import job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import StageParameters
@@ -54,13 +54,17 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
     job, found = job_of_plan(plan), []
     for number, stage in enumerate(plan.stages):
         states = rank_memory(plan, stage)
-        if not _one_micro_batch(plan):
+        if plan.config.trainer.batch_schedule or under_way(job, number) < job.num_microbatches:
             found.append(footprint(job, number, states))
             continue
-        # Gradients come as activations go: before the backward pass there are none, after it there is nothing else.
-        before = States(states.weights, min(states.gradients, _working(plan, stage)), states.optimizer)
-        moments = footprint(job, number, before), Footprint(*states, activations={}, logits=0, buffers=0)
-        found.append(max(moments, key=lambda moment: moment.total))
+        # All micro batches come before the first backward pass. Before it there are no gradients, after it one less.
+        if job.num_microbatches == 1:
+            after = Footprint(*states, activations={}, logits=0, buffers=0)
+            working = min(states.gradients, _working(plan, stage))  # what the gradients take the place of
+        else:
+            after, working = footprint(replace(job, num_microbatches=job.num_microbatches - 1), number, states), 0
+        before = footprint(job, number, States(states.weights, working, states.optimizer))
+        found.append(max(before, after, key=lambda moment: moment.total))
     return found
 
 

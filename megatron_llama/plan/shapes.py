@@ -46,6 +46,17 @@ def matrices(model: ModelConfig) -> dict[str, Matrix]:
     return {matrix.name.partition(".")[2]: matrix for matrix in table}
 
 
+LEAST_LOSS_CHUNK, MOST_LOSS_CHUNK = 512, 2048
+"""Bounds of ``loss_chunk``. With fewer tokens, reading the head's weight and its gradient takes longer than the
+products; with more, nothing gets faster."""
+
+
+def loss_chunk(hidden_size: int) -> int:
+    """Tokens whose logits are there at once. With ``hidden_size`` of them they are as large as the gradient of the
+    head's weight, which is there in any case."""
+    return min(max(hidden_size, LEAST_LOSS_CHUNK), MOST_LOSS_CHUNK)
+
+
 def kv_heads(model: ModelConfig) -> int:
     """Key and value heads, derived where not given."""
     return model.num_attention_heads if model.num_key_value_heads is None else model.num_key_value_heads

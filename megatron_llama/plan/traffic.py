@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_llama.config.precision import BYTES
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import kv_copies, matrices
+from megatron_llama.plan.shapes import kv_copies, loss_chunk, matrices
 
 AXES = ("tp", "pp", "dp", "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
@@ -135,15 +135,18 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
         yield op("blocks, backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
         yield op("blocks recomputed: into qkv, gate_up", "all_gather", 2 * again)
         yield op("blocks recomputed: out of o", "reduce_scatter", again)
-        yield op("head, forward; again in the backward", "all_gather", 2 * last)
-        yield op("head, backward", "reduce_scatter", last)
+        yield op("head", "all_gather", last)
+        yield op("head, gradient", "reduce_scatter", last)
     else:
         yield op("embedding, forward", "all_reduce", first)
         yield op("blocks, forward: out of o, down", "all_reduce", 2 * blocks)
         yield op("blocks, backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
         yield op("blocks recomputed: out of o", "all_reduce", again)
-        yield op("head, backward", "all_reduce", last)
-    yield Operation("cross entropy: maximum, own logit, sum", Line("tp", "all_reduce", t), 3 * last, tokens * FP32)
+        yield op("head, gradient", "all_reduce", last)
+    at_once = min(tokens, loss_chunk(plan.model.hidden_size))
+    for size, count in ((at_once, tokens // at_once), (tokens % at_once, int(tokens % at_once > 0))):
+        line, payload = Line("tp", "all_gather", t), 3 * t * size * FP32
+        yield Operation("cross entropy by chunks: maximum, sum, own logit", line, count * last, payload)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -171,23 +174,26 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     gate_up = cut["gate_proj"][0] + cut["up_proj"][0]
     block = [(h, 1), (qkv, h), cut["o_proj"], (h, 1), (gate_up, h), cut["down_proj"]]
     table = (plan.padded_vocab_size // plan.config.trainer.tp, h)
-    gathers = 2 * m if zero == 3 else 1
+    again = m if zero == 3 else 0  # blocks are gathered for the backward pass too, but the one that it begins with
+    gathers = m if zero == 3 else 1
     sums = m if zero >= 2 else 1
     over_copies = Line("dp", "all_reduce", plan.dp // n)
     held: list[int] = []
     for chunk in chunks:
-        tables = chunk.is_first + (chunk.is_last and not (plan.model.tie_word_embeddings and chunk.is_first))
-        others = [table] * tables + [(h, 1)] * chunk.is_last
-        for what, units, parameters in (("blocks", chunk.layers, block), ("embedding, norm, head", 1, others)):
-            if not parameters:
-                continue
-            held += [rows * columns for _ in range(units) for rows, columns in parameters]
+        head, together = [table, (h, 1)], plan.model.tie_word_embeddings and chunk.is_first and chunk.is_last
+        units = [("blocks", chunk.layers, block, gathers * chunk.layers + again * (chunk.layers - chunk.is_last))]
+        if chunk.is_first and not together:
+            units.append(("embedding", 1, [table], gathers))
+        if chunk.is_last:
+            units.append(("embedding, norm and head" if together else "norm and head", 1, head, gathers))
+        for what, count, parameters, gathered in units:
+            held += [rows * columns for _ in range(count) for rows, columns in parameters]
             filled = sum(-(-rows // n) * n * columns for rows, columns in parameters)
             weights, gradients = filled * weight_bytes, filled * gradient_bytes
-            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), units * gathers, weights)
-            yield Operation(f"{what}: gradients", Line("dp", "reduce_scatter", n), units * sums, gradients)
+            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), gathered, weights)
+            yield Operation(f"{what}: gradients", Line("dp", "reduce_scatter", n), count * sums, gradients)
             if plan.config.optim.name != "onebit_adam":
-                yield Operation(f"{what}: gradients, over copies", over_copies, units * sums, gradients // n)
+                yield Operation(f"{what}: gradients, over copies", over_copies, count * sums, gradients // n)
     if plan.config.optim.name == "onebit_adam":
         yield from _signs(plan.dp, held)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_llama.model.attention as attention
-import megatron_llama.model.llama as llama
+import megatron_llama.model.loss as loss
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.parallel.pipeline import Counts, MicroBatch
 
@@ -54,7 +54,7 @@ def mean_over_data_parallel_ranks(model: ParallelModel) -> None:
 
 
 def padding_in_the_loss(model: ParallelModel) -> None:
-    llama.hide_padding = lambda logits, vocab_size: logits
+    loss.hide_padding = lambda logits, valid: logits
 
 
 def norms_count_copies(model: ParallelModel) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from megatron_llama.plan.forecast.training_job import Job
+from megatron_llama.plan.shapes import loss_chunk
 
+FP32 = 4
 LOG_SUM_EXP = 4
 """Bytes that attention keeps for each row and head."""
 
@@ -85,11 +87,9 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
     if recompute == "full":
         return {"block inputs": stream / split}
     frozen, selective = bool(job.lora_parameters), recompute == "selective"
-    # A frozen matrix needs no input for its gradient, a frozen norm no quotient.
+    # A frozen matrix needs no input for its gradient.
     inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
     norms = 2 * stream / split + inputs * stream / (1 if program.keeps_gathered else split)
-    if program.wide_norms:
-        norms = (2 * 4 * job.tokens * shape.hidden + (inputs + (0 if frozen else 2)) * stream) / split
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and what comes out
     if program.attention != "scores":
         attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
@@ -121,18 +121,16 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
     activations = {kind: size * layers * times for kind, size in kept_by_layer(job).items()}
     stream = job.tokens * job.shape.hidden * job.inner_bytes
     split = job.tp if job.sp else 1
-    if job.program.wide_norms:
-        wide = 4 if job.lora_parameters else 4 + 2 * job.inner_bytes
-        activations["last norm"] = last * job.tokens * job.shape.hidden * wide / split
+    if job.program.chunks_logits:
+        activations["last norm"] = last * stream / split
     if job.program.keeps_gathered:
         activations["head's input"] = last * stream
     if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees what it has sent
         activations["sent to the next stage"] = (not last) * times * stream / split
-    head = last * _head(job)
-    block = _block(job, stage)
-    if job.program.frees_logits:  # the head's moment, or that of a block in the backward pass
-        head, block = (head, 0.0) if head >= block else (0.0, block)
-    buffers = _gathered(job, stage) + block
+    head, buffers = last * _head(job), _block(job, stage) + _gathered(job, stage)
+    if job.program.chunks_logits:  # the head's moment, or that of a block in the backward pass
+        in_head = _gathered(job, stage, in_head=True)
+        head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
     kept = {kind: round(size) for kind, size in activations.items()}
     return Footprint(weights, gradients, optimizer, kept, round(head), round(buffers))
 
@@ -154,33 +152,41 @@ def _states(job: Job, stage: int) -> States:
 
 
 def _head(job: Job) -> float:
-    """Logits and loss: while they are cast to 32 bits, or while the head's gradient is made."""
+    """Logits and loss, with the gradients that are there at the same time."""
     width, table = job.inner_bytes, -(-job.shape.vocab // job.tp)
-    if not job.program.frees_logits:
+    if not job.program.chunks_logits:
         return float(job.tokens * table * job.program.logit_bytes)
-    cast = job.program.logit_bytes + (width if width < job.program.logit_bytes else 0)
-    gradient = 0 if job.lora_parameters else table * job.shape.hidden * width
-    stream = job.tokens * job.shape.hidden * width
-    return float(max(job.tokens * table * cast, job.tokens * table * width + gradient + stream))
+    chunk, weight = min(job.tokens, loss_chunk(job.shape.hidden)), table * job.shape.hidden
+    logits = chunk * table * (FP32 + (width if width < FP32 else 0))
+    stream = job.tokens * job.shape.hidden * width  # the norm's output and the gradient of it, in parts or whole
+    streams = stream + stream / (job.tp if job.sp else 1)
+    if job.lora_parameters:
+        return logits + streams
+    if chunk == job.tokens:
+        return logits + streams + weight * width
+    # The sum over chunks, beside a chunk's logits or beside what it is rounded to.
+    return weight * FP32 + max(logits, weight * width if width < FP32 else 0) + streams
 
 
-def _gathered(job: Job, stage: int) -> float:
-    """ZeRO 3's buffers: the tables, which are gathered as one, and two blocks, with gradients of one of each."""
+def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
+    """ZeRO 3's buffers. Of our own runs: the block that computes and the next one; in the head the last block, and the
+    head's weight with the buffer that it came in. Of others: tables that are gathered as one, and two blocks, with
+    gradients of one of each."""
     if job.zero < 3 or (job.pp > 1 and not job.program.reshards):
         return 0.0
     first, last = stage == 0, stage == job.pp - 1
     layer = job.shape.layer_parameters(job.tp)
     tables = first + (last and not (job.shape.tied and first))
-    table = -(-job.shape.vocab // job.tp) * job.shape.hidden * tables
+    table = -(-job.shape.vocab // job.tp) * job.shape.hidden
     if job.program.reshards:
-        return (layer + table) * job.state.weight
-    return (2 * layer + table) * job.state.weight + (layer + table / 2) * job.state.gradient
+        return (layer + 2 * table if in_head else 2 * layer) * job.state.weight
+    return (2 * layer + table * tables) * job.state.weight + (layer + table * tables / 2) * job.state.gradient
 
 
 def _block(job: Job, stage: int) -> float:
     """A block in the backward pass: what is computed again, and gradients of the feed-forward's inner tensors."""
     again = sum(kept_by_layer(job, "none").values()) if job.recompute == "full" else 0.0
-    if stage == job.pp - 1 and not job.program.frees_logits:
+    if stage == job.pp - 1 and not job.program.chunks_logits:
         return again
     inner = 3 * job.tokens * job.shape.ffn / job.tp
     largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_products(job.tp))

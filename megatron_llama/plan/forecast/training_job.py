@@ -101,28 +101,23 @@ class Program:
     """Masks of dropout are kept."""
     keeps_gathered: bool = False
     """With sequence parallelism, the gathered inputs of the products are kept, not each rank's part of them."""
-    frees_logits: bool = False
-    """Logits are gone before the first block's backward pass."""
+    chunks_logits: bool = False
+    """Logits are made by chunks of tokens with their gradients, and are gone before the first block's backward pass."""
     reshards: bool = False
     """ZeRO 3 shards weights again after each block, in a pipeline too."""
-    wide_norms: bool = False
-    """A norm keeps its input in fp32, its quotient and its output."""
     stages_by_cost: bool = False
     """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
     loss_in_steps: bool = False
     """The loss is computed in 32 bits, one kernel for each operation, as the cross entropy of tensor-parallel ranks
     was written first; else by one kernel that reads and writes the logits a few times."""
     logit_bytes: int = 12
-    """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits. Of our own code: in 32 bits,
-    beside the product's own."""
+    """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits."""
 
 
-OURS = Program("megatron_llama", frees_logits=True, reshards=True, wide_norms=True, logit_bytes=4)
+OURS = Program("megatron_llama", chunks_logits=True, reshards=True)
 PROGRAMS = {
     "ours": OURS,
-    "ours, compiled": Program(
-        "megatron_llama, compiled", kernels="compiled", frees_logits=True, reshards=True, logit_bytes=4
-    ),
+    "ours, compiled": Program("megatron_llama, compiled", kernels="compiled", chunks_logits=True, reshards=True),
     "megatron 2021": Program(
         "Megatron-LM before FlashAttention",
         "scores",

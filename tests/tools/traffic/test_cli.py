@@ -75,9 +75,9 @@ def test_measured(tmp_path: Path) -> None:
     status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.tp=2", "trainer.global_batch_size=4"])
     assert status == 0, output
     assert output.endswith("every byte and every call as predicted\n")
-    # 2 micro batches of 2: 2·(6·4 + 3) gathers of 2·16·32 fp32 values.
+    # 2 micro batches of 2: 2·(6·4 + 2) gathers of 2·16·32 fp32 values, and of 3 per token for the loss.
     row = re.search(r"tp +all_gather +2 +54 +(\S+) +(\S+) +(\S+)\n", output)
-    assert row and row.groups() == (f"{54 * 2 * 16 * 32 * 4:,}",) * 3
+    assert row and row.groups() == (f"{52 * 2 * 16 * 32 * 4 + 2 * 2 * 3 * 32 * 4:,}",) * 3
     assert "rank 0-1\n" in output
 
 
