@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,33 @@ def padding_in_the_loss(model: ParallelModel) -> None:
     loss.hide_padding = lambda logits, valid: logits
 
 
+def chunks_of_12(model: ParallelModel) -> None:
+    """No defect: the 32 tokens of a micro batch in chunks of 12, 12 and 8."""
+    loss.loss_chunk = lambda hidden_size: 12
+
+
+def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
+    chunks_of_12(model)
+    add = loss._add_product
+    loss._add_product = lambda sums, grad_logits, hidden: len(hidden) == 12 and add(sums, grad_logits, hidden)
+
+
+def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
+    softmax = loss._softmax
+    loss._softmax = lambda logits, labels, weights, group: softmax(logits, labels, torch.ones_like(weights), group)
+
+
+def softmax_of_each_rank_alone(model: ParallelModel) -> None:
+    softmax = loss._softmax
+    loss._softmax = lambda logits, labels, weights, group: softmax(logits, labels, weights, None)
+
+
+def head_gradient_not_summed(model: ParallelModel) -> None:
+    loss.dist = SimpleNamespace(**{**vars(dist), "all_reduce": lambda *args, **kwargs: None})
+
+
 def norms_count_copies(model: ParallelModel) -> None:
-    def all_of_it(shard: Shard, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    def all_of_it(shard: Shard, tensor: torch.Tensor, every_replica: bool = False) -> Iterator[torch.Tensor]:
         yield from (tensor[piece.local_slices] for piece in shard.pieces)
 
     Shard.owned = all_of_it  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.table import LAYOUTS, QUICK
-from tests.layouts.tampers import local_token_count, mean_over_data_parallel_ranks, norms_count_copies
+from tests.layouts.table import LAYOUTS, QUICK, TIED
+from tests.layouts.tampers import chunks_of_12, local_token_count, mean_over_data_parallel_ranks, norms_count_copies
 from tests.oracle import TOLERANCE, RaggedSamples, Result, Tamper, Tensors, make_plan, oracle, run_layout, worst
 from tests.ranks import run_ranks
 from tests.rows import rows
@@ -30,6 +30,21 @@ def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[st
     for name, tensor in expected.initial.items():
         assert torch.equal(result.initial[name], tensor), f"initial {name} depends on the layout"
     differences = worst(result, expected)
+    assert all(difference <= TOLERANCE for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "model"),
+    [
+        (1, [], []),
+        (2, ["trainer.tp=2"], [TIED, "model.vocab_size=61"]),
+        (2, ["trainer.tp=2", "trainer.sp=false"], []),
+        (2, ["trainer.pp=2"], [TIED]),
+    ],
+    ids=["one process", "tp2+sp, tied, odd vocabulary", "tp2", "pp2, tied"],
+)
+def test_chunks_of_the_loss_change_nothing(ranks: int, layout: list[str], model: list[str]) -> None:
+    differences = worst(run_layout(ranks, *layout, *model, tamper=chunks_of_12), oracle(*model))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
