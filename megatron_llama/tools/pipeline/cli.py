@@ -111,9 +111,9 @@ def _draw(plan: Plan, cluster: ClusterConfig | None, out: Path, measure: bool) -
     from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
     from megatron_llama.tools.pipeline import durations
+    from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw
     from megatron_llama.tools.pipeline.measure import measured
     from megatron_llama.tools.pipeline.order import recorded_order
-    from megatron_llama.tools.pipeline.picture import Panel, as_png, as_svg, draw
     from megatron_llama.tools.pipeline.timeline import as_early_as_possible
 
     pp, vpp, microbatches = plan.config.trainer.pp, plan.config.trainer.vpp, _drawn_microbatches(plan, measure)

@@ -22,7 +22,7 @@ def measured(plan: Plan) -> Timeline | int:
     An exit status other than 0 if a rank failed. Raises ConfigError as ``run_on_this_machine``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        imports = ["megatron_llama.tools.pipeline.record", "megatron_llama.tools.steps"]
+        imports = ["megatron_llama.tools.pipeline.recorder", "megatron_llama.tools.steps"]
         work = partial(_record_one_rank, plan, Path(folder))
         if status := run_on_this_machine(work, plan, imports=imports, output_dir=Path(folder)):
             return status
@@ -37,7 +37,7 @@ def _record_one_rank(plan: Plan, folder: Path) -> None:
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
-    from megatron_llama.tools.pipeline.record import Recorder
+    from megatron_llama.tools.pipeline.recorder import Recorder
     from megatron_llama.tools.steps import steps_of
     from megatron_llama.topology import build_topology
 

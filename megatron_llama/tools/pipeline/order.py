@@ -16,7 +16,7 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.mock_run import MOCK_RUN
-from megatron_llama.tools.pipeline.record import Recorder
+from megatron_llama.tools.pipeline.recorder import Recorder
 from megatron_llama.tools.pipeline.timeline import RankRecord
 from megatron_llama.tools.rehearse.fake_world import fake_world
 from megatron_llama.topology import build_topology

@@ -15,9 +15,9 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.pipeline import cli
+from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw
 from megatron_llama.tools.pipeline.order import recorded_order, tiny_plan
-from megatron_llama.tools.pipeline.picture import Panel, as_png, as_svg, draw
-from megatron_llama.tools.pipeline.record import Recorder
+from megatron_llama.tools.pipeline.recorder import Recorder
 from megatron_llama.tools.pipeline.timeline import (
     NEXT,
     PREVIOUS,
