@@ -1,28 +1,25 @@
 """The settings of ``cluster``: machines that a plan is made for and that need not be here.
 
-Only scripts/plan.py has them. They are no part of ``Config``: a run's machines are those it finds, so train.py neither
-takes nor saves them, and a resumed run has nothing to compare.
+Only scripts/plan.py and scripts/tune.py have them. They are no part of ``Config``: a run's machines are those it finds,
+so train.py neither takes nor saves them, and a resumed run has nothing to compare.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-
-from megatron_llama.config.fields import settings_of
 from megatron_llama.config.limits import above_zero, at_least
-from megatron_llama.config.problems import Problem, nearest
+from megatron_llama.config.problems import Problem
+from megatron_llama.config.tool_settings import load_section
 
 SECTION = "cluster"
 
 
 @dataclass
 class ClusterConfig:
-    """Machines to plan for; of scripts/plan.py only."""
+    """Machines to plan for; of scripts/plan.py and scripts/tune.py."""
 
     device: str = "h100"
     """Accelerator, a name of the hardware table: a100, h100, h200, b200, mi300x, trn1, gaudi2, ...; python
@@ -46,28 +43,4 @@ class ClusterConfig:
 
 def load_cluster(overrides: Sequence[str]) -> tuple[ClusterConfig, list[str], list[Problem]]:
     """The cluster of a command line, the overrides that are not about it, and what is wrong with those that are."""
-    settings = settings_of(ClusterConfig, SECTION)
-    values: dict[str, Any] = {}
-    rest, problems = [], []
-    for text in overrides:
-        name, equals, written = text.partition("=")
-        if not name.startswith(SECTION + ".") or not equals:
-            rest.append(text)
-            continue
-        setting = settings.get(name)
-        if setting is None:
-            guess = nearest(name, list(settings))
-            instead = f"write {guess}={written}" if guess else f"write one of {', '.join(settings)}"
-            problems.append(Problem(name, written, "there is no setting of this name", instead))
-            continue
-        value = yaml.safe_load(written)
-        if setting.kind is float and isinstance(value, str):  # YAML reads 2e12 as text
-            with contextlib.suppress(ValueError):
-                value = float(value)
-        if not (setting.has_type(value) or (value is None and setting.optional)):
-            problems.append(Problem(name, value, f"must be {setting.kind_in_words}", setting.advice(value)))
-        elif problem := setting.problem(value):
-            problems.append(problem)
-        else:
-            values[name.removeprefix(SECTION + ".")] = setting.kind(value) if value is not None else None
-    return ClusterConfig(**values), rest, problems
+    return load_section(ClusterConfig, SECTION, overrides)

@@ -38,7 +38,9 @@ KNOWN_ELSEWHERE = {
 }
 # Their settings that have no counterpart here.
 ADVICE = {
-    "cluster": "leave it out: a run finds its machines; cluster.* is of scripts/plan.py, which plans for others",
+    "cluster": "leave it out: a run finds its machines; cluster.* is of scripts/plan.py and scripts/tune.py",
+    "tune": "leave it out: tune.* is of scripts/tune.py, which writes an experiment for train.py",
+    "objective": "leave it out: it is of scripts/tune.py, which writes an experiment for train.py",
     "bf16": "write trainer.precision=bf16",
     "fp16": "write trainer.precision=bf16; there is no fp16, which needs a loss scale",
     "gradient_accumulation": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",

@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +36,7 @@ class Cpu(Device):
 
     def memory_bytes(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit is below the machine's memory
-        try:
-            return min(physical, int(limit.read_text()))
-        except (OSError, ValueError):  # no cgroup v2, or "max"
-            return physical
+        return min([physical, *_memory_limits()])
 
     def environment(self, plan: Plan) -> dict[str, str]:
         return {}  # a rank's number of threads depends on the ranks of its machine, which ``enter`` knows
@@ -91,6 +89,25 @@ def _keep_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
+
+def _memory_limits() -> Iterator[int]:
+    """Limits of this process's control groups, bytes: a container's, a batch job's. They are below the machine's."""
+    root = Path("/sys/fs/cgroup")
+    files = [root / "memory.max"]  # a container sees its own group as the root
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, own = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            tree, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+            group = tree / own.lstrip("/")
+            files += [each / name for each in (group, *group.parents) if each != tree and tree in each.parents]
+    for file in files:
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            yield int(file.read_text())
+
+
 _PRODUCT = 1024  # rows and columns of the matrices whose product measures the peak
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_llama.plan.forecast.hardware import Device, devices
 from megatron_llama.plan.forecast.step_time import step_time
 from megatron_llama.plan.forecast.training_job import job_of_plan
 from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.variation import varied
 from megatron_llama.system.units import gib
 
 MOST_CHANGES = 3
@@ -154,16 +154,7 @@ def _grown(
 
 def _planned(plan: Plan, settings: Mapping[str, Any], world: int, again: Callable[[Config, int], Plan]) -> Plan | None:
     """The plan with other settings; None where they break a rule."""
-    config = deepcopy(plan.asked)
-    config.optim = deepcopy(plan.config.optim)  # resolving the schedule's ${...} again takes most of the time
-    config.data.mock, config.data.prefixes, config.device.memory_gib = True, [], None
-    if "trainer.tp" in settings or "trainer.pp" in settings:
-        config.trainer.dp = None  # what the others leave
-        config.trainer.pipeline_layers = config.trainer.shard_group = None
-    for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        setattr(get(config, section), key, value)
     try:
-        return again(config, world)
+        return again(varied(plan.asked, settings, plan.config.optim), world)
     except ConfigError:
         return None

@@ -40,16 +40,28 @@ def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_device("auto").name == "cuda" and get_device("cpu").name == "cpu"
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("1073741824\n", 1 << 30), ("max\n", None), (None, None)])
-def test_memory_of_a_container_is_its_limit(
-    limit: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 4 << 30),
+        ({"memory.max": "1073741824\n"}, 1 << 30),
+        ({"memory.max": "max\n"}, 4 << 30),
+        ({"job/memory.max": "3221225472\n", "job/step/memory.max": "max\n"}, 3 << 30),
+        ({"memory/batch/memory.limit_in_bytes": "2147483648\n", "memory.max": "max"}, 2 << 30),
+    ],
+    ids=["none", "a container's", "no limit", "of the group around it", "version 1"],
+)
+def test_memory_is_what_control_groups_leave(
+    files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "memory.max"
-    if limit is not None:
-        file.write_text(limit)
-    monkeypatch.setattr(cpu, "Path", lambda name: file)
+    contents = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    contents["proc/self/cgroup"] = "9:cpu,cpuacct:/\n4:memory:/batch\n0::/job/step\n"
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu, "Path", lambda name: tmp_path / name.lstrip("/"))
     monkeypatch.setattr(cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.__getitem__)
-    assert get_device("cpu").memory_bytes() == (expected or 4096 << 20)
+    assert get_device("cpu").memory_bytes() == expected
 
 
 @pytest.mark.parametrize(

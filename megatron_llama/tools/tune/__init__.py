@@ -1,0 +1,1 @@
+"""Finds settings for a machine: ``scripts/tune.py``."""

@@ -1,0 +1,79 @@
+"""Searches with trials that are computed, not run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_llama.launch.cli import parse_overrides
+from megatron_llama.tools.mock_run import NO_FILES
+from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned, kept_settings
+from megatron_llama.tools.tune.journal import Journal
+from megatron_llama.tools.tune.search import Found, search
+from megatron_llama.tools.tune.target import Target, find_target
+from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, SLOWER, Outcome
+
+WORDS = ("model=llama_15m", "data=mock", "device=cpu", "trainer.global_batch_size=8", "data.seq_length=256")
+
+
+@functools.cache
+def tuned(*words: str, cores: int = 2, memory: int = 0) -> Tuned:
+    """What a command line tunes on a host with so many cores and, unless 0, so much memory."""
+    from megatron_llama.config.cluster import ClusterConfig
+
+    config = parse_overrides([*WORDS, *words, *NO_FILES, "dry_run=true"])
+    target, problems = find_target(config, ClusterConfig(devices_per_node=cores), ())
+    assert target is not None and not problems
+    return Tuned(config, kept_settings(config, list(words)), with_memory(target, memory or target.memory_bytes))
+
+
+@functools.cache
+def space_of(of: Tuned, **sure: float) -> Space:
+    """Its candidates."""
+    return of.space(**sure)
+
+
+def with_memory(target: Target, memory: int) -> Target:
+    """The same with another memory."""
+    return replace(target, memory_bytes=memory)
+
+
+class Machine:
+    """A machine on which a step takes the forecast times a factor for each setting's value, and a rank's peak is the
+    forecast times ``memory``."""
+
+    def __init__(self, target: Target, factors: Mapping[str, float], memory: float = 1.0) -> None:
+        self.target, self.factors, self.memory = target, factors, memory
+        self.tried: list[Candidate] = []
+
+    def seconds(self, each: Candidate) -> float:
+        """Of a step."""
+        found = each.seconds
+        for value in each.key.replace("trainer.", "").split():
+            found *= self.factors.get(value, 1.0)
+        return found
+
+    def fits(self, each: Candidate) -> bool:
+        """Whether a run comes to an end."""
+        return self.target.needs(self.memory * each.peak, each.ranks) <= self.target.room
+
+    def attempt(self, each: Candidate, best: float | None) -> Outcome:
+        """A trial."""
+        self.tried.append(each)
+        if not self.fits(each):
+            return Outcome(MEMORY)
+        seconds = self.seconds(each)
+        reported = round(self.memory * each.first_peak) + (365 << 20)
+        return Outcome(SLOW if best and seconds > SLOWER * best else DONE, seconds, reported)
+
+
+def found_on(machine: Machine, of: Tuned, trials: int, folder: Path) -> Found:
+    """The search, with the trials of ``machine``."""
+    return search(of, space_of(of), trials, Journal(folder, {"words": list(WORDS)}), machine.attempt)
+
+
+def best_of_all(machine: Machine, of: Tuned) -> float:
+    """Seconds of the fastest of all candidates that run: an exhaustive trial."""
+    return min(machine.seconds(each) for each in space_of(of, sure=0.0).candidates if machine.fits(each))

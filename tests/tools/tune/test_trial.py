@@ -1,0 +1,143 @@
+"""One trial: real processes that stand in for train.py, with real limits, and a SLURM that is played."""
+
+from __future__ import annotations
+
+import resource
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import ConfigError
+from megatron_llama.config.tuning import TuneConfig
+from megatron_llama.tools.tune import trial
+from megatron_llama.tools.tune.candidates import Candidate
+from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, Outcome, judge, run_trial
+from tests.processes import gone
+
+CANDIDATE = Candidate({}, 1, 1, 1, 1, 1.0, "trainer.tp=1")
+HEAD = """
+import json, os, sys, time
+from pathlib import Path
+folder = Path(json.loads(next(w for w in sys.argv if w.startswith("run.dir=")).partition("=")[2]))
+count = int(next(w for w in reversed(sys.argv) if w.startswith("trainer.steps=")).partition("=")[2])
+def step(number, seconds):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": number, "step_time_s": seconds, "peak_memory_bytes": 1000 + number}) + "\\n")
+"""
+
+
+def run(
+    body: str, folder: Path, monkeypatch: pytest.MonkeyPatch, best: float | None = None, **settings: object
+) -> Outcome:
+    """A trial of a program that stands in for train.py."""
+    (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
+    monkeypatch.setattr(trial, "ROOT", folder)
+    tune = TuneConfig(steps=3, **settings)  # type: ignore[arg-type]
+    return run_trial(CANDIDATE, ["model=x"], tune, folder / "a trial", best, 1)
+
+
+def test_the_median_of_the_steps_but_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "[step(n + 1, [9.0, 2.0, 5.0, 3.0][n]) for n in range(count)]"
+    assert run(body, tmp_path, monkeypatch) == Outcome(DONE, 3.0, 1004)
+    assert run(body, tmp_path, monkeypatch) == Outcome(DONE, 3.0, 1004), "what an earlier start left is not counted"
+
+
+def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real limit of address space, as ulimit -v sets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (min(64 << 30, hard) if hard > 0 else 64 << 30, hard))
+    try:
+        assert run("step(1, 1.0); bytearray(200 << 30)", tmp_path, monkeypatch) == Outcome(MEMORY, None, 1001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", MEMORY, ""),
+        (
+            "sys.exit('rank 1 was killed (often the system was out of memory) by SIGKILL')",
+            MEMORY,
+            "",
+        ),
+        ("sys.exit('torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2 GiB')", MEMORY, ""),
+        ("print('  rule  the heaviest rank (pipeline stage 1) needs 9 GiB'); sys.exit(2)", MEMORY, ""),
+        ("print('  device = tpu\\n    rule     there is none\\n    instead  x'); sys.exit(2)", FAILED, "there is none"),
+        ("raise ValueError('what else')", FAILED, "ValueError: what else"),
+        ("sys.exit(1)", FAILED, "it said nothing"),
+    ],
+)
+def test_how_trials_end(body: str, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(body, tmp_path, monkeypatch) == Outcome(status, None, None, said)
+
+
+def test_a_slow_trial_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    (folder / "child").write_text(str(child))
+    step(1, 9.0), step(2, 2.5), step(3, 2.7)
+    time.sleep(1000)
+    """
+    assert run(body, tmp_path, monkeypatch, best=1.0) == Outcome(SLOW, 2.6, 1003)
+    assert gone(int((tmp_path / "a trial" / "child").read_text()))
+    begun = time.monotonic()
+    assert run("time.sleep(1000)", tmp_path, monkeypatch, trial_minutes=0.005).status == SLOW
+    assert time.monotonic() - begun < 100
+
+
+SBATCH = """\
+#!/bin/sh
+echo "$MAX_RESTARTS $*" >>{folder}/calls
+for word; do case $word in
+    --output=*) out=${{word#--output=}};;
+    run.dir=*) dir=$(eval echo ${{word#run.dir=}});;
+esac; done
+echo '{{"step": 1, "step_time_s": 9, "peak_memory_bytes": 5}}' >>"$dir/metrics.jsonl"
+echo '{{"step": 2, "step_time_s": 2, "peak_memory_bytes": 5}}' >>"$dir/metrics.jsonl"
+echo "{said}" >"$out"
+echo 7
+"""
+SCONTROL = """\
+#!/bin/sh
+[ -e {folder}/looked ] || {{ touch {folder}/looked; echo "JobId=7 JobState=RUNNING"; exit; }}
+echo "JobId=7 JobState={state} ExitCode={code}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "said", "status"),
+    [
+        ("COMPLETED", "0:0", "", DONE),
+        ("OUT_OF_MEMORY", "0:125", "", MEMORY),
+        ("FAILED", "1:0", "killed (often the system was out of memory) by SIGKILL", MEMORY),
+        ("FAILED", "0:9", "", MEMORY),
+        ("FAILED", "1:0", "no such partition", FAILED),
+    ],
+)
+def test_jobs(state: str, code: str, said: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", "#!/bin/sh\n")):
+        (tmp_path / "bin" / name).write_text(text.format(folder=tmp_path, state=state, code=code, said=said))
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    tune = TuneConfig(slurm=True, sbatch="--partition gpu")
+    found = run_trial(CANDIDATE, ["model=x"], tune, tmp_path / "trial", None, 4)
+    assert found.status == status and found.seconds == (2.0 if status == DONE else None)
+    call = (tmp_path / "calls").read_text()
+    assert call.startswith("0 --parsable --nodes=4 --no-requeue ") and "--partition gpu run.slurm model=x" in call
+
+
+def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="sbatch can't be started"):
+        run_trial(CANDIDATE, [], TuneConfig(slurm=True), tmp_path / "trial", None, 1)
+
+
+def test_a_half_written_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_time_s": 1, "peak_memory_bytes": 2}\n{"step": 2, "st')
+    assert judge(None, SLOW, tmp_path) == Outcome(SLOW, None, 2)

@@ -1,0 +1,172 @@
+"""``scripts/tune.py``: what it prints and writes, for machines that are not here, and its refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import load_config
+from megatron_llama.config.fields import get
+from megatron_llama.launch.cli import CONF_DIR
+from megatron_llama.tools.tune import experiment, search, tuning
+from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
+from megatron_llama.tools.tune.cli import main
+from megatron_llama.tools.tune.sequences import longest, of_length
+from megatron_llama.tools.tune.trial import DONE, FAILED, Outcome
+from tests.tools.tune.searches import WORDS, tuned
+
+LLAMA_7B = [
+    "model=llama7b",
+    "trainer.precision=bf16",
+    "data.seq_length=4096",
+    "trainer.global_batch_size=32",
+    "trainer.vpp=1",
+]
+FAKE = ["cluster.device=h100", "device.memory_gib=80", "tune.name=found"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Experiments and trials of these tests lie in a folder of their own."""
+    monkeypatch.setattr(experiment, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
+    monkeypatch.setattr(tuning, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows(text: str) -> list[list[str]]:
+    """The numbered rows of the table."""
+    return [line.split() for line in text.splitlines() if re.match(r"\d+ +\d+ ", line)]
+
+
+def counts(text: str) -> list[list[str]]:
+    """The rows of the table of device counts, which stands before the other."""
+    before = text.partition("vpp")[0]
+    return [line.split() for line in before.splitlines() if re.match(r" *[\d,]+ +[\d,]+( |$)", line)]
+
+
+def test_a_plan_for_a_machine_that_is_not_here(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA_7B, *FAKE, "cluster.nodes=2", "trainer.recompute=none"]) == 0
+    text = capsys.readouterr().out
+    assert "16 x h100 on 2 nodes, 80 GiB each" in text and "planned, not tried" in text
+    found = rows(text)
+    assert len(found) == 12 and [float(row[9]) for row in found] == sorted(float(row[9]) for row in found)
+    assert all(int(row[1]) * int(row[2]) * int(row[4]) == 16 for row in found)
+    assert re.search(r"\d +does not fit", text) and "slower ones that fit" in text
+    assert (elsewhere / "found.yaml").read_text().startswith("# @package _global_\n# llama7b on 16 x h100")
+
+
+def test_the_experiment_is_the_run_that_was_found(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [
+        "optim=wsd",
+        "optim.lr=1e-4",
+        "finetune=lora",
+        "finetune.lora_rank=4",
+        "trainer.tp=2",
+        "optim.schedule.min_lr=1e-6",
+    ]
+    assert main([*LLAMA_7B, *more, *FAKE, "tune.trials=0"]) == 0
+    best = rows(capsys.readouterr().out)[0]
+    config = load_config([f"experiment={elsewhere / 'found.yaml'}"], CONF_DIR)
+    asked = load_config([*LLAMA_7B, *more, "device.memory_gib=80"], CONF_DIR)
+    names = ("tp", "pp", "vpp", "dp", "zero", "micro_batch_size", "recompute")
+    shown = dict(zip(names, [*best[1:6], *best[7:9]], strict=True))
+    assert {name: str(get(config, f"trainer.{name}")) for name in shown} == shown
+    for name in TUNED:
+        section, _, key = name.rpartition(".")
+        setattr(get(asked, section), key, get(config, name))
+    assert config == asked
+    assert main([*LLAMA_7B, *FAKE]) == 2, "it is never replaced without being asked"
+    assert "tune.overwrite=true" in capsys.readouterr().err
+    assert main([*LLAMA_7B, *FAKE, "tune.overwrite=true"]) == 0
+
+
+def test_the_table_of_longest_sequences(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["objective=max_seq_len", "cluster.devices_per_node=4", "trainer.recompute=full"]
+    assert main([*words, *LLAMA_7B, *FAKE]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if re.search(r" [0-3]  +[\d,-]+  +[\d,-]+  +[\d,-]+$", line)]
+    cells = [[int(word.replace(",", "").replace("-", "0")) for word in line.split()[-3:]] for line in lines]
+    assert len(cells) == 8, "four stages, for full fine-tuning and LoRA"
+    for full, lora in zip(cells[:4], cells[4:], strict=True):
+        assert full == sorted(full) and lora == sorted(lora), "more devices, longer sequences"
+        assert all(one <= other for one, other in zip(full, lora, strict=True)), "LoRA leaves more room"
+    assert all(row[2] > 0 for row in cells[1:]) and cells[0] == [0, 0, 0], "16 bytes a weight are 100 GiB"
+    for one, other in zip(cells[0:3] + cells[4:7], cells[1:4] + cells[5:8], strict=True):
+        assert all(a <= b for a, b in zip(one[1:], other[1:], strict=True)), "each stage leaves more room"
+    assert "takes no more than 4,096" in text
+    config = load_config([f"experiment={elsewhere / 'found.yaml'}"], CONF_DIR)
+    assert config.data.seq_length == 4096, "no longer than the model can"
+
+
+def test_one_step_longer_does_not_fit() -> None:
+    of = tuned("trainer.recompute=full", memory=2 << 30)
+    settings = next(of.layouts(2)) | {"trainer.micro_batch_size": 1}
+
+    def needs(tokens: int) -> int:
+        return of.candidate({**settings, **of_length(of.config, tokens)}, 2).needs
+
+    tokens = longest(of, settings, 2, lambda peak, ranks: of.target.needs(peak, ranks) <= of.target.room)
+    assert tokens % 64 == 0 and needs(tokens) <= 2 << 30 < needs(tokens + 64)
+
+
+def test_the_fewest_devices(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["objective=min_devices", *LLAMA_7B, *FAKE, "trainer.recompute=full", "trainer.zero=3"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    table = counts(text)
+    assert [row[:2] for row in table[:-1]] == [["1", "0"]] and table[-1][0] == "2", "100 GiB of states"
+    assert main([*words, "cluster.tokens=1e12", "tune.days=60", "tune.overwrite=true"]) == 0
+    days = [float(row[3]) for row in counts(capsys.readouterr().out) if len(row) > 2]
+    assert days[-1] <= 60 < min(days[:-1])
+    assert main([*words, "cluster.nodes=1", "cluster.tokens=1e13", "tune.days=1", "tune.overwrite=true"]) == 1
+    assert "ends within 1 days" in capsys.readouterr().err
+
+
+def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [
+        "objective=fastest",
+        "cluster.device=h10",
+        "cluster.nodes=0",
+        "tune.trails=2",
+        "trainer.tpp=2",
+        "tune.steps=0",
+    ]
+    assert main([*wrong, "tune.name=a/b"]) == 2
+    text = capsys.readouterr().err
+    for name in ("tune.objective", "cluster.device", "cluster.nodes", "tune.trails", "trainer.tpp", "tune.steps"):
+        assert f"\n  {name} = " in text
+    assert "write tune.trials=2" in text and "Traceback" not in text
+    assert main([*WORDS, "trainer.tp=4", "cluster.devices_per_node=2"]) == 2
+    assert "trainer.tp = 4" in capsys.readouterr().err
+    assert main([*WORDS, "tune.slurm=true"]) == 2
+    assert "cluster.device=NAME cluster.nodes=N" in capsys.readouterr().err
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA_7B, *FAKE, "cluster.devices_per_node=1"]) == 1
+    assert "Nothing fits on 1 x h100" in capsys.readouterr().err
+
+
+def test_trials_here(monkeypatch: pytest.MonkeyPatch, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def attempt(candidate: Candidate, words: tuple[str, ...], *_: object) -> Outcome:
+        assert words == WORDS
+        return Outcome(DONE, 2 * candidate.seconds, candidate.first_peak + (500 << 20))
+
+    monkeypatch.setattr(search, "run_trial", attempt)
+    assert main([*WORDS, "tune.trials=3", "tune.name=here", "cluster.devices_per_node=2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("trial ") == 3 and "measured s" in captured.out and "not tried" in captured.out
+    text = (elsewhere / "here.yaml").read_text()
+    assert "Measured: a step of" in text and "3 trials" in text
+    assert (elsewhere / "runs/tune-here/trials.json").exists()
+    monkeypatch.setattr(search, "run_trial", lambda *_: Outcome(FAILED, said="no disk"))
+    assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 1
+    assert "no disk" in capsys.readouterr().err and not (elsewhere / "other.yaml").exists()
+
+
+def test_virtual_stages_and_groups_are_proposed() -> None:
+    assert isinstance(of := tuned("model=llama_15m", cores=4), Tuned)
+    assert {each.settings["trainer.vpp"] for each in of.space().candidates} > {1}
