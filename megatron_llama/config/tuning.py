@@ -31,8 +31,8 @@ class TuneConfig:
     days: Annotated[float | None, above_zero()] = None
     """For min_devices: the run must end within so many days, with failures and checkpoints; null asks for no more than
     that it fits."""
-    slurm: bool = False
-    """Try as jobs, by sbatch run.slurm on cluster.nodes machines; tune.dir must be on a disk that they share."""
+    jobs: bool = False
+    """Try as SLURM jobs, by sbatch run.slurm on cluster.nodes machines; tune.dir must be on a disk that they share."""
     sbatch: str = ""
     """More options for sbatch, such as tune.sbatch="--partition gpu --time 20"."""
     name: str | None = None

@@ -20,7 +20,7 @@ give stays as it is: with trainer.tp=8 only the others are tuned. Model, global 
   objective=max_seq_len     the longest data.seq_length that fits: a table of ZeRO stages by device counts, and the best
   objective=min_devices     the fewest devices that fit; tune.days=30 and cluster.tokens=1e12 add a deadline
   tune.trials=0             only plan, as for machines that are not here (--no-trials is the same)
-  tune.slurm=true           try as jobs, by sbatch run.slurm on cluster.nodes machines
+  tune.jobs=true            try as SLURM jobs, by sbatch run.slurm on cluster.nodes machines
   cluster.device=h100 cluster.nodes=16
                             machines that are not here; without them, this machine
   docs/config.md has all settings of tune and cluster.
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     # Imported here: --help needs none of it.
     from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.tools.tune.tuning import NothingWorks, tune
+    from megatron_llama.tools.tune.objectives import NothingWorks, tune
 
     words = [word for word in argv if word != NO_TRIALS] + ["tune.trials=0"] * (NO_TRIALS in argv)
     try:

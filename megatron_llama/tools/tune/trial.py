@@ -88,7 +88,7 @@ def run_trial(
         old.unlink(missing_ok=True)
     settings = candidate.key.split()
     command = [*words, *NOT_NEEDED, *settings, f"trainer.steps={tune.steps + 1}", f"run.dir={json.dumps(str(folder))}"]
-    if tune.slurm:
+    if tune.jobs:
         attempt: Attempt = SlurmJob(command, folder, tune.sbatch, nodes)
     else:
         attempt = Process(command, folder)
@@ -191,7 +191,7 @@ class SlurmJob:
 
     @staticmethod
     def _problem(rule: str) -> Problem:
-        return Problem("tune.slurm", True, rule, "start this where sbatch works, or write tune.sbatch=OPTIONS for it")
+        return Problem("tune.jobs", True, rule, "start this where sbatch works, or write tune.sbatch=OPTIONS for it")
 
     @staticmethod
     def _call(words: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:

@@ -125,7 +125,7 @@ def test_jobs(state: str, code: str, said: str, status: str, tmp_path: Path, mon
         (tmp_path / "bin" / name).write_text(text.format(folder=tmp_path, state=state, code=code, said=said))
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    tune = TuneConfig(slurm=True, sbatch="--partition gpu")
+    tune = TuneConfig(jobs=True, sbatch="--partition gpu")
     found = run_trial(CANDIDATE, ["model=x"], tune, tmp_path / "trial", None, 4)
     assert found.status == status and found.seconds == (2.0 if status == DONE else None)
     call = (tmp_path / "calls").read_text()
@@ -135,7 +135,7 @@ def test_jobs(state: str, code: str, said: str, status: str, tmp_path: Path, mon
 def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="sbatch can't be started"):
-        run_trial(CANDIDATE, [], TuneConfig(slurm=True), tmp_path / "trial", None, 1)
+        run_trial(CANDIDATE, [], TuneConfig(jobs=True), tmp_path / "trial", None, 1)
 
 
 def test_a_half_written_line_is_left_out(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.config.fields import get
 from megatron_llama.launch.cli import CONF_DIR
-from megatron_llama.tools.tune import experiment, search, tuning
+from megatron_llama.tools.tune import experiment, objectives, search
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
 from megatron_llama.tools.tune.cli import main
 from megatron_llama.tools.tune.sequences import longest, of_length
@@ -31,7 +31,7 @@ FAKE = ["cluster.device=h100", "device.memory_gib=80", "tune.name=found"]
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Experiments and trials of these tests lie in a folder of their own."""
     monkeypatch.setattr(experiment, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
-    monkeypatch.setattr(tuning, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
+    monkeypatch.setattr(objectives, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -141,7 +141,7 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     assert "write tune.trials=2" in text and "Traceback" not in text
     assert main([*WORDS, "trainer.tp=4", "cluster.devices_per_node=2"]) == 2
     assert "trainer.tp = 4" in capsys.readouterr().err
-    assert main([*WORDS, "tune.slurm=true"]) == 2
+    assert main([*WORDS, "tune.jobs=true"]) == 2
     assert "cluster.device=NAME cluster.nodes=N" in capsys.readouterr().err
 
 

@@ -61,9 +61,9 @@ def read(words: Sequence[str]) -> Asked:
         problems += [each for each in check_limits(config) if each not in problems]
     target, more = find_target(config or Config(), cluster, words)
     problems += more
-    if tune.slurm and (target is None or target.here):
+    if tune.jobs and (target is None or target.here):
         rule = "jobs are for machines that cluster describes"
-        problems.append(Problem("tune.slurm", True, rule, "write cluster.device=NAME cluster.nodes=N too"))
+        problems.append(Problem("tune.jobs", True, rule, "write cluster.device=NAME cluster.nodes=N too"))
     if tune.name is None and config is not None and target is not None:
         where = f"{target.ranks}x{target.name}"
         tune = replace(tune, name=re.sub(r"[^\w.-]", "_", f"{config.model.name}_{tune.objective}_{where}"))
@@ -79,9 +79,9 @@ def tune(words: Sequence[str]) -> None:
     asked = read(words)
     _say([f"{asked.config.model.name}: {asked.tune.objective} on {asked.target}"])
     trials = asked.tune.trials
-    if trials and not (asked.target.here or asked.tune.slurm):
+    if trials and not (asked.target.here or asked.tune.jobs):
         trials = 0
-        _say(["planned, not tried: that machine is not here (tune.slurm=true tries by jobs)"])
+        _say(["planned, not tried: that machine is not here (tune.jobs=true tries by jobs)"])
     tuned = Tuned(asked.config, kept_settings(asked.config, list(asked.words)), asked.target)
     {"throughput": _throughput, "max_seq_len": _max_seq_len, "min_devices": _min_devices}[asked.tune.objective](
         asked, tuned, trials
