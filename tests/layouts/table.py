@@ -12,7 +12,6 @@ MICRO_1, MICRO_4 = "trainer.micro_batch_size=1", "trainer.micro_batch_size=4"
 # The rows that run with every `make test`: each axis with its hardest case, and all together.
 QUICK = {
     "tp2·pp2+sp, window",
-    "tp2·dp2+sp, blocks, zero 3, full recompute",
     "tp2+sp",
     "tp4+sp, kv heads < tp",
     "tp2+sp, odd vocabulary",
