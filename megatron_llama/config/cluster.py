@@ -23,7 +23,7 @@ class ClusterConfig:
 
     device: str = "h100"
     """Accelerator, a name of the hardware table: a100, h100, h200, b200, mi300x, trn1, gaudi2, ...; python
-    scripts/plan.py --devices lists them."""
+    scripts/plan.py --devices lists them. cpu: this machine, as scripts/plan.py --calibrate has measured it."""
     nodes: Annotated[int | None, at_least(1)] = None
     """Machines. Derived: as many as tp * pp * dp need."""
     devices_per_node: Annotated[int | None, at_least(1)] = None

@@ -155,7 +155,8 @@ def _head(job: Job) -> float:
     """Logits and loss, with the gradients that are there at the same time."""
     width, table = job.inner_bytes, -(-job.shape.vocab // job.tp)
     if not job.program.chunks_logits:
-        return float(job.tokens * table * job.program.logit_bytes)
+        sharded = job.program.sharded_logit_bytes if job.tp > 1 else None
+        return float(job.tokens * table * (sharded or job.program.logit_bytes))
     chunk, weight = min(job.tokens, loss_chunk(job.shape.hidden)), table * job.shape.hidden
     logits = chunk * table * (FP32 + (width if width < FP32 else 0))
     stream = job.tokens * job.shape.hidden * width  # the norm's output and the gradient of it, in parts or whole

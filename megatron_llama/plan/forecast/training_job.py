@@ -112,12 +112,18 @@ class Program:
     was written first; else by one kernel that reads and writes the logits a few times."""
     logit_bytes: int = 12
     """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits."""
+    sharded_logit_bytes: int | None = None
+    """The same where ranks of tp share the vocabulary, if it differs. DTensor's loss keeps log-probabilities, their
+    gradient, the softmax and its product with the gradient's sum in 32 bits, whatever is compiled (torch's
+    distributed/tensor/parallel/loss.py)."""
 
 
-OURS = Program("megatron_llama", chunks_logits=True, reshards=True)
+OURS = Program("megatron_llama", chunks_logits=True, reshards=True, loss_in_steps=True)
 PROGRAMS = {
     "ours": OURS,
-    "ours, compiled": Program("megatron_llama, compiled", kernels="compiled", chunks_logits=True, reshards=True),
+    "ours, compiled": Program(
+        "megatron_llama, compiled", kernels="compiled", chunks_logits=True, reshards=True, loss_in_steps=True
+    ),
     "megatron 2021": Program(
         "Megatron-LM before FlashAttention",
         "scores",
@@ -129,12 +135,18 @@ PROGRAMS = {
     ),
     "megatron": Program("Megatron-Core with Transformer Engine", "tuned", "fused"),
     "megatron, overlapped": Program("the same, tensor parallelism overlapped", "tuned", "fused", overlaps_tp=True),
-    "eager": Program("PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14),
+    "eager": Program(
+        "PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14, sharded_logit_bytes=16
+    ),
     "nanotron": Program("nanotron", keeps_gathered=True, stages_by_cost=True, logit_bytes=10, loss_in_steps=True),
     "eager, flash 1": Program("the same, with the first FlashAttention", "flash 1", logit_bytes=14),
-    "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True),
+    "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True, sharded_logit_bytes=16),
     "compiled, overlapped": Program(
-        "the same, asynchronous tensor parallelism", kernels="compiled", overlaps_tp=True, keeps_gathered=True
+        "the same, asynchronous tensor parallelism",
+        kernels="compiled",
+        overlaps_tp=True,
+        keeps_gathered=True,
+        sharded_logit_bytes=16,
     ),
     "xla": Program("compiled whole, by XLA", "scores", "compiled"),
 }

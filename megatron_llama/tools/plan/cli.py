@@ -16,6 +16,7 @@ USAGE = """\
 python scripts/plan.py [--json] [group=choice ...] [section.setting=value ...] [cluster.setting=value ...]
 python scripts/plan.py --published FILE.csv [--json]
 python scripts/plan.py --devices
+python scripts/plan.py --calibrate
 
 Forecasts a run of `python train.py` with the same settings on other machines, in a second and without a device: memory
 of each pipeline stage by component, time of a step by component, tokens/s, MFU, days and cost, and how it scales to
@@ -23,6 +24,7 @@ of each pipeline stage by component, time of a step by component, tokens/s, MFU,
 
   --published FILE  predict every row of a table of published runs, and print the errors by source and device
   --devices         the hardware table, with sources
+  --calibrate       measure this machine, for a minute; then cluster.device=cpu plans for it
   --json            the same for programs
   --help            this text
 
@@ -39,7 +41,7 @@ Examples
 
 Exit status: 0; 2 a mistake in what was asked.
 """
-PUBLISHED = "--published"
+PUBLISHED, CALIBRATE = "--published", "--calibrate"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if "--devices" in rest:
             return _devices()
+        if CALIBRATE in rest:
+            return _calibrate([argument for argument in rest if argument != CALIBRATE])
         if any(argument.partition("=")[0] == PUBLISHED for argument in rest):
             return _published(rest, as_json)
         return _plan(rest, as_json)
@@ -94,6 +98,15 @@ def _published(arguments: Sequence[str], as_json: bool) -> int:
     else:
         sys.stdout.write("\n".join(lines(found, unspoken)) + "\n")
     return 0
+
+
+def _calibrate(others: Sequence[str]) -> int:
+    from megatron_llama.config import ConfigError, Problem
+    from megatron_llama.tools.plan.calibrate import calibrate
+
+    if others:
+        raise ConfigError([Problem(CALIBRATE, " ".join(others), "takes nothing else", "leave the rest out")])
+    return calibrate()
 
 
 def _devices() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megatron_llama.plan.forecast import this_machine
 from megatron_llama.plan.forecast.constants import provenance
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.text_table import text_table
@@ -127,6 +128,9 @@ def assumptions(found: Forecast) -> Iterator[str]:
     """What the numbers stand on."""
     device, cluster, page = found.device, found.cluster, provenance()
     yield f"device: {device.source}"
+    if device.name == this_machine.NAME:
+        yield "nothing runs beside anything else: ranks share the cores, and wait for what is sent"
+        return
     yield (
         f"{device.per_node} ranks on fast links of {device.link / 1e9:,.0f} GB/s, between nodes "
         f"{device.network / 1e9:,.4g} GB/s for each"

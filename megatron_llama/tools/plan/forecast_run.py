@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.cluster import ClusterConfig, load_cluster
 from megatron_llama.config.problems import nearest
 from megatron_llama.launch import cli
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.flops import FlopsPerToken, flops_per_token, mfu
+from megatron_llama.plan.forecast import this_machine
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.footprint import Footprint
 from megatron_llama.plan.forecast.goodput import Goodput, goodput
 from megatron_llama.plan.forecast.hardware import Device, devices, find_device
 from megatron_llama.plan.forecast.step_time import StepTime, step_time
+from megatron_llama.plan.forecast.this_machine import Machine
 from megatron_llama.plan.forecast.training_job import Job, job_of_plan
 from megatron_llama.plan.memory import stage_footprints
 
@@ -79,8 +81,10 @@ class Forecast:
 def forecast_run(overrides: Sequence[str]) -> Forecast:
     """The forecast of a command line. Raises ConfigError with everything that is wrong with it."""
     cluster, rest, problems = load_cluster(overrides)
-    whole = find_device(cluster.device)
-    if whole is None:
+    here = cluster.device == this_machine.NAME
+    whole = None if here else find_device(cluster.device)
+    machine = _machine(cluster, problems) if here else None
+    if whole is None and not here:
         names = list(devices())
         guess = nearest(cluster.device, names)
         advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
@@ -89,8 +93,11 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
         config = cli.parse_overrides(rest)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if problems or whole is None:
+    if problems:
         raise ConfigError(problems)
+    if machine is not None:
+        return forecast_here(config, cluster, machine)
+    assert whole is not None, "or there is a problem"
     if cluster.devices_per_node:
         whole = replace(whole, per_node=cluster.devices_per_node)
     parts = whole.ranks_per_device
@@ -100,6 +107,39 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     count = nodes * whole.per_node if cluster.nodes else -(-wanted // parts)
     plan = resolve(config, count * parts if cluster.nodes else wanted, exists=lambda path: True)
     return forecast_plan(plan, replace(cluster, nodes=nodes), whole.per_rank(), count)
+
+
+def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Machine | None:
+    """What was measured of this machine; what is missing or does not go with it is added to ``problems``."""
+    if (cluster.nodes or 1) > 1:
+        rule = "a forecast for this machine is of this machine alone"
+        problems.append(Problem("cluster.nodes", cluster.nodes, rule, "write cluster.nodes=1"))
+    try:
+        return this_machine.load()
+    except this_machine.NotMeasured:
+        rule = "this machine has not been measured"
+        advice = "run python scripts/plan.py --calibrate, which takes a minute"
+        problems.append(Problem("cluster.device", cluster.device, rule, advice))
+        return None
+
+
+def forecast_here(config: Config, cluster: ClusterConfig, machine: Machine) -> Forecast:
+    """The forecast of a run on this machine, all ranks on it. Raises ConfigError."""
+    if config.finetune.method == "lora":
+        rule = "is not forecast on this machine: what its adapters send is not predicted"
+        raise ConfigError([Problem("finetune.method", "lora", rule, "write finetune=full, or another cluster.device")])
+    ranks = config.trainer.tp * config.trainer.pp * (config.trainer.dp or 1)
+    plan = resolve(config, ranks, exists=lambda path: True)
+    job = job_of_plan(plan)
+    device, _ = this_machine.device_of(machine, job)
+    time = this_machine.step_here(plan, machine)
+    flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
+    rate = job.tokens_per_step / time.total
+    kept = _goodput(job, device, cluster, 1)
+    used = mfu(flops.causal, rate, device.peak(job.format), ranks)
+    alone = Scaled(1, job.global_batch, time.total, rate, used, kept)
+    stages = tuple(stage_footprints(plan))
+    return Forecast(plan, replace(cluster, nodes=1), device, 1, job, stages, time, flops, kept, (alone,))
 
 
 def forecast_plan(plan: Plan, cluster: ClusterConfig, device: Device, count: int) -> Forecast:

@@ -1,0 +1,87 @@
+"""``scripts/plan.py --calibrate``: measures this machine for a minute, so that runs on it can be planned."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_llama.launch import cli
+from megatron_llama.plan.forecast.this_machine import FORMS, RANKS, STEPS, Machine, path_of
+from megatron_llama.system.files import write_atomically
+from megatron_llama.system.units import plural
+from megatron_llama.tools.mock_run import MOCK_RUN
+
+if TYPE_CHECKING:
+    from megatron_llama.plan import Plan
+
+
+def calibrate(path: Path | None = None) -> int:
+    """Measures and writes the file of this host; returns the exit status."""
+    from megatron_llama.devices import get_device
+    from megatron_llama.launch.start import run_on_this_machine
+
+    by_ranks: dict[str, Any] = {}
+    load = os.getloadavg()[0]
+    for ranks in RANKS:
+        sys.stdout.write(f"measuring {ranks} {plural(ranks, 'rank')} of {RANKS[-1]} at most ...\n")
+        sys.stdout.flush()
+        plans = dict(_plans(ranks))
+        with tempfile.TemporaryDirectory() as folder:
+            work = partial(_measure, plans, Path(folder))
+            imports = ["megatron_llama.tools.plan.measure_machine"]
+            status = run_on_this_machine(work, next(iter(plans.values())), imports=imports, output_dir=Path(folder))
+            if status:
+                return status
+            by_ranks[str(ranks)] = json.loads((Path(folder) / "measured.json").read_text())
+    import torch
+
+    device = get_device("cpu")
+    machine = Machine(
+        host=socket.gethostname(),
+        date=datetime.datetime.now().isoformat(" ", "minutes"),
+        cores=device.count(),
+        memory_bytes=device.memory_bytes(),
+        torch=torch.__version__,
+        load=load,
+        by_ranks=by_ranks,
+    )
+    path = path or path_of()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(asdict(machine), indent=1) + "\n")
+    sys.stdout.write(f"written to {path}\n")
+    return 0
+
+
+def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
+    """Those of the steps that are timed, by name and number format."""
+    from megatron_llama.launch.world import find_world
+
+    fixed = ["model.num_hidden_layers=4", "model.num_attention_heads=2", "model.num_key_value_heads=2"]
+    fixed += ["trainer.micro_batch_size=1", f"trainer.dp={ranks}", "device=cpu", "trainer.steps=100"]
+    for name, (sizes, micro_batches) in STEPS.items():
+        for form in FORMS:
+            words = [f"{setting}={value}" for setting, value in sizes.items()]
+            words += [f"trainer.global_batch_size={micro_batches * ranks}", f"trainer.precision={form}"]
+            config = cli.parse_overrides([*fixed, *words, *MOCK_RUN, "checkpoint.every_steps=null"])
+            yield f"{name}, {form}", find_world(config, None).plan()
+
+
+def _measure(plans: dict[str, Plan], folder: Path) -> None:
+    """What each rank does; the first one writes."""
+    from megatron_llama.devices import get_device
+    from megatron_llama.tools.plan.measure_machine import measure
+
+    device, rank = get_device("cpu"), int(os.environ["RANK"])
+    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    found = measure(plans, rank, device, torch_device)
+    if rank == 0:
+        (folder / "measured.json").write_text(json.dumps(found))

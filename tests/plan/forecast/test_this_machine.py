@@ -1,0 +1,133 @@
+"""Planning for the machine that plans: the arithmetic of its calibration, with recorded measurements.
+
+scripts/bench_plan.py compares forecasts with steps that are really run; nothing here depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.launch import cli
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.forecast.this_machine import (
+    Machine,
+    NotMeasured,
+    filled,
+    fit_line,
+    fit_products,
+    load,
+    path_of,
+    step_here,
+)
+from megatron_llama.tools.plan.cli import main
+from tests.paths import ROOT
+
+RECORDED = ROOT / "tests" / "plan" / "forecast" / "recorded_machine.json"
+SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
+
+
+def recorded() -> dict[str, Any]:
+    """A calibration of one rank with one thread, in processor time, and steps that were timed after it."""
+    found: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return found
+
+
+def machine(**changes: Any) -> Machine:
+    return Machine(**{**recorded()["machine"], **changes})
+
+
+def plan_of(*overrides: str, ranks: int = 1) -> Plan:
+    words = [*overrides, "data.mock=true", "data.prefixes=[]", "device=cpu", "dry_run=true"]
+    return resolve(cli.parse_overrides(words), ranks)
+
+
+def test_a_line_through_what_was_measured() -> None:
+    assert fit_line([(size, 3e-5 + size * 2e-9) for size in (4e3, 1e5, 1e7)]) == pytest.approx((3e-5, 2e-9))
+    assert fit_line([(1.0, 5.0), (2.0, 4.0)])[1] == 0, "no size takes less than a smaller one"
+    start, each = fit_line([(1.0, 1.0), (2.0, 2.4), (4.0, 5.6)])
+    assert start == 0 and each == pytest.approx(1.2, rel=0.15), "nothing starts before it is asked to"
+
+
+def test_products_give_their_rate_and_what_tiles_cost() -> None:
+    shapes = ((256, 288, 864), (512, 768, 288), (2048, 1376, 512))
+    assert fit_products([(*shape, filled(40, *shape) / 80e9) for shape in shapes]) == pytest.approx((80e9, 40))
+    alike = [(*shape, filled(0, *shape) / 80e9) for shape in shapes]
+    assert fit_products(alike) == pytest.approx((80e9, 0))
+
+
+@pytest.mark.parametrize("job", recorded()["steps"], ids=lambda job: job["name"])
+def test_recorded_steps_are_met_within_a_fifth(job: dict[str, Any]) -> None:
+    assert step_here(plan_of(*job["overrides"]), machine()).total == pytest.approx(job["seconds"], rel=0.20)
+
+
+def test_each_measurement_is_paid_for() -> None:
+    """What is measured twice as slow makes the parts of a step longer that depend on it, and no others."""
+    base = step_here(plan_of(*SMALL), machine())
+
+    def slower(change: str) -> dict[str, float]:
+        found = recorded()["machine"]["by_ranks"]
+        of_form = found["1"]["fp32"]
+        if change == "adam":
+            found["1"]["adam"] *= 2
+        elif change == "loss":
+            of_form["loss"][-1] *= 2
+        else:
+            of_form[change] = [[*what, 2 * seconds] for *what, seconds in of_form[change]]
+        parts = step_here(plan_of(*SMALL), machine(by_ranks=found)).parts()
+        return {name: parts[name] / seconds for name, seconds in base.parts().items() if seconds}
+
+    assert slower("products")["matmul"] == pytest.approx(2)
+    assert slower("attention")["attention"] == pytest.approx(2) and slower("attention")["matmul"] == pytest.approx(1)
+    assert slower("pieces")["memory_bound"] > 1.5 and slower("pieces")["attention"] == pytest.approx(1)
+    assert slower("loss")["head"] > 1.2 and slower("loss")["matmul"] == pytest.approx(1)
+    assert slower("adam")["optimizer"] > 1 and slower("adam")["attention"] == pytest.approx(1)
+
+
+def test_what_is_sent_is_waited_for() -> None:
+    """Two ranks as fast as one, whose collectives take a millisecond and a nanosecond for each byte."""
+    one = recorded()["machine"]["by_ranks"]["1"]
+    sizes = (2**12, 2**20, 2**23)
+    wire = {
+        kind: [[size, 1e-3 + size * 1e-9] for size in sizes]
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")
+    }
+    two = {**one, "collectives": {"fp32": wire, "bf16": wire}}
+    both = machine(by_ranks={"1": one, "2": two})
+    replicas = step_here(plan_of(*SMALL, "trainer.dp=2", "trainer.zero=0", ranks=2), both)
+    parameters = 15_191_712
+    # Seven units: six blocks, and what is outside of them.
+    assert replicas.data_parallel == pytest.approx(4 * parameters * 1e-9 + 7e-3, rel=0.01)
+    assert replicas.tensor == replicas.pipeline == replicas.bubble == 0
+    halves = step_here(plan_of(*SMALL, "trainer.tp=2", ranks=2), both)
+    assert halves.matmul < 0.6 * step_here(plan_of(*SMALL), both).matmul and halves.tensor > 0
+    stages = step_here(plan_of(*SMALL, "trainer.pp=2", ranks=2), both)
+    assert stages.pipeline > 0 and stages.bubble > 0
+    more = step_here(plan_of(*SMALL, "trainer.dp=4", "trainer.micro_batch_size=1", ranks=4), both)
+    assert more.matmul == pytest.approx(step_here(plan_of(*SMALL), both).matmul / 4 * 2, rel=0.1), "4 ranks, 2 cores"
+
+
+def test_cluster_device_cpu_needs_a_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = [*SMALL, "cluster.device=cpu"]
+    with pytest.raises(NotMeasured):
+        load()
+    assert main(asked) == 2
+    assert "scripts/plan.py --calibrate" in capsys.readouterr().err
+    path_of().parent.mkdir(parents=True)
+    path_of().write_text("{")
+    assert main(asked) == 2, "half a file is none"
+    capsys.readouterr()
+    path_of().write_text(json.dumps(recorded()["machine"]))
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert recorded()["machine"]["date"] in text and "attention" in text and "GB/s, between nodes" not in text
+    assert main([*asked, "cluster.nodes=2"]) == 2 and main([*asked, "finetune=lora", "init_from=x"]) == 2
+    text = capsys.readouterr().err
+    assert "this machine alone" in text and "adapters" in text
+    assert main(["--calibrate", "trainer.tp=2"]) == 2
