@@ -10,6 +10,7 @@ import pytest
 from megatron_llama.config import ConfigError
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.tools.tune.journal import FILE, Journal
+from megatron_llama.tools.tune.knowledge import Knowledge
 from megatron_llama.tools.tune.search import search
 from megatron_llama.tools.tune.trial import DONE, MEMORY, Outcome
 from tests.tools.tune.searches import Machine, best_of_all, found_on, space_of, tuned
@@ -112,3 +113,17 @@ def test_a_trial_that_fails_is_no_measurement(tmp_path: Path) -> None:
 
     found = search(of, space_of(of), 2, Journal(tmp_path, {}), attempt)
     assert found.best is not None and found.knowledge.tried[found.best.key][1].status == DONE
+
+
+def test_trials_correct_the_forecast_of_those_with_the_same_values() -> None:
+    of = tuned(memory=1100 << 20)
+    machine, known = Machine(of.target, {"tp=2": 3.0}), Knowledge(of.target)
+    some = [each for each in space_of(of).candidates if each.settings["trainer.recompute"] == "none"]
+    others = [each for each in space_of(of).candidates if each.settings["trainer.recompute"] == "full"]
+    for each in some[:12]:
+        known.add(each, Outcome(DONE, machine.seconds(each)))
+    assert {each.settings["trainer.tp"] for each in some[:12]} == {1, 2}
+    ratios = [seconds / each.seconds for seconds, each in zip(known.seconds(others), others, strict=True)]
+    dear = [ratio for ratio, each in zip(ratios, others, strict=True) if each.settings["trainer.tp"] == 2]
+    cheap = [ratio for ratio, each in zip(ratios, others, strict=True) if each.settings["trainer.tp"] == 1]
+    assert min(dear) > 1.7 * max(cheap), "none of these was tried"
