@@ -32,9 +32,9 @@ SETTINGS = {
     FREE: {
         "model": "name initializer_range",
         "data": "name tokenizer cache_dir prepare",
-        "trainer": "tp pp vpp pipeline_layers sp zero dp shard_group micro_batch_size epochs recompute compile "
-        "compile_strict compile_cache deterministic skip_nonfinite_steps hang_timeout_seconds profile "
-        "max_restarts val_every_steps",
+        "trainer": "tp pp vpp pipeline_layers sp zero dp shard_group micro_batch_size epochs recompute "
+        "recompute_every compile compile_strict compile_cache deterministic skip_nonfinite_steps hang_timeout_seconds "
+        "profile max_restarts val_every_steps",
         "optim": "warmup_ratio",
         "finetune": "adapter",
         "device": "name peak_tflops memory_gib",

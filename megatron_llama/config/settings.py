@@ -136,6 +136,8 @@ class TrainerConfig:
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
     """Activations recomputed in the backward pass: none, selective (attention core and SwiGLU product), full (each
     block)."""
+    recompute_every: Annotated[int, at_least(1)] = 1
+    """Recompute in every n-th block only, the first included: less to compute again, more to keep."""
     compile: bool = False
     """torch.compile each block; on CPU this needs a C++ compiler."""
     compile_strict: bool = False

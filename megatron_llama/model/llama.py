@@ -10,7 +10,7 @@ and the output head if it is the last. Modules have Hugging Face's names, with q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -207,7 +207,7 @@ class Llama(nn.Module):
         layers: Sequence[int],
         *,
         padded_vocab_size: int,
-        recompute: str = "none",
+        recompute: Callable[[int], str] = lambda layer: "none",
         kernel: str = "tiles",
         compiled: bool = False,
         is_first: bool = True,
@@ -227,7 +227,7 @@ class Llama(nn.Module):
                 config=mcore,
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
-        self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute(i)) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
             # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.

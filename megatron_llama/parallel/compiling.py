@@ -169,7 +169,7 @@ def settings_of_graphs(plan: Plan) -> dict[str, Any]:
     """The settings that a block's graph depends on, by name, and the versions of what compiles it."""
     names = {
         "model": "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps",
-        "trainer": "tp sp micro_batch_size precision recompute deterministic",
+        "trainer": "tp sp micro_batch_size precision recompute recompute_every deterministic",
         "data": "seq_length pack document_mask",
         "finetune": "method lora_rank lora_alpha lora_dropout lora_target_modules modules_to_save frozen_dtype",
         "device": "name",

@@ -109,7 +109,7 @@ def build_model(
                 mcore,
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
-                recompute=trainer.recompute,
+                recompute=plan.recompute,
                 kernel=attention_kernel(
                     device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
                 ),

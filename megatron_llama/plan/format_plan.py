@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import fill
+from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan.forecast.footprint import Footprint
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.plan.plan import Plan
@@ -34,6 +35,11 @@ def format_plan(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
 
+def _recompute(trainer: TrainerConfig) -> str:
+    often = f" in 1 of {trainer.recompute_every} blocks" if trainer.recompute_every > 1 else ""
+    return f"recompute {trainer.recompute}{often}"
+
+
 def layout_lines(plan: Plan) -> Iterator[str]:
     """The layout and the batch in two lines, for tools that print numbers of their own below."""
     trainer = plan.config.trainer
@@ -41,7 +47,7 @@ def layout_lines(plan: Plan) -> Iterator[str]:
     shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.dp else ""
     yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
     yield (
-        f"zero {trainer.zero}{shard}, {trainer.precision}, recompute {trainer.recompute}, "
+        f"zero {trainer.zero}{shard}, {trainer.precision}, {_recompute(trainer)}, "
         f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.seq_length:,} tokens"
     )
 
@@ -165,7 +171,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     yield _line("sharding", _sharding(plan))
     switches = [name for name in ("compile", "deterministic") if getattr(trainer, name)]
     sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
-    yield _line("activations", " · ".join([f"recompute {trainer.recompute}", sequence, *switches]))
+    yield _line("activations", " · ".join([_recompute(trainer), sequence, *switches]))
     betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.name != "sgd" else ""
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
     rates = f"lr {optim.lr:g} to {optim.min_lr:g}"

@@ -93,6 +93,11 @@ class Plan:
         """Which samples each step trains on."""
         return BatchSchedule.of(self.config, self.start)
 
+    def recompute(self, layer: int) -> str:
+        """What the backward pass recomputes in the layer with this global number: none, selective or full."""
+        trainer = self.config.trainer
+        return "none" if layer % trainer.recompute_every else trainer.recompute
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens in a global batch of trainer.global_batch_size."""

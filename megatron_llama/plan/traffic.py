@@ -11,7 +11,7 @@ tensor-parallel size and micro batches per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,7 +85,7 @@ def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
     """
     last = len(plan.stage_layers) - 1
     stages = range(pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
-    chunks = [_Chunk(len(plan.stage_layers[stage]), stage == 0, stage == last) for stage in stages]
+    chunks = [_chunk(plan, plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
     world = Line("world", "all_reduce", plan.world_size)
     found = (
         *_tensor_parallel(plan, chunks),
@@ -105,8 +105,14 @@ class _Chunk(NamedTuple):
     """A virtual pipeline stage on a rank."""
 
     layers: int
+    computed_again: int
+    """Layers that the backward pass recomputes in full."""
     is_first: bool
     is_last: bool
+
+
+def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> _Chunk:
+    return _Chunk(len(layers), sum(plan.recompute(layer) == "full" for layer in layers), is_first, is_last)
 
 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -118,7 +124,7 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
     # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them.
-    again = blocks * (trainer.recompute == "full")
+    again = m * sum(chunk.computed_again for chunk in chunks)
     # For the weights' gradients megatron-core gathers inputs a second time; Inductor keeps what it has gathered.
     inputs = 0 if trainer.compile else 2 * blocks
 

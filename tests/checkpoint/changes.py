@@ -101,6 +101,7 @@ CHANGES: dict[str, Change] = {
     "trainer.seed": Change(1),
     "trainer.precision": Change("bf16"),
     "trainer.recompute": Change("full"),
+    "trainer.recompute_every": Change(2, base={"trainer.recompute": "full"}),
     "trainer.compile": Change(True),
     "trainer.compile_strict": Change(True),
     "trainer.compile_cache": Change("/elsewhere"),

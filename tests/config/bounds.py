@@ -74,6 +74,7 @@ BOUNDS: dict[str, Bounds] = {
         + ["fp32_ZeroOptMasterGradAcc", "megatron_amp_O2"],
     ),
     "trainer.recompute": (["some"], ["none", "selective", "full"]),
+    "trainer.recompute_every": COUNT,
     "trainer.skip_nonfinite_steps": COUNT_FROM_0,
     "trainer.hang_timeout_seconds": POSITIVE,
     "trainer.profile": ([[3], [0, 1], [3, 2], [1, 2, 3]], [None, [1, 1], [3, 5]]),

@@ -72,6 +72,12 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
     (
+        "pp2, full recompute of every 2nd block",
+        2,
+        ["trainer.pp=2", "trainer.recompute=full", "trainer.recompute_every=2"],
+        [],
+    ),
+    (
         "tp2·pp2+sp, selective recompute",
         4,
         ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=selective"],

@@ -144,6 +144,13 @@ CASES = [
     ),
     Case("layers_fill_stages", 8, {"trainer.pp": 8}, {"trainer.pp": 4}, "trainer.pp=4"),
     Case("layers_fill_stages", 2, {**TWO_STAGES, "trainer.vpp": 3}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.vpp=2"),
+    Case(
+        "something_is_recomputed",
+        1,
+        {"trainer.recompute_every": 2},
+        {"trainer.recompute_every": 2, "trainer.recompute": "selective"},
+        "trainer.recompute=full",
+    ),
     Case("vpp_needs_a_pipeline", 1, {"trainer.vpp": 2}, {"trainer.vpp": 1}, "trainer.vpp=1"),
     Case("vpp_needs_a_pipeline", 2, {"trainer.vpp": 2}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.pp=2"),
     *(

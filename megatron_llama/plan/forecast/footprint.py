@@ -7,6 +7,7 @@ once. The largest moment is the one in which the loss and its gradient are there
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -118,7 +119,11 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
     """The peak of one rank of pipeline stage ``stage``; ``states`` where more is known of them than ``job.state``."""
     weights, gradients, optimizer = states or _states(job, stage)
     layers, times, last = job.layers_by_stage[stage], under_way(job, stage), stage == job.pp - 1
-    activations = {kind: size * layers * times for kind, size in kept_by_layer(job).items()}
+    again = -(-layers // job.recompute_every)  # blocks that recompute
+    activations: dict[str, float] = defaultdict(float)
+    for blocks, recompute in ((again, job.recompute), (layers - again, "none")):
+        for kind, size in kept_by_layer(job, recompute).items() if blocks else ():
+            activations[kind] += size * blocks * times
     stream = job.tokens * job.shape.hidden * job.inner_bytes
     split = job.tp if job.sp else 1
     if job.program.chunks_logits:

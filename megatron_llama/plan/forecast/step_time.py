@@ -141,7 +141,7 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     for inner, columns in shape.layer_products(job.tp):
         forward += matmul_seconds(rows, inner, columns, job.format, device, constants)
         weights += matmul_seconds(columns, rows, inner, job.format, device, constants)
-    again = {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute]
+    again = _again(job)
     matmul = forward * (2 + again)
     if job.lora_parameters:
         # Frozen weights have no gradient; the adapters' thin products are as slow as reading their inputs.
@@ -164,6 +164,11 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
 
+def _again(job: Job) -> float:
+    """Share of a block's forward pass that the backward pass repeats, as a mean over the blocks."""
+    return {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute] / job.recompute_every
+
+
 def operations(job: Job) -> float:
     """Kernels that a block starts for one micro batch: forward, backward and what is recomputed.
 
@@ -174,10 +179,10 @@ def operations(job: Job) -> float:
     forward = len(job.shape.layer_products()) + OPERATIONS[program.kernels]
     forward += SCORES_OPERATIONS if program.attention == "scores" else 1
     forward += 6 * len(job.adapted)
-    again = {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute]
+    again = _again(job)
     found = forward * (3 + again)
     if job.tp > 1:
-        found += COLLECTIVE_OPERATIONS * (4 + (2 if job.recompute == "full" else 0))
+        found += COLLECTIVE_OPERATIONS * (4 + (2 * _again(job) if job.recompute == "full" else 0))
     return found
 
 
@@ -213,7 +218,7 @@ def _tensor_parallel(job: Job, device: Device, constants: Mapping[str, float]) -
     if job.tp == 1:
         return 0.0
     size = job.tokens * job.shape.hidden * job.inner_bytes
-    sums = 4 + (2 if job.recompute == "full" else 0)
+    sums = 4 + (2 * _again(job) if job.recompute == "full" else 0)
     exposed = constants["exposed.tp overlapped" if job.program.overlaps_tp else "exposed.tp"]
     return exposed * sums * all_reduce(size, job.tp, 1, device, constants)
 

@@ -179,6 +179,8 @@ class Job:
     """Layers of each pipeline stage."""
     recompute: str = "none"
     """none, selective or full, as trainer.recompute."""
+    recompute_every: int = 1
+    """Only every n-th block recomputes."""
     format: str = "bf16"
     """Number format of the matrix products: fp32, bf16, fp8 or fp4."""
     scaling: str = "per tensor"
@@ -291,6 +293,7 @@ def job_of_plan(plan: Plan) -> Job:
         shard_size=plan.shard_size,
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,
+        recompute_every=trainer.recompute_every,
         format=precision.compute_format,
         state=StateBytes(
             weight=compute,

@@ -277,6 +277,15 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
         yield Problem("trainer.shard_group", group, rule, advice)
 
 
+@reads("trainer.recompute_every", "trainer.recompute")
+def something_is_recomputed(config: Config, world_size: int) -> Iterator[Problem]:
+    """Every n-th block recomputes what ``trainer.recompute`` says."""
+    every = config.trainer.recompute_every
+    if every > 1 and config.trainer.recompute == "none":
+        rule = "trainer.recompute=none recomputes nothing in any block"
+        yield Problem("trainer.recompute_every", every, rule, "write trainer.recompute=full, or leave it out")
+
+
 @reads("launch.hosts", "launch.hostfile")
 def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
     """Hosts have names that ssh accepts, each once, and come from one setting."""

@@ -71,7 +71,8 @@ def as_medians(measured: Timeline, vpp: int) -> Passes:
 def _backward_times(plan: Plan) -> tuple[float, float]:
     """Products of the backward pass for each one of the forward pass: (of a block, of the head)."""
     lora = plan.config.finetune.method == "lora"  # frozen weights have no gradient
-    once_more = plan.config.trainer.recompute == "full"
+    trainer = plan.config.trainer
+    once_more = (trainer.recompute == "full") / trainer.recompute_every
     return (1 if lora else 2) + once_more, 1 if lora else 2
 
 

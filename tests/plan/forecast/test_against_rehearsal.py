@@ -43,6 +43,7 @@ SLOW = {
     "zero 3": (0, "trainer.dp=2", "trainer.zero=3"),
     "hybrid": (0, "trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2"),
     "selective": (0, SELECTIVE),
+    "full in every 3rd block": (0, FULL, "trainer.recompute_every=3"),
     "full": (0, FULL),
     "tp2 full": (0, TP2, FULL),
     "pp2, first": (0, PP2),

@@ -41,6 +41,7 @@ LAYOUTS = {
     ),
     "tp2+sp, odd vocabulary, tied": (2, ["trainer.tp=2", ODD, TIED, FEW]),
     "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW]),
+    "tp2, every 2nd block": (2, ["trainer.tp=2", "trainer.recompute=full", "trainer.recompute_every=2", FEW]),
     "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW]),
     "pp2": (2, ["trainer.pp=2", FEW]),
     "pp3, uneven": (3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,1]", FEW]),
