@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,16 +15,25 @@ from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.text.tokenizer import vocabulary_size
 from megatron_llama.tools.import_nemo import nemo_keys as keys
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of
-from megatron_llama.tools.import_nemo.read_yaml import flat, load
+from megatron_llama.tools.import_nemo.read_yaml import flat, is_open, load
 
 TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
+SAME = "not supported: the training is the same"
 UNSUPPORTED = "not supported: the training will differ"
-KINDS = (TAKEN, RENAMED, MEANINGLESS, UNSUPPORTED)
+KINDS = (TAKEN, RENAMED, MEANINGLESS, SAME, UNSUPPORTED)
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
 # Optimizers that are Adam with decoupled weight decay; they differ in where the optimizer states are.
 SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SHARDED)
 LLAMA2_VOCAB_SIZE = 32000
+# Words in a tokenizer's name or type, and the rows of the embedding that models with it have.
+VOCABULARIES = (
+    ("llama3", 128256),
+    ("llama2", LLAMA2_VOCAB_SIZE),
+    ("gpt2bpe", 50257),
+    ("mistral", LLAMA2_VOCAB_SIZE),
+    ("mixtral", LLAMA2_VOCAB_SIZE),
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,9 @@ class _Conversion:
     """The conversion of one file; each method reads the keys of one subject."""
 
     def __init__(self, values: Mapping[str, Any], result: Converted) -> None:
-        self.values, self.result, self.settings = values, result, result.settings
+        self.whole, self.result, self.settings = values, result, result.settings
+        # What refers to another file, as the launcher's do, is as good as not given.
+        self.values = {key: None if is_open(value) else value for key, value in values.items()}
         self.found: dict[str, Found] = {}
         self.problems: list[Problem] = []
 
@@ -104,8 +115,23 @@ class _Conversion:
         # The default preset is another model: each setting of the model is written, so that nothing of it is left.
         for name, value in asdict(ModelConfig()).items():
             self.settings.setdefault(f"model.{name}", value)
-        self.result.found = [self.found.get(key) or _unread(key, value) for key, value in self.values.items()]
+        self.result.found = [self._became(key, value) for key, value in self.whole.items()]
         return self.result
+
+    def _became(self, key: str, value: Any) -> Found:
+        """What became of a key; one whose value is in another file is assumed to be missing, if it would count."""
+        found = self.found.get(key) or _unread(key, value)
+        if self.values[key] is None and value is not None and (key in keys.MATTER or found.kind != MEANINGLESS):
+            first = value if isinstance(value, str) else next(one for one in _flat(value) if is_open(one))
+            name = f"model.{key}" if key.startswith("data.") else key
+            rule = f"{name} is left out: it refers to {first}, of another file; write what that names after the file"
+            self.result.assumed.append(f"{rule}, as in data_dir=PATH" if "${data_dir}" in first else rule)
+            return Found(key, value, MEANINGLESS, why="refers to another file")
+        return replace(found, value=value)
+
+    @property
+    def _nxdt(self) -> bool:
+        return any(key.startswith(keys.LAYOUT) for key in self.values)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, ``default`` where it is null or missing."""
@@ -149,6 +175,9 @@ class _Conversion:
         elif hidden is not None and "model.intermediate_size" not in self.settings:
             self.settings["model.intermediate_size"] = 4 * hidden
             self.note("model.ffn_hidden_size", RENAMED, f"model.intermediate_size={4 * hidden}", "their default")
+        if self.settings.get("model.tie_word_embeddings") is None and self.get(keys.TIED) is None:
+            self.settings["model.tie_word_embeddings"] = True
+            self.result.assumed.append("model.tie_word_embeddings=true, their default; LLaMAs say false")
         if on(self.values, "model.scale_positional_embedding"):
             self.put("model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
         self._vocabulary()
@@ -170,6 +199,8 @@ class _Conversion:
         self.note("model.model_config", RENAMED, "model.*", "the shape in that file")
         for key in ("model.num_attention_heads", "model.layernorm_epsilon", "model.init_method_std"):
             self.note(key, MEANINGLESS, why="model_config has it")
+        why = "its hf models draw o_proj and down_proj as wide as other matrices; here they are smaller, by "
+        self.note("model_source", UNSUPPORTED, why=why + "sqrt(2 * layers), unless weights are loaded")
 
     def _vocabulary(self) -> None:
         """Their files name a tokenizer, whose vocabulary is the model's."""
@@ -181,10 +212,14 @@ class _Conversion:
             return
         paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
         counts = [count for path in paths if path and (count := _vocab_size(str(path))) is not None]
-        self.settings["model.vocab_size"] = counts[0] if counts else LLAMA2_VOCAB_SIZE
+        plain = "".join(str(path) for path in paths).lower().replace("-", "").replace("_", "")
+        known = next((word for word, _ in VOCABULARIES if word in plain), None)
+        size = counts[0] if counts else dict(VOCABULARIES).get(known or "", LLAMA2_VOCAB_SIZE)
+        self.settings["model.vocab_size"] = size
         if not counts:
+            whose = f"by the tokenizer's name ({known})" if known else "of Llama 1 and 2"
             self.result.assumed.append(
-                f"model.vocab_size={LLAMA2_VOCAB_SIZE}, of Llama 1 and 2: the file names a tokenizer that is not here; "
+                f"model.vocab_size={size}, {whose}: the tokenizer that the file names is not here; "
                 "write model.vocab_size=N after the file for another"
             )
 
@@ -216,14 +251,20 @@ class _Conversion:
             self.note("data.data_prefix", RENAMED, f"data.prefixes={shown(prefix)}")
         else:
             self.note("data.data_prefix", MEANINGLESS, why="is not given")
-            self.result.assumed.append(
-                "no dataset is named: write data.prefixes=[PATH], or data=mock for random tokens"
-            )
+            if self.whole.get("data.data_prefix") is None:
+                self.result.assumed.append(
+                    "no dataset is named: write data.prefixes=[PATH], or data=mock for random tokens"
+                )
         for key in ("model.tokenizer.model", "data.tokenizer.model"):
             library = self.get(key.replace(".model", ".library")) if key.startswith("data") else None
             library = library or self.get("model.tokenizer.library")
             if self.get(key) is not None and library == "sentencepiece":
                 self.put(key, "data.tokenizer", self.values[key])
+        resets = ("data.reset_attention_mask", "data.reset_position_ids")
+        if all(on(self.values, key) for key in resets):
+            for key in resets:
+                self.put(key, "data.document_mask", True)
+            self.settings.setdefault("data.eod_mask_loss", False)
         for key in self.values if on(self.values, "data.fine_tuning") else ():
             if key.startswith("data.") and "_ds." in key:
                 self.note(key, UNSUPPORTED, why="fine-tuning sets are not converted")
@@ -260,8 +301,7 @@ class _Conversion:
         if self.get("model.optim.lr") is None:
             self.require("model.optim.lr", "3e-4")
         self.put("trainer.gradient_clip_val", "optim.clip", self.get("trainer.gradient_clip_val", 0) or None)
-        nxdt = any(key.startswith(keys.LAYOUT) for key in self.values)  # its default is zero 1
-        self.settings["trainer.zero"] = int(nxdt or name in SHARDED)
+        self.settings["trainer.zero"] = int(self._nxdt or name in SHARDED)  # 1 is NxDT's default
         for key in ("model.wrap_with_zero", f"{keys.LAYOUT}zero1"):
             if self.get(key) is not None:
                 self.put(key, "trainer.zero", int(on(self.values, key)))
@@ -312,6 +352,7 @@ class _Conversion:
         if kept is not None:
             # -1 keeps all; 0 keeps only the last one, by save_last.
             self.put(key, "checkpoint.keep", kept if kept > 0 else None, "the newest ones; monitor is ignored")
+        self._cadence()
         key = "exp_manager.create_checkpoint_callback"
         if self.get(key) is False:
             self.put(key, "checkpoint.save_last", False)
@@ -320,10 +361,34 @@ class _Conversion:
         if self.get(key) is not None:
             self.put(key, "checkpoint.resume", "auto" if self.values[key] else "never")
 
+    def _cadence(self) -> None:
+        """NeMo saves at each validation, unless steps or seconds are given; the programs for Trainium only by those."""
+        at = "exp_manager.checkpoint_callback_params."
+        if self.get(f"{at}every_n_train_steps"):
+            return
+        self.settings.pop("checkpoint.every_steps", None)
+        if self.get(f"{at}train_time_interval"):
+            why = "saving by the clock is not supported: write checkpoint.every_steps=N"
+            self.note(f"{at}train_time_interval", SAME, why=why)
+            self.result.assumed.append("checkpoint.every_steps is left out, since theirs is in seconds; write one")
+        elif self.values.get("trainer.accelerator") != "tpu" and not self._nxdt:
+            every = self.settings.get("trainer.val_every_steps")
+            if every:
+                self.settings["checkpoint.every_steps"] = every
+                self.result.assumed.append(f"checkpoint.every_steps={every}: NeMo saves at each validation")
+
     def devices(self) -> None:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
         if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
             self.result.world_size = devices * nodes
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The leaves of lists and mappings."""
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _flat(inner)
+    if not isinstance(value, Mapping | list):
+        yield value
 
 
 def _vocab_size(path: str) -> int | None:

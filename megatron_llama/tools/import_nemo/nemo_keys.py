@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LAYOUT = "distributed_strategy."
+TIED = "model.share_embeddings_and_output_weights"
 
 # One key, one setting, the same meaning; the value is taken as it is. A null means the default, which is the same here.
 ONE_TO_ONE: Mapping[str, str] = {
@@ -63,6 +64,7 @@ ONE_TO_ONE: Mapping[str, str] = {
     "async_checkpointing": "checkpoint.asynchronous",
     "data.splits_string": "data.split",
     "data.index_mapping_dir": "data.cache_dir",
+    "data.eod_mask_loss": "data.eod_mask_loss",
 }
 
 _CHECKPOINTS = "their checkpoints can't be read: export to Hugging Face's format, then init_from=FOLDER"
@@ -94,6 +96,8 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hidden_size_per_head", (), "write model.kv_channels"),
     ("flexible_pipeline_parallel_stages", (), "write trainer.pipeline_layers=[...], the layers of each stage"),
     ("context_parallel_size", (1,), "there is no context parallelism"),
+    ("fsdp_grad_reduce_dtype", (32, "32", "fp32"), "gradients are summed in fp32"),
+    ("optim.grad_sync_dtype", ("fp32",), "gradients are summed in fp32"),
     ("resume_from_checkpoint", (), _CHECKPOINTS),
     ("peft", (), "LoRA and other adapters are not converted"),
 )
@@ -101,15 +105,13 @@ _OTHER_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),
     (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
     ("trainer.accumulate_grad_batches", (1,), "write the whole batch in global_batch_size"),
-    ("trainer.max_time", (), "a run ends after its steps"),
     ("restore_from_path exp_manager.resume_from_checkpoint", (), _CHECKPOINTS),
     ("exp_manager.ema.enable", (False,), "there is no moving average of weights"),
     ("model_alignment_strategy", (), "SFT, DPO, ORPO and LoRA are not converted"),
     ("data.dataloader_type", ("single",), "samples come in the order of Megatron's GPTDataset"),
     ("data.data_impl", ("mmap",), "datasets are Megatron's .bin and .idx"),
-    ("data.reset_position_ids", (False,), "positions continue across documents"),
-    ("data.reset_attention_mask", (False,), "attention crosses the borders of documents"),
-    ("data.eod_mask_loss", (False,), "the end of a document counts in the loss"),
+    ("data.reset_position_ids", (False,), "positions start again only with reset_attention_mask"),
+    ("data.reset_attention_mask", (False,), "attention ends at documents only with reset_position_ids"),
     ("data.no_seqlen_plus_one_input_tokens", (False,), "samples have one token more than the sequence"),
     ("data.shuffle_documents", (True,), "documents are shuffled"),
     ("data.fine_tuning", (False,), "fine-tuning sets are not converted"),
@@ -135,7 +137,23 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("trainer.max_epochs trainer.check_val_every_n_epoch", "the length of a run is in steps"),
     ("trainer.limit_test_batches", "there is no test run"),
     ("trainer.num_sanity_val_steps", "a run has other checks before its start"),
+    ("trainer.max_time", "run.slurm goes on after a time limit"),
     ("trainer.*", "of Lightning, which is not used"),
+    ("run.* hydra.* defaults env_vars.* data_dir base_results_dir", "of the launcher; other keys refer to it"),
+    ("s3_checkpointing.* model.dist_ckpt_*", "checkpoints have their own format"),
+    ("model.name model.megatron_timer_kwargs.* model.gc_interval", "changes nothing that is computed"),
+    ("model.use_te_rng_tracker", "there is no dropout, which alone needs it"),
+    ("model.fsdp model.fsdp_* model.cpu_offloading*", "where weights and activations are kept; trainer.zero decides"),
+    (
+        "model.layernorm_zero_centered_gamma",
+        "the same norm: its weight is kept as the distance from 1, and not decayed",
+    ),
+    ("model.defer_embedding_wgrad_compute model.wgrad_deferral_limit", "the same gradient, later"),
+    (
+        "model.optim.overlap_* model.optim.contiguous_* model.optim.bucket_cap_mb",
+        "changes how gradients are communicated, not the result",
+    ),
+    (f"{LAYOUT}token_shuffle_group_size", "of experts, which there are none of"),
     ("model.make_vocab_size_divisible_by", "the vocabulary is padded for trainer.tp, and checkpoints don't show it"),
     ("model.pre_process model.post_process", "derived from the pipeline stage"),
     ("model.native_amp_* model.hysteresis", "of loss scaling, which only fp16 needs"),
@@ -173,6 +191,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("model.optim.sched.name", "converted with the schedule"),
     (f"{LAYOUT}kv_replicator", "key-value heads are replicated as needed"),
     ("*.tokenizer.*", "training reads token ids"),
+    ("data.mmap_bin_files data.exchange_indices_distributed data.legacy_dataset", "how files are read, not what"),
     ("data.skip_warmup", "files are mapped, not read ahead"),
     ("data.num_workers", "data is read in the rank's own process"),
     ("data.validation_drop_last", "validation takes whole batches"),
@@ -186,3 +205,5 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("enable_*", "logs and checkpoints have their own format"),
     ("cluster_type", "known to the launcher"),
 )
+MATTER: frozenset[str] = frozenset({*ONE_TO_ONE, *ONLY, "data.data_prefix", "model.ffn_hidden_size"})
+"""Keys that would change the written file."""

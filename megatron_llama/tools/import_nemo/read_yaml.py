@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_llama.config.interpolations import check_interpolations
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.bounded_yaml import check_yaml
+
+
+def _multiply(one: Any, other: Any) -> int:
+    """NeMo's resolver, of whole numbers only; two texts must not become a long one."""
+    return int(one) * int(other)
 
 
 def load(path: Path, overrides: Sequence[str]) -> DictConfig:
@@ -52,10 +57,11 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
 
 
 def flat(config: DictConfig) -> dict[str, Any]:
-    """{key: value} of all leaves, with interpolations resolved where they can be; ??? becomes None.
+    """{key: value} of all leaves, interpolations resolved where they can be, NeMo's multiply too; ??? becomes None.
 
     NeMo's data section gets the name that NxDT's has, so that both are read alike: data.X, not model.data.X.
     """
+    OmegaConf.register_new_resolver("multiply", _multiply, replace=True)
     return {key.removeprefix("model.") if key.startswith("model.data.") else key: v for key, v in _leaves(config, "")}
 
 
@@ -67,10 +73,21 @@ def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
             continue
         try:
             value = config[name]
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except (OmegaConfBaseException, ValueError):
-            # A resolver of their program (${multiply:...}), or a missing key.
-            value = OmegaConf.to_container(config, resolve=False)[name]  # type: ignore[call-overload, index]
+            # A resolver of their program (${multiply:...}), or a key of another file (the launcher's ${data_dir}).
+            plain = OmegaConf.to_container(config, resolve=False)[name]  # type: ignore[call-overload, index]
+            value = config._get_node(name)
         if isinstance(value, DictConfig) and value and not key.endswith("data_prefix"):
             yield from _leaves(value, f"{key}.")
         else:
-            yield key, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            yield key, plain
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value refers to what its file does not have."""
+    if isinstance(value, list | tuple):
+        return any(map(is_open, value))
+    if isinstance(value, Mapping):
+        return any(map(is_open, value.values()))
+    return isinstance(value, str) and "${" in value

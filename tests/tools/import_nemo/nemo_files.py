@@ -118,6 +118,59 @@ NXDT: dict[str, Any] = {
     "compiler_flags": "--model-type transformer",
 }
 
+# Eight billion as NeMo-Framework-Launcher writes them: what ${training...} and ${data_dir} name is in its own config.
+LAUNCHER: dict[str, Any] = {
+    "defaults": ["_self_", {"optional tp_overlap@model.ub_tp_comm_overlap_cfg": None}],
+    "hydra": {"searchpath": ["file:///opt/conf"]},
+    "run": {"name": "eight", "results_dir": "${base_results_dir}/${.name}", "time_limit": "0-01:30:00"},
+    "trainer": {
+        "devices": 8,
+        "num_nodes": 1,
+        "accelerator": "gpu",
+        "precision": "bf16",
+        "max_steps": 300000,
+        "max_time": "05:23:30:00",
+        "val_check_interval": 2000,
+        "limit_val_batches": 32,
+    },
+    "exp_manager": {
+        "explicit_log_dir": "${training.run.results_dir}/results",
+        "checkpoint_callback_params": {"monitor": "val_loss", "save_top_k": 10, "mode": "min"},
+    },
+    "model": {
+        "micro_batch_size": 1,
+        "global_batch_size": 2048,
+        "tensor_model_parallel_size": 2,
+        "encoder_seq_length": 8192,
+        "max_position_embeddings": "${.encoder_seq_length}",
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": "${multiply:4, ${.hidden_size}}",
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "megatron_amp_O2": True,
+        "normalization": "rmsnorm",
+        "activation": "fast-swiglu",
+        "tokenizer": {"library": "huggingface", "type": "meta-llama/Meta-Llama-3-8B"},
+        "fsdp_grad_reduce_dtype": 32,
+        "gc_interval": 100,
+        "data": {
+            "data_prefix": [0.5, "${data_dir}/my-llama_00_text_document", 0.5, "${data_dir}/my-llama_01_text_document"],
+            "splits_string": "990,8,2",
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+            "eod_mask_loss": False,
+        },
+        "optim": {
+            "name": "mcore_distributed_optim",
+            "lr": 1.0e-4,
+            "overlap_grad_sync": True,
+            "bucket_cap_mb": 200,
+            "sched": {"name": "CosineAnnealing", "warmup_steps": 500, "constant_steps": 0, "min_lr": 1.0e-5},
+        },
+    },
+}
+
 
 def written(where: Path, content: dict[str, Any]) -> Path:
     path = where / "theirs.yaml"

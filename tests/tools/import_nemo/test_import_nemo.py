@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, TAKEN
+from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, SAME, TAKEN, UNSUPPORTED
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS
 from megatron_llama.tools.import_nemo.write_yaml import as_yaml, command_line, listing
 from tests.paths import CONF
-from tests.tools.import_nemo.nemo_files import NEMO, NXDT, changed, converted, experiment, kinds
+from tests.tools.import_nemo.nemo_files import LAUNCHER, NEMO, NXDT, changed, converted, experiment, kinds
 
 
 def test_seven_billion_of_nemo(tmp_path: Path) -> None:
@@ -232,3 +233,54 @@ def test_precisions_of_nxdt(tmp_path: Path, changes: dict[str, Any], precision: 
 
 def test_every_precision_that_is_written_exists() -> None:
     assert set(PRESETS) <= set(PRECISIONS)
+
+
+def test_a_launchers_file_refers_to_others(tmp_path: Path) -> None:
+    result = converted(tmp_path, LAUNCHER)
+    assert not result.unsupported
+    assert result.settings["model.intermediate_size"] == 16384, "NeMo's multiply"
+    assert result.settings["data.prefixes"] == [] and "run.dir" not in result.settings
+    left_out = [text for text in result.assumed if "is left out" in text]
+    assert len(left_out) == 2 and "${data_dir}/my-llama_00_text_document" in left_out[1], left_out
+    assert "data_dir=PATH" in left_out[1] and "exp_manager.explicit_log_dir" in left_out[0]
+    assert "${data_dir}" in listing(result, "theirs.yaml"), "the listing has it as it is written"
+    whole = converted(tmp_path, LAUNCHER, "data_dir=/data")
+    assert whole.settings["data.prefixes"][1] == "/data/my-llama_00_text_document" and not whole.unsupported
+    assert whole.settings["data.document_mask"] is True and whole.settings["data.eod_mask_loss"] is False
+    plan = resolve(experiment(tmp_path, whole), 8, exists=lambda _: True)
+    assert plan.config.data.prefixes[3] == "/data/my-llama_01_text_document"
+
+
+def test_what_a_file_leaves_out_is_their_default_and_said(tmp_path: Path) -> None:
+    def assumed(content: dict[str, Any], *overrides: str) -> tuple[dict[str, Any], str]:
+        result = converted(tmp_path, content, *overrides)
+        return result.settings, "\n".join(result.assumed)
+
+    settings, text = assumed(LAUNCHER)
+    assert settings["model.tie_word_embeddings"] is True and "tie_word_embeddings=true, their default" in text
+    assert settings["model.vocab_size"] == 128256 and "llama3" in text
+    assert settings["checkpoint.every_steps"] == 2000 and "saves at each validation" in text
+    untied, text = assumed(LAUNCHER, "+model.share_embeddings_and_output_weights=false")
+    assert untied["model.tie_word_embeddings"] is False and "tie_word" not in text
+    for override in ("trainer.limit_val_batches=0", "trainer.accelerator=tpu"):
+        assert "checkpoint.every_steps" not in assumed(LAUNCHER, override)[0], "nothing is saved there"
+    stepped, text = assumed(LAUNCHER, "+exp_manager.checkpoint_callback_params.every_n_train_steps=50")
+    assert stepped["checkpoint.every_steps"] == 50 and "each validation" not in text
+    timed = converted(tmp_path, LAUNCHER, "+exp_manager.checkpoint_callback_params.train_time_interval=600")
+    assert kinds(timed)["exp_manager.checkpoint_callback_params.train_time_interval"] == SAME
+    assert "checkpoint.every_steps" not in timed.settings and "in seconds" in "\n".join(timed.assumed)
+
+
+def test_initial_weights_of_nxdts_hugging_face_models_differ(tmp_path: Path) -> None:
+    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 32, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    content = changed(NXDT, model_source="hf", model__model_config=str(tmp_path / "config.json"))
+    (differs,) = converted(tmp_path, content).unsupported
+    assert differs.key == "model_source" and "o_proj and down_proj" in differs.why
+    assert kinds(converted(tmp_path, NXDT))["model_source"] == MEANINGLESS
+
+
+def test_documents_are_told_apart_by_both_or_neither(tmp_path: Path) -> None:
+    half = kinds(converted(tmp_path, LAUNCHER, "model.data.reset_position_ids=false"))
+    assert half["model.data.reset_attention_mask"] == UNSUPPORTED
