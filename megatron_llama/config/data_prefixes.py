@@ -4,6 +4,7 @@ still to be prepared. Decides by names alone and opens no file; ``folder_of_reco
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,15 @@ def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
     if not any(is_number(item) for item in prefixes):
         return [], [str(item) for item in prefixes]
     return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
+
+
+def name_of_prefixes(prefixes: Sequence[Any]) -> str:
+    """What to call datasets that were given as paths, fit for a folder's name; empty for none."""
+    paths = [item for item in prefixes if not is_number(item)]
+    if not paths:
+        return ""
+    first = os.path.basename(os.path.normpath(str(paths[0]))).removesuffix("_text_document")
+    return re.sub(r"[^\w.-]+", "_", first) + (f"+{len(paths) - 1}" if len(paths) > 1 else "")
 
 
 def named_paths(data: DataConfig) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.data_prefixes import folder_of_records
+from megatron_llama.config.data_prefixes import folder_of_records, name_of_prefixes
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
 from megatron_llama.config.hf_config import FROM_HF, fill_from_adapter, fill_from_hf
 from megatron_llama.config.hub import local_folder
@@ -82,6 +82,8 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     if "data.prefixes" in given and "data.prepare" not in given:
         # The group's command makes the group's files, not those named on the command line.
         config.data.prepare = None
+        if not {"data.name", "data", EXPERIMENT} & {*given, *choices}:
+            config.data.name = name_of_prefixes(list(config.data.prefixes)) or config.data.name
     for one, other in INSTEAD_OF.items():
         # The command line goes before what a group sets in the other way; null sets nothing.
         if one in not_null and other not in given:

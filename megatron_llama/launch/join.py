@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import SECRET, LaunchFailed
+from megatron_llama.launch.network import is_loopback
 from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, run_as_rank
 from megatron_llama.launch.rendezvous import (
     ARRIVAL_LIMIT_SECONDS,
@@ -103,7 +104,8 @@ def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:
     """Has gloo use the interface that leads to the first node: by default it takes the one of the host's name, which
     is the loopback on many machines."""
     interface = mine.interface
-    if context.nodes == 1:
+    one_machine = context.nodes == 1 or is_loopback(context.master_addr)
+    if one_machine:
         interface = "lo" if sys.platform == "linux" else None
-    if interface is not None and not (context.nodes > 1 and interface == "lo"):
+    if interface is not None and (one_machine or interface != "lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

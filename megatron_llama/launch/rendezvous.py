@@ -148,7 +148,11 @@ class Rendezvous:
 
 
 def check_first_address(context: ProcessContext) -> None:
-    """Raises ConfigError, naming this node, where it takes the first node's address for its own or for nothing."""
+    """Raises ConfigError, naming this node, where it takes the first node's address for its own or for nothing.
+
+    Several of torchrun's nodes may share a machine, as people try it: then the store of the first one's agent, which is
+    there before any rank, answers on the loopback of all of them.
+    """
     if context.nodes == 1:
         return
     instead = "set MASTER_ADDR to the first node's name or address as the other nodes know it"
@@ -159,9 +163,17 @@ def check_first_address(context: ProcessContext) -> None:
         raise ConfigError([Problem("MASTER_ADDR", context.master_addr, rule, instead)]) from error
     # The first node may well know its own name as 127.0.1.1 (Debian does that): the others are who must reach it.
     wrong = is_loopback(context.master_addr) if context.node == 0 else all(map(is_loopback, addresses))
-    if wrong:
+    if wrong and not (context.has_store and _answers(context)):
         rule = f"on node {context.node}, {socket.gethostname()}, this is {addresses[0]}: every node takes it for itself"
         raise ConfigError([Problem("MASTER_ADDR", context.master_addr, rule, instead)])
+
+
+def _answers(context: ProcessContext) -> bool:
+    try:
+        socket.create_connection((context.master_addr, context.master_port), _SPEAK_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def node_info(context: ProcessContext, first_rank: int, ranks: int, world_size: int) -> NodeInfo:

@@ -40,6 +40,20 @@ def test_nothing_said_is_the_demo() -> None:
     assert config.data.prepare == "make demo-data"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (['data.prefixes=["/data/my book_text_document"]'], "my_book"),
+        (["data.prefixes=[0.3,a/one,0.7,b/two/]"], "one+1"),
+        (["data.prefixes=[a/one]", "data.name=mine"], "mine"),
+        (["data=chat", "data.prefixes=[a/one.jsonl]"], "chat"),
+        (["data.prefixes=[]"], "python_stdlib"),
+    ],
+)
+def test_datasets_of_ones_own_are_not_called_by_the_demos_name(overrides: list[str], name: str) -> None:
+    assert load_config(overrides, CONF).data.name == name
+
+
 def test_the_line_in_the_readme() -> None:
     config = load_config(["model=llama7b", "trainer.tp=8"], CONF)
     assert (config.model.hidden_size, config.trainer.tp, config.model.rope_scaling) == (4096, 8, None)

@@ -294,6 +294,18 @@ def test_a_loopback_address_is_refused_on_every_node(address: str) -> None:
     check_first_address(context(0, 1, address))
 
 
+def test_torchruns_nodes_may_share_a_machine() -> None:
+    """Its agents have met before a rank starts: where the first one's store answers, the loopback is right."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        for node in (0, 1):
+            check_first_address(replace(context(node, port=port), starter="torchrun", has_store=True))
+            with pytest.raises(ConfigError, match="every node takes it for itself"):
+                check_first_address(context(node, port=port))
+    with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
+        check_first_address(replace(context(1, port=port), starter="torchrun", has_store=True))
+
+
 def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "addresses_of", lambda host: ["127.0.1.1"])
     check_first_address(context(0, address="head"))  # Debian's /etc/hosts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any
 from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.problems import ConfigError, Problem, shown
-from megatron_llama.text.tokenizer import vocabulary_size
 from megatron_llama.tools.import_nemo import nemo_keys as keys
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of
-from megatron_llama.tools.import_nemo.read_yaml import flat, is_open, load
+from megatron_llama.tools.import_nemo.nemo_vocabulary import rows_of_tokenizer
+from megatron_llama.tools.import_nemo.read_yaml import flat, load, open_reference
 
 TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
 SAME = "not supported: the training is the same"
@@ -25,15 +25,6 @@ SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear",
 # Optimizers that are Adam with decoupled weight decay; they differ in where the optimizer states are.
 SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SHARDED)
-LLAMA2_VOCAB_SIZE = 32000
-# Words in a tokenizer's name or type, and the rows of the embedding that models with it have.
-VOCABULARIES = (
-    ("llama3", 128256),
-    ("llama2", LLAMA2_VOCAB_SIZE),
-    ("gpt2bpe", 50257),
-    ("mistral", LLAMA2_VOCAB_SIZE),
-    ("mixtral", LLAMA2_VOCAB_SIZE),
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ class _Conversion:
     def __init__(self, values: Mapping[str, Any], result: Converted) -> None:
         self.whole, self.result, self.settings = values, result, result.settings
         # What refers to another file, as the launcher's do, is as good as not given.
-        self.values = {key: None if is_open(value) else value for key, value in values.items()}
+        self.values = {key: None if open_reference(value) else value for key, value in values.items()}
         self.found: dict[str, Found] = {}
         self.problems: list[Problem] = []
 
@@ -122,7 +113,7 @@ class _Conversion:
         """What became of a key; one whose value is in another file is assumed to be missing, if it would count."""
         found = self.found.get(key) or _unread(key, value)
         if self.values[key] is None and value is not None and (key in keys.MATTER or found.kind != MEANINGLESS):
-            first = value if isinstance(value, str) else next(one for one in _flat(value) if is_open(one))
+            first = open_reference(value)
             name = f"model.{key}" if key.startswith("data.") else key
             rule = f"{name} is left out: it refers to {first}, of another file; write what that names after the file"
             self.result.assumed.append(f"{rule}, as in data_dir=PATH" if "${data_dir}" in first else rule)
@@ -175,12 +166,21 @@ class _Conversion:
         elif hidden is not None and "model.intermediate_size" not in self.settings:
             self.settings["model.intermediate_size"] = 4 * hidden
             self.note("model.ffn_hidden_size", RENAMED, f"model.intermediate_size={4 * hidden}", "their default")
+        if self.get("model.model_config") is None:
+            self._parts_left_out()
         if self.settings.get("model.tie_word_embeddings") is None and self.get(keys.TIED) is None:
             self.settings["model.tie_word_embeddings"] = True
             self.result.assumed.append("model.tie_word_embeddings=true, their default; LLaMAs say false")
         if on(self.values, "model.scale_positional_embedding"):
             self.put("model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
         self._vocabulary()
+
+    def _parts_left_out(self) -> None:
+        """A GPT's parts are their defaults."""
+        for part, default in keys.GPT_PARTS.items():
+            if all(self.get(f"model.{key}") is None for key in part.split()):
+                name = part.partition(" ")[0]
+                self.result.assumed.append(f"model.{name} as a Llama has it: not given, and their default is {default}")
 
     def _hugging_face(self, path: str) -> None:
         folder = os.path.dirname(path) if path.endswith(".json") else path
@@ -211,15 +211,11 @@ class _Conversion:
         if "model.vocab_size" in self.settings:
             return
         paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
-        counts = [count for path in paths if path and (count := _vocab_size(str(path))) is not None]
-        plain = "".join(str(path) for path in paths).lower().replace("-", "").replace("_", "")
-        known = next((word for word, _ in VOCABULARIES if word in plain), None)
-        size = counts[0] if counts else dict(VOCABULARIES).get(known or "", LLAMA2_VOCAB_SIZE)
+        size, known_by = rows_of_tokenizer([str(path) for path in paths if path])
         self.settings["model.vocab_size"] = size
-        if not counts:
-            whose = f"by the tokenizer's name ({known})" if known else "of Llama 1 and 2"
+        if known_by:
             self.result.assumed.append(
-                f"model.vocab_size={size}, {whose}: the tokenizer that the file names is not here; "
+                f"model.vocab_size={size}, {known_by}: the tokenizer that the file names is not here; "
                 "write model.vocab_size=N after the file for another"
             )
 
@@ -381,24 +377,6 @@ class _Conversion:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
         if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
             self.result.world_size = devices * nodes
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """The leaves of lists and mappings."""
-    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        yield from _flat(inner)
-    if not isinstance(value, Mapping | list):
-        yield value
-
-
-def _vocab_size(path: str) -> int | None:
-    """Rows of the embedding in a Hugging Face folder, which can be more than its tokenizer has ids; else the number of
-    ids of a tokenizer; None where it is not here."""
-    try:
-        rows = read_hf_config(path).get("vocab_size")
-    except ValueError:
-        return vocabulary_size(path)
-    return rows if isinstance(rows, int) else None
 
 
 def _unread(key: str, value: Any) -> Found:

@@ -207,3 +207,10 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
 )
 MATTER: frozenset[str] = frozenset({*ONE_TO_ONE, *ONLY, "data.data_prefix", "model.ffn_hidden_size"})
 """Keys that would change the written file."""
+GPT_PARTS: Mapping[str, str] = {
+    "activation": "gelu",
+    "normalization": "layernorm",
+    "position_embedding_type": "learned_absolute",
+    "bias has_bias": "true",
+}
+"""What a model has whose file does not say, in NeMo and in what descends from it; several names of one key."""

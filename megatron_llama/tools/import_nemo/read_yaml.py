@@ -84,10 +84,9 @@ def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
             yield key, plain
 
 
-def is_open(value: Any) -> bool:
-    """Whether a value refers to what its file does not have."""
-    if isinstance(value, list | tuple):
-        return any(map(is_open, value))
-    if isinstance(value, Mapping):
-        return any(map(is_open, value.values()))
-    return isinstance(value, str) and "${" in value
+def open_reference(value: Any) -> str:
+    """The first text in a value that refers to what its file does not have; empty where none does."""
+    if isinstance(value, list | Mapping):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, map(open_reference, inner)), "")
+    return value if isinstance(value, str) and "${" in value else ""

@@ -257,6 +257,8 @@ def test_what_a_file_leaves_out_is_their_default_and_said(tmp_path: Path) -> Non
         return result.settings, "\n".join(result.assumed)
 
     settings, text = assumed(LAUNCHER)
+    assert "model.position_embedding_type as a Llama has it" in text and "default is learned_absolute" in text
+    assert "model.bias as" in text and "model.activation as" not in text
     assert settings["model.tie_word_embeddings"] is True and "tie_word_embeddings=true, their default" in text
     assert settings["model.vocab_size"] == 128256 and "llama3" in text
     assert settings["checkpoint.every_steps"] == 2000 and "saves at each validation" in text
