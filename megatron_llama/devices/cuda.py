@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import Device, Peak, device_index
+from megatron_llama.devices.flight_recorder import recorder_environment
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ class Cuda(Device):
         return torch.cuda.get_device_properties(0).total_memory
 
     def environment(self, plan: Plan) -> dict[str, str]:
-        variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}
         if plan.config.trainer.tp > 1:
             # megatron-core overlaps communication in its linears by relying on the launch order of kernels.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

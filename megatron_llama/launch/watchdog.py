@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from time import monotonic, sleep
 from typing import Protocol
 
+from megatron_llama.devices.flight_recorder import ask_for_collectives, collectives, remove_recordings
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import POLL_SECONDS, report
@@ -139,8 +140,9 @@ class Watch:
         """Where the ranks are, with the stacks of those that still write them."""
         for rank in ranks:
             rank.ask_for_stacks()
+        recorded = [rank.number for rank in ranks if ask_for_collectives(rank.number)]
         for _ in range(round(_ANSWER_SECONDS / POLL_SECONDS)):
-            if all(rank.stopped or rank.stacks() for rank in ranks):
+            if all(rank.stopped or rank.stacks() for rank in ranks) and all(map(collectives, recorded)):
                 break
             sleep(POLL_SECONDS)
         sleep(POLL_SECONDS)  # stacks are not written in one call
@@ -148,6 +150,9 @@ class Watch:
         for rank in ranks:
             stacks = rank.stacks()
             fault = _STOPPED if rank.stopped else "" if stacks else _SILENT
+            if last := collectives(rank.number):
+                stacks = f"{stacks}\n\nIts last collectives, the first of them finished:\n{last}".strip()
+            remove_recordings(rank.number)
             found.append(Position(rank.number, rank.phase.number, rank.phase.name, self._seconds(rank), fault, stacks))
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from typing import IO
 import pytest
 import torch.distributed as dist
 
+from megatron_llama.devices import flight_recorder
 from megatron_llama.launch import board, job_store, start, watchdog
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.job_store import JobStore
@@ -289,3 +291,57 @@ def test_reading_stacks_does_not_disturb_who_writes_them() -> None:
     while writer.is_alive():
         rank.stacks()
     assert rank.stacks() == "".join(lines).strip()
+
+
+class FakeRecorder(threading.Thread):
+    """What the monitoring thread of NCCL's process group does: a named pipe, and when something is written to it, a
+    pickle of the ring beside it."""
+
+    def __init__(self, number: int, entries: list[dict[str, object]]) -> None:
+        super().__init__(daemon=True)
+        environment = flight_recorder.recorder_environment()
+        assert int(environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0, "without it there is no pipe"
+        self.file = Path(f"{environment['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}{number}")
+        self.content = pickle.dumps({"version": "2.10", "entries": entries}, protocol=2)
+        pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{number}.pipe"
+        os.mkfifo(pipe)
+        self.pipe = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def run(self) -> None:
+        while True:
+            try:
+                if os.read(self.pipe, 128):
+                    break
+            except BlockingIOError:
+                pass
+            threading.Event().wait(0.01)
+        self.file.write_bytes(self.content)
+        os.close(self.pipe)
+
+
+def recorded(name: str, number: int, state: str) -> dict[str, object]:
+    group = {"process_group": ("1", "tensor-parallel"), "is_p2p": False, "p2p_seq_id": 0}
+    return {**group, "profiling_name": name, "collective_seq_id": number, "input_sizes": [[4, 8]], "state": state}
+
+
+def test_a_report_has_the_collectives_of_a_device_that_records_them(tmp_path: Path) -> None:
+    ring = [recorded("nccl:all_reduce", number, "completed") for number in (1, 2)]
+    ring += [recorded("nccl:_all_gather_base", 3, "started")]
+    recorder = FakeRecorder(0, ring)
+    recorder.start()
+    ranks = [Simulated(0), Simulated(1)]
+    positions = Watch(ranks, 2, 10.0)._examine(ranks)
+    report = watchdog.describe(positions, 2)
+    assert "nccl:_all_gather_base 3 in group tensor-parallel, of [[4, 8]]: started" in report
+    assert "nccl:all_reduce 2 in group" in report and "all_reduce 1" not in report, "of the finished ones the last"
+    assert "in the stack of 0" in report and not recorder.file.exists()
+    assert "collectives" not in positions[1].stacks, "it has no recorder"
+
+
+def test_a_recording_can_not_run_programs() -> None:
+    file = Path(f"{flight_recorder.recorder_environment()['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}7")
+    try:
+        file.write_bytes(pickle.dumps({"entries": [Path("a")]}))
+        assert flight_recorder.collectives(7) == ""
+    finally:
+        file.unlink()
