@@ -71,8 +71,10 @@ class Cuda(Device):
 
     def environment(self, plan: Plan) -> dict[str, str]:
         variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}
-        if plan.config.trainer.tp > 1:
-            # megatron-core overlaps communication in its linears by relying on the launch order of kernels.
+        if plan.config.trainer.tp > 1 and plan.dp == 1 and not plan.config.trainer.compile:
+            # megatron-core's linears overlap communication by the order in which kernels are launched, which one
+            # queue keeps. It would also put fully_shard's collectives in line with the products that they should run
+            # beside, so with data parallelism the default stands; and compiled blocks don't use those linears.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if plan.config.trainer.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

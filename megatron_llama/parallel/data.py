@@ -11,6 +11,10 @@ overlaps, so all stages share one code path. ``shard_group`` is anything in betw
 rank that has nothing to cast either (``Plan.plain_parameters``) keeps plain parameters: ``fully_shard`` would copy each
 weight once and each gradient three times in a step, and hold the weights twice.
 
+DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence threshold: none is needed, as a unit's
+parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
+in the forward and the backward pass (``shard_chunk``). Reduce bucket: a unit.
+
 Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``. A reduced gradient gets the
 parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the micro batches in fp32.
 """

@@ -155,3 +155,6 @@ def test_variables_of_a_gpu_follow_from_the_layout() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
     full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2))
     assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    # fully_shard's collectives would wait in the one queue for the products that they should run beside.
+    sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sharded
