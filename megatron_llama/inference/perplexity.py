@@ -104,8 +104,8 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
             for column in zip(*examples[done : done + rows], strict=True)
         )
         tokens, labels, mask = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), learned[:, 1:]
-        losses = generator.llama(tokens.to(generator.device), labels.to(generator.device)).double().cpu()
-        total += losses[mask.T.bool()].sum().item()  # [s, b]
+        batch = (column.to(generator.device) for column in (tokens, labels))
+        total += generator.llama(*batch, loss_weights=mask.float().to(generator.device)).item()
         count += int(mask.sum())
         done += rows
         progress(done, len(examples))

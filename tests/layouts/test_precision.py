@@ -189,18 +189,16 @@ def _watch_forwards(model: ParallelModel, found: Found) -> None:
 def _look_at_gradients(chunk: torch.nn.Module, found: Found) -> None:
     whole: list[torch.Tensor] = []
     sharded: list[torch.Tensor] = []
-    for module in chunk.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for param in group.fsdp_params:
-                summed = param.unsharded_accumulated_grad
-                summed = param._unsharded_param.grad if summed is None else summed
-                if summed is not None:
-                    whole.append(summed)
-                if param.sharded_param.grad is not None:
-                    sharded.append(param.sharded_param.grad.to_local())
-                gathered = [t for t in param.all_gather_outputs if t.untyped_storage().size()]
-                found.weight_bytes += sum(t.nbytes for t in gathered)
+    states = {module._get_fsdp_state() for module in chunk.modules() if isinstance(module, FSDPModule)}
+    groups = {group for state in states for group in state._fsdp_param_groups}  # norm and head share one
+    for param in (param for group in groups for param in group.fsdp_params):
+        summed = param.unsharded_accumulated_grad
+        summed = param._unsharded_param.grad if summed is None else summed
+        if summed is not None:
+            whole.append(summed)
+        if param.sharded_param.grad is not None:
+            sharded.append(param.sharded_param.grad.to_local())
+        gathered = [t for t in param.all_gather_outputs if t.untyped_storage().size()]
+        found.weight_bytes += sum(t.nbytes for t in gathered)
     found.whole_sums, found.sharded_sums = {t.dtype for t in whole}, {t.dtype for t in sharded}
     found.gradient_bytes = sum(t.nbytes for t in [*whole, *sharded])
