@@ -156,6 +156,10 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
         for name in ("model", "data", "finetune"):
             if not isinstance(state.settings.get(name, {}), dict):
                 raise ValueError(f"settings of {name} are {state.settings[name]!r}"[:200])
+        data = state.settings.get("data", {})
+        whole_numbers([data.get("seq_length", 0)])
+        if not isinstance(data.get("tokenizer"), str | None):
+            raise ValueError(f"data.tokenizer is {data['tokenizer']!r}"[:200])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFile(f"{folder / NAME}: a value is missing or of another type ({error!r})") from error
     except CorruptFile as error:

@@ -20,7 +20,7 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
 from megatron_llama.checkpoint.hf_folder import open_hf_folder, tensors_of
-from megatron_llama.checkpoint.manifest import NAME, State, _checksum, read_manifest
+from megatron_llama.checkpoint.manifest import NAME, State, _checksum, parsed, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
@@ -124,6 +124,17 @@ def test_verify_reads_every_byte(copy: Path) -> None:
             manifest.stored.verify_file(SHARD)
         _flip(folder / SHARD, position)
     manifest.stored.verify_file(SHARD)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seq_length", None), ("seq_length", "8"), ("tokenizer", 3)])
+def test_settings_of_another_type_are_refused(copy: Path, name: str, value: object) -> None:
+    """Their checksum may be right: somebody else has written them. Generation reads them before a plan does."""
+    folder = copy / "checkpoints" / "step_00000002"
+    body = json.loads((folder / NAME).read_text())
+    parsed(folder, body)
+    body["state"]["settings"]["data"][name] = value
+    with pytest.raises(CorruptFile, match=NAME):
+        parsed(folder, body)
 
 
 def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
