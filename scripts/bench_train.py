@@ -72,6 +72,15 @@ def run(args: argparse.Namespace) -> int:
     return tell_left_out(left_out)
 
 
+def _without_places(cell: dict[str, Any]) -> dict[str, Any]:
+    """A cell without the paths of this machine."""
+
+    def task(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if name not in ("cache", "address", "started")}
+
+    return cell | {"results": [result | {"task": task(result["task"])} for result in cell["results"]]}
+
+
 def _write(args: argparse.Namespace, cells: list[dict[str, Any]], left_out: dict[str, str]) -> str:
     """Writes the results so far; returns the page."""
     record = {
@@ -84,7 +93,8 @@ def _write(args: argparse.Namespace, cells: list[dict[str, Any]], left_out: dict
         "cells": cells,
     }
     text = "\n".join(page(record)) + "\n"
-    write_atomically(args.output.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    published = record | {"cells": [_without_places(cell) for cell in cells]}
+    write_atomically(args.output.with_suffix(".json"), json.dumps(published, indent=1) + "\n")
     write_atomically(args.output.with_suffix(".md"), text)
     return text
 

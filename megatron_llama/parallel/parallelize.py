@@ -99,7 +99,7 @@ def build_model(
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
     mcore = mcore_config(plan)
-    mesh = data_mesh(topology, torch_device.type, sums_itself=plan.config.optim.name == "onebit_adam")
+    mesh = data_mesh(topology, torch_device.type, sums_itself=plan.exchanges_signs)
     stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
     chunks = []
     for stage in range(topology.pp_rank, stages, topology.pp):

@@ -104,7 +104,7 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
         # Each block frees its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
     states = BYTES[precision.optimizer_state_dtype] * OPTIMIZER_STATES[plan.config.optim.name] * shard
-    if plan.config.optim.name == "onebit_adam":  # the errors of the rank that averages
+    if plan.exchanges_signs:  # the errors of the rank that averages
         states += BYTES[precision.optimizer_state_dtype] * -(-shard // plan.dp)
     return States(kept + working, gradients, states)
 

@@ -81,6 +81,11 @@ class Plan:
         return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.dp)
 
     @property
+    def exchanges_signs(self) -> bool:
+        """Whether the optimizer sums over the data-parallel ranks by itself, later as signs of momenta (1-bit Adam)."""
+        return self.config.optim.name == "onebit_adam"
+
+    @property
     def plain_parameters(self) -> bool:
         """Whether a rank's layers compute with its parameters themselves: one data-parallel rank has nobody to share
         with, and weights and gradients have one dtype throughout."""

@@ -198,9 +198,9 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
             weights, gradients = filled * weight_bytes, filled * gradient_bytes
             yield Operation(f"{what}: weights", Line("dp", "all_gather", n), gathered, weights)
             yield Operation(f"{what}: gradients", Line("dp", "reduce_scatter", n), count * sums, gradients)
-            if plan.config.optim.name != "onebit_adam":
+            if not plan.exchanges_signs:
                 yield Operation(f"{what}: gradients, over copies", over_copies, count * sums, gradients // n)
-    if plan.config.optim.name == "onebit_adam":
+    if plan.exchanges_signs:
         yield from _signs(plan.dp, held)
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megatron_llama.train.console import duration
+
 
 class Bar:
     """The bar of one part of a search."""
@@ -34,7 +36,7 @@ class Bar:
             rate = fresh / seconds
             text += f", {rate:,.0f} a second" if rate >= 1 else f", {seconds / fresh:.0f} s each"
             if self._total:
-                text += f", {_clock(seconds / fresh * (self._total - done))} left"
+                text += f", {duration(seconds / fresh * (self._total - done))} left"
         self._bar.update(self._task, completed=done, text=f"{text}{'  ' + now if now else ''}")
 
     def say(self, line: str) -> None:
@@ -51,9 +53,3 @@ def bar(what: str, unit: str, total: int | None = None) -> Iterator[Bar]:
             yield made
     else:
         yield made
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
