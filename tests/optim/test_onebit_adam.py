@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_llama.optim.onebit_adam import OneBitAdam
+from megatron_llama.plan.forecast.step_time import sign_bytes
 from tests.oracle import Result, assemble, distance, make_plan, run_layout, train_rank
 from tests.ranks import run_ranks
 
@@ -174,3 +178,38 @@ def test_copies_stay_equal_and_the_loss_falls(name: str) -> None:
     _, copies = assemble([answer[-1] for answer in answers])  # which are equal to the bit
     assert copies > 0
     assert all(math.isfinite(number) for number in (*losses, *norms)) and losses[-1] < losses[0]
+
+
+class _Bytes(TorchDispatchMode):
+    """Bytes that operations read and write, views and what the network moves left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if func.namespace != "c10d" and not views:
+            tensors = (each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor))
+            self.moved += sum(each.nbytes for each in tensors)
+        return out
+
+
+def _moved(rank: int) -> float:
+    values = 1 << 16
+    weights = [torch.nn.Parameter(torch.ones(values // 4)) for _ in range(4)]
+    groups = [{"params": weights, "weight_decay": DECAY}]
+    assert dist.group.WORLD is not None
+    inner = OneBitAdam(groups, dist.group.WORLD, lr=LR, betas=BETAS, eps=EPS, freeze_step=0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with _Bytes() as counter:
+        inner.reduce_gradients()
+        inner.step()
+    return counter.moved / values
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_step_moves_the_bytes_that_the_forecast_counts(ranks: int) -> None:
+    assert run_ranks(_moved, ranks)[0] == pytest.approx(sign_bytes(ranks), rel=0.01)

@@ -26,6 +26,8 @@ OPERATIONS = {"eager": 40, "compiled": 8, "fused": 16}
 """Kernels of a block's forward pass beside its products and attention: norms, rotations, residuals, copies."""
 SCORES_OPERATIONS = 9
 """Kernels of attention that computes the square of scores: two products, scale, mask, softmax, dropout, copies."""
+CORE_OPERATIONS = {"eager": 16, "compiled": 4, "fused": 4}
+"""Kernels that selective recomputation repeats in a block: rotations, attention, a copy, the activation."""
 COLLECTIVE_OPERATIONS = 4
 LOSS_BYTES = 24
 """Bytes for each logit that a loss of few kernels reads and writes: in 32 bits, three times each."""
@@ -150,16 +152,20 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     else:
         matmul, memory = matmul + weights, 0.0
     core, scores = _attention(job, device, constants)
-    attention = core * (1 + FLASH_BACKWARD + again)
+    core_again = max(again, _core_again(job))
+    attention = core * (1 + FLASH_BACKWARD + core_again)
     if job.program.attention == "scores":
-        attention = (core + scores) * (3 + max(again, job.recompute == "selective"))
+        attention = (core + scores) * (3 + core_again)
     split = job.tp if job.sp else 1
     whole = 10 * rows * shape.hidden / split
     inside = rows * ((3 if shape.gated else 2) * shape.ffn + 2 * (shape.queries + shape.keys)) / job.tp
     passes = (whole + inside) * job.inner_bytes * constants[f"passes.{kernels}"]
     if job.format in NARROW:
         passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
-    memory += passes * (2.5 + again) / (device.bandwidth * MEMORY_REACH)
+    repeated = passes * again
+    if job.program.repeats_activation:
+        repeated = max(repeated, inside * job.inner_bytes * constants[f"passes.{kernels}"] * _core_again(job))
+    memory += (2.5 * passes + repeated) / (device.bandwidth * MEMORY_REACH)
     gaps = operations(job) * constants[f"gap.{kernels}"]
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
@@ -167,6 +173,13 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
 def _again(job: Job) -> float:
     """Share of a block's forward pass that the backward pass repeats, as a mean over the blocks."""
     return {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute] / job.recompute_every
+
+
+def _core_again(job: Job) -> float:
+    """The same of what lies between the products of attention, which selective recomputation repeats in Megatron-LM
+    (arXiv:2205.05198) and here."""
+    repeats = job.program.attention in ("scores", "tuned") or job.program.repeats_activation
+    return repeats * (job.recompute == "selective") / job.recompute_every
 
 
 def operations(job: Job) -> float:
@@ -181,6 +194,8 @@ def operations(job: Job) -> float:
     forward += 6 * len(job.adapted)
     again = _again(job)
     found = forward * (3 + again)
+    if program.repeats_activation:
+        found += CORE_OPERATIONS[program.kernels] * _core_again(job)
     if job.tp > 1:
         found += COLLECTIVE_OPERATIONS * (4 + (2 * _again(job) if job.recompute == "full" else 0))
     return found
@@ -250,6 +265,8 @@ def _data_parallel(job: Job, stage: int, working: float, device: Device, constan
     if ranks == 1:
         return 0.0
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
+    if job.exchanges_signs:  # to the rank that averages and back, a bit for each value, beside nothing
+        return all_reduce(trained / 8, ranks, job.tp, device, constants)
     gradients = trained * min(job.state.gradient, 4)
     weights = held * job.state.weight
     stride, m = job.tp, job.num_microbatches
@@ -260,10 +277,13 @@ def _data_parallel(job: Job, stage: int, working: float, device: Device, constan
         reduces = all_reduce(gradients / blocks, ranks, stride, device, constants) / 2
         window, moving = working, m * blocks * (gathers + reduces)
     else:
-        moving = all_reduce(gradients, ranks, stride, device, constants)
+        # Summed at the last micro batch; from stage 1 on scattered, and the new weights gathered; with 2 at each one.
+        sums = m if job.zero == 2 else 1
+        moving = sums * all_reduce(gradients, ranks, stride, device, constants)
         if job.zero:
-            moving = moving / 2 + all_reduce(trained * job.state.weight, ranks, stride, device, constants) / 2
-        window = working / m
+            gathered = held if job.program.shards_frozen else trained
+            moving = moving / 2 + all_reduce(gathered * job.state.weight, ranks, stride, device, constants) / 2
+        window = working * sums / m
     if not job.program.overlaps_dp:
         return moving
     exposed = constants["exposed.dp"]
@@ -274,5 +294,13 @@ def _optimizer(job: Job, stage: int, device: Device, constants: Mapping[str, flo
     """Seconds of reading and writing gradients, weights and averages, and of the gradient's norm."""
     share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
     state = job.state
+    if job.exchanges_signs:
+        return share * sign_bytes(job.dp) / (device.bandwidth * MEMORY_REACH)
     size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
     return size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)
+
+
+def sign_bytes(ranks: int) -> float:
+    """Bytes that a step of 1-bit Adam reads and writes for each weight, one operation after the other, after its
+    warm-up. Counted (tests/optim/test_onebit_adam.py): a rank compresses all momenta and averages its part of them."""
+    return 360 + 152 / ranks if ranks > 1 else 100

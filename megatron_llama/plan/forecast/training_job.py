@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_llama.config.precision import BYTES
 from megatron_llama.plan.attention_pattern import pattern_of
@@ -105,6 +105,10 @@ class Program:
     """Logits are made by chunks of tokens with their gradients, and are gone before the first block's backward pass."""
     reshards: bool = False
     """ZeRO 3 shards weights again after each block, in a pipeline too."""
+    shards_frozen: bool = False
+    """ZeRO shards the weights that LoRA leaves frozen too, and gathers them in each step."""
+    repeats_activation: bool = False
+    """Selective recomputation repeats the feed-forward's activation, beside attention between its products."""
     stages_by_cost: bool = False
     """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
     loss_in_steps: bool = False
@@ -118,12 +122,17 @@ class Program:
     distributed/tensor/parallel/loss.py)."""
 
 
-OURS = Program("megatron_llama", chunks_logits=True, reshards=True, loss_in_steps=True)
+OURS = Program(
+    "megatron_llama",
+    chunks_logits=True,
+    reshards=True,
+    shards_frozen=True,
+    repeats_activation=True,
+    loss_in_steps=True,
+)
 PROGRAMS = {
     "ours": OURS,
-    "ours, compiled": Program(
-        "megatron_llama, compiled", kernels="compiled", chunks_logits=True, reshards=True, loss_in_steps=True
-    ),
+    "ours, compiled": replace(OURS, name="megatron_llama, compiled", kernels="compiled"),
     "megatron 2021": Program(
         "Megatron-LM before FlashAttention",
         "scores",
@@ -193,6 +202,8 @@ class Job:
     document: int | None = None
     """Tokens among which attention is computed where a sequence holds several documents, or a pattern leaves some
     out."""
+    exchanges_signs: bool = False
+    """1-bit Adam: ranks exchange signs of momenta, and no gradients."""
     program: Program = OURS
     inner_bytes: int = 2
     """Bytes of an activation."""
@@ -304,6 +315,7 @@ def job_of_plan(plan: Plan) -> Job:
         document=round(pattern_of(model).span(plan.config.data.seq_length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
+        exchanges_signs=plan.exchanges_signs,
         program=PROGRAMS["ours, compiled" if trainer.compile else "ours"],
         inner_bytes=compute,
     )

@@ -96,6 +96,35 @@ def test_work_is_paid_for() -> None:
     assert seconds(frozen).matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05)
 
 
+def test_selective_recomputation_repeats_attention_between_its_products_and_the_activation() -> None:
+    base, again = seconds(PLAIN), seconds(replace(PLAIN, recompute="selective"))
+    assert again.matmul == base.matmul and again.head == base.head
+    assert again.attention == pytest.approx(base.attention * 4.5 / 3.5)
+    full = seconds(replace(PLAIN, recompute="full"))
+    assert base.memory_bound < again.memory_bound < full.memory_bound and base.total < again.total < full.total
+    third = seconds(replace(PLAIN, recompute="selective", recompute_every=3))
+    assert third.attention - base.attention == pytest.approx((again.attention - base.attention) / 3)
+
+
+def test_zero_moves_what_its_stages_move() -> None:
+    """Without anything to hide behind: gradients are summed once, or scattered once, or for each micro batch."""
+    alone = replace(PLAIN.program, overlaps_dp=False)
+
+    def moved(zero: int, **changes: object) -> float:
+        job = replace(PLAIN, dp=8, shard_size=8 if zero else 1, zero=zero, program=alone, **changes)  # type: ignore[arg-type]
+        return seconds(job).data_parallel
+
+    count, lanes = PLAIN.stage_parameters(0), 2 * 7 / 8 / devices()["h100"].bus
+    gradients, weights = 4 * count * lanes, 2 * count * lanes
+    for zero, size in enumerate((gradients, (gradients + weights) / 2, (16 * gradients + weights) / 2)):
+        assert moved(zero) == pytest.approx(size, rel=1e-3), zero
+    lora = {"lora_parameters": 10**6}
+    assert moved(1, **lora) == pytest.approx((lanes * 4 * 32e6 + weights) / 2, rel=0.01), "frozen weights are gathered"
+    assert moved(0, exchanges_signs=True) == pytest.approx(gradients / 32, rel=0.01), "a bit for each value of 32"
+    signs = replace(PLAIN, dp=8, zero=0, exchanges_signs=True)
+    assert seconds(signs).optimizer > 5 * seconds(replace(signs, exchanges_signs=False)).optimizer
+
+
 def test_communication_over_nodes_costs_more_and_is_hidden_behind_work() -> None:
     within, over = seconds(replace(PLAIN, dp=8, shard_size=8)), seconds(replace(PLAIN, dp=16, shard_size=16))
     assert 0 < within.data_parallel <= over.data_parallel and within.waiting == 0 < over.waiting
