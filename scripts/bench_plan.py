@@ -61,7 +61,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     parser.add_argument("--only", help="jobs whose name has these words")
     parser.add_argument("--steps", type=int, default=6, help="of each job, beside a first one that is not counted")
-    parser.add_argument("--calibrate", action="store_true", help="measure the machine first, for a minute")
+    parser.add_argument("--calibrate", action="store_true", help="measure the machine first, in a minute or two")
     parser.add_argument("--machine", type=Path, help="another calibration file")
 
 

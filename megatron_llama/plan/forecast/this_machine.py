@@ -1,6 +1,7 @@
 """The machine that plans, as a device to plan for: what was measured of it, and what follows for a training step.
 
-``scripts/plan.py --calibrate`` measures for a minute (tools/plan/measure_machine.py) and writes one file for each host.
+``scripts/plan.py --calibrate`` measures for a minute or two (tools/plan/measure_machine.py) and writes one file for
+each host.
 On processors nothing runs beside anything else: ranks share the cores, host and device are the same, a collective is
 waited for. So a step is the sum of its parts, and communication is the sum over plan/traffic.py's operations.
 """
@@ -24,6 +25,7 @@ from megatron_llama.plan.forecast.step_time import (
     MEMORY_REACH,
     StepTime,
     operations,
+    sign_bytes,
     step_time,
 )
 from megatron_llama.plan.forecast.training_job import Job, job_of_plan
@@ -48,7 +50,17 @@ STEPS: dict[str, tuple[Mapping[str, int], int]] = {
 """Models whose steps are timed, and micro batches: one that is nothing but overhead, one that is all parameters."""
 FREE = {"host.operation": 0.0, "latency.node": 0.0, "latency.network": 0.0, "waiting": 0.0}
 """What a processor does not wait for, or what ``communication`` counts."""
+WAITED, BESIDE = "waited for", "beside computing"
+COLLECTIVES = {
+    WAITED: ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"),
+    BESIDE: ("all_reduce", "all_gather", "reduce_scatter"),
+}
+"""Kinds that are measured, and how a rank goes on: the sums of tp are waited for, the data-parallel ones are not."""
 TILES = range(0, 400, 4)
+
+
+VERSION = 2
+"""Of what is measured: files of other versions are measured anew."""
 
 
 class NotMeasured(LookupError):
@@ -59,6 +71,7 @@ class NotMeasured(LookupError):
 class Machine:
     """A calibration file."""
 
+    version: int
     host: str
     date: str
     cores: int
@@ -85,9 +98,12 @@ def path_of(host: str | None = None) -> Path:
 def load(path: Path | None = None) -> Machine:
     """The measurements of this host. Raises NotMeasured."""
     try:
-        return Machine(**json.loads((path or path_of()).read_text(encoding="utf-8")))
+        found = Machine(**json.loads((path or path_of()).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise NotMeasured(str(error)) from error
+    if found.version != VERSION:
+        raise NotMeasured("another version of this program has measured it")
+    return found
 
 
 def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -182,12 +198,17 @@ def step_here(plan: Plan, machine: Machine) -> StepTime:
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
     updated = trained / (job.shard_size if job.zero else 1)
     passed = job.num_microbatches * held * overhead.micro_batch
-    by_axis = _communication(found, [o for o in traffic_of(plan, stage, 0) if o.line.axis != "world"], slower)
+    if job.exchanges_signs:
+        updating = updated * sign_bytes(job.dp) / found["copy"]
+    else:
+        updating = updated * found["adam"]
+    sent = [each for each in traffic_of(plan, stage, 0) if each.line.axis != "world"]
+    by_axis = _communication(found, sent, plan.exchanges_signs, slower)
     pipelined = base.total - base.optimizer - base.bubble - constants["launch.step"] + passed
     return replace(
         base,
         memory_bound=base.memory_bound + passed * slower,
-        optimizer=(updated * found["adam"] + held * overhead.parameter) * slower,
+        optimizer=(updating + held * overhead.parameter) * slower,
         tensor=by_axis["tp"],
         pipeline=by_axis["pp"],
         data_parallel=by_axis["dp"],
@@ -231,8 +252,7 @@ def _overhead(machine: Machine, job: Job) -> _Overhead:
         if wire is None:
             return 0.0
         size = tiny.shape.parameters
-        sums = fit_line(wire["fp32"]["reduce_scatter"])
-        gathers = fit_line(wire[job.format]["all_gather"])
+        sums, gathers = (fit_line(wire[BESIDE][kind]) for kind in ("reduce_scatter", "all_gather"))
         calls = tiny.shape.layers + 1
         return calls * (sums[0] + gathers[0]) + size * (4 * sums[1] + tiny.inner_bytes * gathers[1])
 
@@ -275,8 +295,10 @@ def tiny_job(job: Job, sizes: Mapping[str, int], ranks: int) -> Job:
     )
 
 
-def _communication(found: Mapping[str, Any], operations: Sequence[Operation], slower: float) -> dict[str, float]:
-    """Seconds of what a rank sends in a step, by axis."""
+def _communication(
+    found: Mapping[str, Any], operations: Sequence[Operation], signs: bool, slower: float
+) -> dict[str, float]:
+    """Seconds of what a rank sends in a step, by axis; ``signs`` are sent by the optimizer, which waits for them."""
     seconds = {"tp": 0.0, "pp": 0.0, "dp": 0.0}
     if "collectives" not in found:
         return seconds
@@ -284,7 +306,7 @@ def _communication(found: Mapping[str, Any], operations: Sequence[Operation], sl
         kind = each.line.kind
         if kind == "recv":
             continue  # the other end of a send, which takes as long
-        # Sums of what is in 16 bits take a processor longer than of what is in 32: it has to convert them.
-        start, unit = fit_line(found["collectives"]["fp32"][kind])
+        how = BESIDE if each.line.axis == "dp" and kind in COLLECTIVES[BESIDE] and not signs else WAITED
+        start, unit = fit_line(found["collectives"][how][kind])
         seconds[each.line.axis] += each.calls * (start + each.payload * unit) * slower
     return seconds

@@ -1,8 +1,9 @@
-"""``scripts/plan.py --calibrate``: measures this machine for a minute, so that runs on it can be planned."""
+"""``scripts/plan.py --calibrate``: measures this machine in a minute or two, so that runs on it can be planned."""
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.launch import cli
-from megatron_llama.plan.forecast.this_machine import FORMS, RANKS, STEPS, Machine, path_of
+from megatron_llama.plan.forecast.this_machine import COLLECTIVES, FORMS, RANKS, STEPS, VERSION, Machine, path_of
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.units import plural
+from megatron_llama.tools.bar import bar
 from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def calibrate(path: Path | None = None) -> int:
 
     device = get_device("cpu")
     machine = Machine(
+        version=VERSION,
         host=socket.gethostname(),
         date=datetime.datetime.now().isoformat(" ", "minutes"),
         cores=device.count(),
@@ -78,10 +81,17 @@ def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
 def _measure(plans: dict[str, Plan], folder: Path) -> None:
     """What each rank does; the first one writes."""
     from megatron_llama.devices import get_device
-    from megatron_llama.tools.plan.measure_machine import measure
+    from megatron_llama.tools.plan.measure_machine import MEASUREMENTS, MESSAGES, measure
 
     device, rank = get_device("cpu"), int(os.environ["RANK"])
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    found = measure(plans, rank, device, torch_device)
-    if rank == 0:
-        (folder / "measured.json").write_text(json.dumps(found))
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), ranks)
+    if rank:
+        measure(plans, rank, device, torch_device, lambda: None)
+        return
+    numbers, total = itertools.count(1), MEASUREMENTS
+    if ranks > 1:
+        total += sum(map(len, COLLECTIVES.values())) * len(MESSAGES)
+    with bar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
+        found = measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))
+    (folder / "measured.json").write_text(json.dumps(found))

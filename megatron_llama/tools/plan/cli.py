@@ -24,7 +24,7 @@ of each pipeline stage by component, time of a step by component, tokens/s, MFU,
 
   --published FILE  predict every row of a table of published runs, and print the errors by source and device
   --devices         the hardware table, with sources
-  --calibrate       measure this machine, for a minute; then cluster.device=cpu plans for it
+  --calibrate       measure this machine, in a minute or two; then cluster.device=cpu plans for it
   --json            the same for programs
   --help            this text
 

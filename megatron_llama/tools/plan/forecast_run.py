@@ -118,7 +118,7 @@ def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Machine | None:
         return this_machine.load()
     except this_machine.NotMeasured:
         rule = "this machine has not been measured"
-        advice = "run python scripts/plan.py --calibrate, which takes a minute"
+        advice = "run python scripts/plan.py --calibrate, which takes a minute or two"
         problems.append(Problem("cluster.device", cluster.device, rule, advice))
         return None
 

@@ -6,6 +6,9 @@ caches and memory. ``plan/forecast/this_machine.py`` says what follows from the 
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
-from megatron_llama.config.precision import BYTES
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
 from megatron_llama.model.llama import FeedForward, RMSNorm
@@ -25,12 +27,14 @@ from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.forecast.this_machine import FORMS, WIDTH
+from megatron_llama.plan.forecast.this_machine import BESIDE, COLLECTIVES, FORMS, STEPS, WIDTH
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.topology import build_topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-REPEATS = 3
+ROUNDS = 5
+ROUND_SECONDS = 0.01
+"""Least length of a round: shorter than that and ranks that share a core are seen alone on it, or not at all."""
 PRODUCTS = (
     (256, 288, 864),
     (512, 768, 288),
@@ -45,43 +49,71 @@ LENGTHS = ((4, 128), (2, 512), (1, 1024))
 VOCABULARY, NARROW = 32_000, 64
 """Of an output head: as large as real ones, so that its logits are in no cache, and as narrow as can be."""
 MESSAGES = (2**12, 2**17, 2**20, 2**23)
+BETWEEN = (512, 288, 768)
+"""The product that ranks compute between two collectives, some milliseconds as in a small model."""
+LONGER = 4
+"""So many of it beside one that nobody waits for."""
+IN_A_ROUND = 4
+"""Collectives of a round."""
+COLLECTIVE_ROUNDS = 3
+LEAST = 0.01
+"""Share of a round that a collective takes at least, whatever noise says."""
+CACHES = 2**25
+"""Bytes of buffers that are taken in turn: a step's are never the same twice in a row."""
 COPIED = 2**24
+MEASUREMENTS = len(FORMS) * (len(PRODUCTS) + len(LENGTHS) + 4) + 2 + len(STEPS) * len(FORMS)
+"""Made by each rank, beside those of collectives."""
 
 
-def best(work: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Seconds of ``work``: the least of some times, after a first one that is not counted. Other work on the machine
-    can only add to it."""
+def typical(work: Callable[[], Any], times: int | None = None) -> float:
+    """Seconds of ``work``: the median of some rounds, after a first time that is not counted. A step is the sum of many
+    such pieces, and so as long as they are in the middle, not as the fastest of them.
+
+    A round repeats it ``times`` times; None: as often as fills the round, which no other rank knows of.
+    """
     work()
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    if times is None:
+        times = max(1, math.ceil(ROUND_SECONDS / max(_seconds(work, 1), 1e-6)))
+    return statistics.median(_seconds(work, times) for _ in range(ROUNDS))
+
+
+def _seconds(work: Callable[[], Any], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
         work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    return (time.perf_counter() - start) / times
 
 
-def measure(plans: dict[str, Plan], rank: int, device: Device, torch_device: torch.device) -> dict[str, Any]:
-    """All measurements of one rank. ``plans`` are those of STEPS, by name and number format, all of one layout."""
+def measure(
+    plans: dict[str, Plan], rank: int, device: Device, torch_device: torch.device, done: Callable[[], None]
+) -> dict[str, Any]:
+    """All measurements of one rank. ``plans`` are those of STEPS, by name and number format, all of one layout;
+    ``done`` is called after each measurement."""
     any_plan = next(iter(plans.values()))
     topology = build_topology(any_plan, rank)
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     with process_groups(any_plan, topology, device, torch_device):
+
+        def noted(seconds: float) -> float:
+            done()
+            return seconds
+
         for form in FORMS:
             dtype = DTYPES[form]
             found[form] = {
-                "products": [(*shape, _product(*shape, dtype)) for shape in PRODUCTS],
-                "attention": [(*shape, _attention(*shape, dtype)) for shape in LENGTHS],
-                "pieces": [(tokens, _pieces(any_plan, tokens, dtype)) for tokens in (128, 512, 1024)],
-                "loss": (512, NARROW, VOCABULARY, _loss(512, dtype)),
+                "products": [(*shape, noted(_product(*shape, dtype))) for shape in PRODUCTS],
+                "attention": [(*shape, noted(_attention(*shape, dtype))) for shape in LENGTHS],
+                "pieces": [(tokens, noted(_pieces(any_plan, tokens, dtype))) for tokens in (128, 512, 1024)],
+                "loss": (512, NARROW, VOCABULARY, noted(_loss(512, dtype))),
             }
         source = torch.zeros(COPIED)
         target = torch.empty_like(source)
-        found["copy"] = 2 * 4 * COPIED / best(lambda: target.copy_(source))
-        found["adam"] = _adam()
+        found["copy"] = 2 * 4 * COPIED / noted(typical(lambda: target.copy_(source)))
+        found["adam"] = noted(_adam())
         if dist.get_world_size() > 1:
-            found["collectives"] = {form: dict(_collectives(DTYPES[form])) for form in FORMS}
+            found["collectives"] = _collectives(noted)
         for name, plan in plans.items():
-            found.setdefault("steps", {})[name] = _step(plan, rank, device, torch_device)
+            found.setdefault("steps", {})[name] = noted(_step(plan, rank, device, torch_device))
     return found
 
 
@@ -95,7 +127,7 @@ def _product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
         torch.matmul(out, weight)
         torch.matmul(out.t(), x)
 
-    return best(three) / 3
+    return typical(three) / 3
 
 
 def _forward_backward(work: Callable[..., torch.Tensor], inputs: Iterable[torch.Tensor]) -> float:
@@ -106,7 +138,7 @@ def _forward_backward(work: Callable[..., torch.Tensor], inputs: Iterable[torch.
     def both() -> None:
         torch.autograd.grad(work(*leaves), leaves, gradient)
 
-    return best(both)
+    return typical(both)
 
 
 def _attention(sequences: int, tokens: int, dtype: torch.dtype) -> float:
@@ -160,37 +192,78 @@ def _adam(parameters: int = 2**22) -> float:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
 
-    return best(update) / parameters
+    return typical(update) / parameters
 
 
-def _collectives(dtype: torch.dtype) -> Iterable[tuple[str, list[tuple[int, float]]]]:
-    """Seconds by payload, as plan/traffic.py counts it, of each kind."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    width = BYTES[str(dtype).removeprefix("torch.")]
+def _collectives(noted: Callable[[float], float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Seconds by payload, as plan/traffic.py counts it, of each kind: of those that a rank waits for, and of those that
+    run beside its computing."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for how, kinds in COLLECTIVES.items():
+        for kind in kinds:
+            times = []
+            for size in MESSAGES:
+                seconds = _added(_collective(kind, size), how == BESIDE)
+                times.append((size, noted(seconds / (2 if kind == "send" else 1))))
+            found.setdefault(how, {})[kind] = times
+    return found
 
-    def work(kind: str, size: int) -> Callable[[], Any]:
-        whole, part = torch.zeros(size // width, dtype=dtype), torch.zeros(size // width // ranks, dtype=dtype)
+
+def _collective(kind: str, size: int) -> Callable[[], dist.Work | None]:
+    """Starts a collective with a payload of ``size`` bytes; ``send`` goes to a neighbour and back, and has ended."""
+    ranks, rank, count = dist.get_world_size(), dist.get_rank(), size // 4
+    pairs = range(min(2 * IN_A_ROUND, max(2, CACHES // size)))
+    buffers = itertools.cycle([(torch.zeros(count), torch.zeros(count)) for _ in pairs])
+    other = rank ^ 1
+
+    def start() -> dist.Work | None:
+        whole, more = next(buffers)
+        part = more[: count // ranks]
         if kind == "all_reduce":
-            return lambda: dist.all_reduce(whole)
+            return dist.all_reduce(whole, async_op=True)
         if kind == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part)
+            return dist.all_gather_into_tensor(whole, part, async_op=True)
         if kind == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(part, whole)
-        other = rank ^ 1
+            return dist.reduce_scatter_tensor(part, whole, async_op=True)
+        if kind == "all_to_all":
+            return dist.all_to_all_single(more, whole, async_op=True)
+        for sender in sorted((rank, other)):
+            dist.send(whole, other) if sender == rank else dist.recv(whole, other)
+        return None
 
-        def ping() -> None:  # to a neighbour and back
-            for sender in sorted((rank, other)):
-                dist.send(whole, other) if sender == rank else dist.recv(whole, other)
+    return start
 
-        return ping
 
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
-        times = []
-        for size in MESSAGES:
-            call = work(kind, size)
-            dist.barrier()
-            times.append((size, best(call) / (2 if kind == "send" else 1)))
-        yield kind, times
+def _added(start: Callable[[], dist.Work | None], beside: bool) -> float:
+    """Seconds by which a collective makes ranks slower that compute, before it or ``beside`` it: by itself, by waiting
+    for the rank that comes last, by the caches that it takes, and by gloo's threads, which take the cores on which the
+    ranks compute.
+
+    One after the other and alone, collectives take half of that: their buffers stay in the caches, all ranks are there.
+    """
+    rows, inner, columns = BETWEEN
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
+
+    def compute() -> None:
+        for _ in range(LONGER if beside else 1):
+            torch.matmul(x, weight.t())
+
+    def both() -> None:
+        work = start() if beside else None
+        compute()
+        work = work if beside else start()
+        if work is not None:
+            work.wait()
+
+    both()
+    found = []
+    for _ in range(COLLECTIVE_ROUNDS):
+        dist.barrier()
+        alone = _seconds(compute, IN_A_ROUND)
+        dist.barrier()
+        found.append((_seconds(both, IN_A_ROUND), alone))
+    together, alone = (statistics.median(times) for times in zip(*found, strict=True))
+    return max(together - alone, LEAST * together)
 
 
 def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> float:
@@ -200,5 +273,5 @@ def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> 
     optimizer = build_optimizer(plan, model)
     data = build_data(plan, topology, torch_device)
     with steps_of(plan, topology, model, optimizer, data) as steps:
-        numbers = iter(range(1, 1000))
-        return best(lambda: steps.run(next(numbers)))
+        numbers = itertools.count(1)
+        return typical(lambda: steps.run(next(numbers)), 1)

@@ -15,9 +15,9 @@ from megatron_llama.config.fields import check_limits
 from megatron_llama.config.tuning import TuneConfig, load_tuning
 from megatron_llama.launch import cli
 from megatron_llama.system.files import write_atomically
+from megatron_llama.tools.bar import bar
 from megatron_llama.tools.mock_run import NO_FILES
 from megatron_llama.tools.tune import fewest, sequences
-from megatron_llama.tools.tune.bar import bar
 from megatron_llama.tools.tune.candidates import Space, Tuned, kept_settings
 from megatron_llama.tools.tune.experiment import check_name, experiment_path, experiment_text
 from megatron_llama.tools.tune.journal import Journal

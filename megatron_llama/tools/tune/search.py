@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_llama.config import ConfigError
 from megatron_llama.config.tuning import TuneConfig
 from megatron_llama.system.units import gib
-from megatron_llama.tools.tune.bar import Bar, bar
+from megatron_llama.tools.bar import Bar, bar
 from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned
 from megatron_llama.tools.tune.journal import Journal
 from megatron_llama.tools.tune.knowledge import Knowledge

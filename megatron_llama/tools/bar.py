@@ -1,4 +1,4 @@
-"""How far a search is, on stderr: a bar on a terminal, a line for each trial where the output goes to a file."""
+"""How far a tool is, on stderr: a bar on a terminal; where the output goes to a file, only the lines that stay."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from megatron_llama.train.console import duration
 
 
 class Bar:
-    """The bar of one part of a search."""
+    """The bar of one part of the work. It is drawn when it is told something, by no thread: what is measured meanwhile
+    is not disturbed."""
 
     def __init__(self, what: str, unit: str, total: int | None) -> None:
         self._unit, self._total, self._begun, self._first = unit, total, time.monotonic(), 0
         self._console = Console(stderr=True)
         columns = (TextColumn(what), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
-        self._bar = Progress(*columns, console=self._console, refresh_per_second=8, transient=True)
+        self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task(what, total=total, text="")
 
     def start_at(self, done: int) -> None:
@@ -37,7 +38,7 @@ class Bar:
             text += f", {rate:,.0f} a second" if rate >= 1 else f", {seconds / fresh:.0f} s each"
             if self._total:
                 text += f", {duration(seconds / fresh * (self._total - done))} left"
-        self._bar.update(self._task, completed=done, text=f"{text}{'  ' + now if now else ''}")
+        self._bar.update(self._task, completed=done, text=f"{text}{'  ' + now if now else ''}", refresh=True)
 
     def say(self, line: str) -> None:
         """A line that stays."""
