@@ -32,7 +32,7 @@ SETTINGS = {
     FREE: {
         "model": "name initializer_range",
         "data": "name tokenizer cache_dir prepare",
-        "trainer": "tp pp vpp pipeline_layers sp zero dp shard_group micro_batch_size epochs recompute "
+        "trainer": "tp pp vpp pipeline_layers sp zero dp shard_group secondary_group micro_batch_size epochs recompute "
         "recompute_every compile compile_strict compile_cache deterministic skip_nonfinite_steps hang_timeout_seconds "
         "profile max_restarts val_every_steps",
         "optim": "warmup_ratio",
@@ -48,7 +48,7 @@ SETTINGS = {
     TOLD: {
         "model": "max_position_embeddings",
         "data": "document_mask eod_mask_loss",
-        "trainer": "steps precision val_steps",
+        "trainer": "steps precision grad_reduce param_gather val_steps",
         "finetune": "lora_dropout frozen_dtype",
         "": "init_from",
     },

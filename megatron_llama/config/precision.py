@@ -6,7 +6,7 @@ Dtypes are torch's names as strings, so that a plan needs no torch. docs/precisi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -20,6 +20,20 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 def quantized_bytes(kind: str, values: int) -> int:
     """Bytes of ``values`` (whole blocks of them) with their scales: 1.0625 per value in int8, 0.5625 in nf4."""
     return values * QUANTIZED_BITS[kind] // 8 + values // QUANTIZATION_BLOCK * BYTES["float32"]
+
+
+EXCHANGES = ("bf16", "int8")
+"""Formats in which data-parallel ranks may exchange gradients (parallel/exchange.py)."""
+EXCHANGE_BLOCK = 256
+"""Successive values of a parameter that share an fp32 scale when they are sent in int8."""
+
+
+def exchanged_bytes(kind: str, sizes: Iterable[int]) -> int:
+    """Bytes of a message with so many values of each parameter, in bf16 or int8: there blocks are sent whole, so that
+    it is 260 bytes for 256 values or fewer."""
+    if kind == "bf16":
+        return BYTES["bfloat16"] * sum(sizes)
+    return (EXCHANGE_BLOCK + BYTES["float32"]) * sum(-(-size // EXCHANGE_BLOCK) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_llama.config.limits import (
     two_betas,
 )
 from megatron_llama.config.model_settings import ModelConfig
-from megatron_llama.config.precision import PRECISIONS
+from megatron_llama.config.precision import EXCHANGES, PRECISIONS
 
 DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # in the order in which auto tries them
 ATTENTION_KERNELS = {"cuda": "varlen", "neuron": "mask", "hpu": "mask", "cpu": "tiles"}
@@ -115,6 +115,16 @@ class TrainerConfig:
     runs."""
     shard_group: Annotated[int | None, at_least(1)] = None
     """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
+    grad_reduce: Annotated[str | None, one_of(*EXCHANGES, note="; null is the precision's own sum")] = None
+    """How data-parallel ranks exchange gradients. null: summed in the dtype in which trainer.precision accumulates
+    them; bf16: sent in bf16, added in fp32; int8: sent in int8 by blocks (ZeRO++'s qgZ), added in fp32.
+    docs/less_communication.md"""
+    param_gather: Annotated[str | None, one_of("int8", note="; null is the precision's compute dtype")] = None
+    """How sharded weights are gathered. null: in trainer.precision's compute dtype; int8: by blocks (ZeRO++'s qwZ), so
+    that the layers compute with rounded weights, while updates go to exact ones. For zero 1 to 3."""
+    secondary_group: Annotated[int | None, at_least(2)] = None
+    """For zero=3: neighbouring data-parallel ranks, those of one node, that keep a second copy of the weights from the
+    forward to the backward pass, which gathers inside the group (ZeRO++'s hpZ). A part of shard_group."""
     micro_batch_size: Annotated[int, at_least(1)] = 1
     """Sequences in one forward pass of a data-parallel rank."""
     global_batch_size: Annotated[int, at_least(1)] = 8

@@ -14,12 +14,12 @@ from megatron_llama.parallel.parallelize import ParallelModel
 
 def axes_of(model: ParallelModel) -> dict[str, str]:
     """The axis of every group that ``model`` uses, by the group's name."""
-    parameter = model.shards[0].parameter
+    parameter, data = model.shards[0].parameter, model.data_groups
     meshes = parameter.device_mesh.get_all_groups() if isinstance(parameter, DTensor) else []
     groups: list[tuple[str, Iterable[dist.ProcessGroup | None]]] = [
         ("tp", [parallel_state.get_tensor_model_parallel_group(), model.replicated.kv_group]),
         ("pp", [parallel_state.get_embedding_group(check_initialized=False)]),
-        ("dp", [*meshes, parallel_state.get_data_parallel_group()]),
+        ("dp", [*meshes, data.copies, data.secondary, parallel_state.get_data_parallel_group()]),
         ("world", [dist.group.WORLD]),  # last: a mesh may be this very group
     ]
     return {group.group_name: axis for axis, some in groups for group in some if group is not None}

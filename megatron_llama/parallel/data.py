@@ -15,7 +15,8 @@ DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence 
 parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
 in the forward and the backward pass (``shard_chunk``). Reduce bucket: a unit.
 
-Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``. A reduced gradient gets the
+Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``; exchange.py has what ranks may send
+in other formats. A reduced gradient gets the
 parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the micro batches in fp32.
 """
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,22 +35,41 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.parallel.exchange import exchange_less
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
 
-def data_mesh(topology: Topology, device_type: str, sums_itself: bool = False) -> DeviceMesh:
-    """This rank's data-parallel mesh: (replicate, shard), or only (shard) if there is one replica, or if the optimizer
-    ``sums_itself`` over the replicas."""
-    replicas = topology.dp // topology.shard_size
+class DataGroups(NamedTuple):
+    """The ranks with which this one exchanges weights and gradients."""
+
+    mesh: DeviceMesh
+    """What ``fully_shard`` works on: (replicate, shard), or only (shard) where it has nothing to sum over replicas."""
+    copies: dist.ProcessGroup | None = None
+    """The ranks that hold copies of this one's shards, where parallel/exchange.py sums over them."""
+    secondary: dist.ProcessGroup | None = None
+    """The ranks among which the backward pass gathers weights, if it has ranks of its own."""
+
+
+def data_groups(topology: Topology, device_type: str, plan: Plan) -> DataGroups:
+    """This rank's data-parallel groups. A collective over all ranks."""
+    trainer, replicas = plan.config.trainer, topology.dp // topology.shard_size
     shape = (topology.pp, replicas, topology.shard_size, topology.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    if sums_itself:
-        return mesh["shard"]
-    return mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
+    secondary = None
+    if trainer.secondary_group is not None:
+        nodes = topology.dp // trainer.secondary_group
+        shape = (topology.pp, nodes, trainer.secondary_group, topology.tp)
+        inside = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "node", "secondary", "tp"))
+        secondary = inside.get_group("secondary")
+    if replicas == 1 or plan.exchanges_signs:
+        return DataGroups(mesh["shard"], secondary=secondary)
+    if trainer.grad_reduce is not None:
+        return DataGroups(mesh["shard"], mesh.get_group("replicate"), secondary)
+    return DataGroups(mesh["replicate", "shard"], secondary=secondary)
 
 
-def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
+def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
     """Applies ``fully_shard`` in place. The units: the embedding, each block, norm and head; tied tables are in one
     with the norm, gathered all step. A unit is gathered while the one before it computes. Plain parameters stay."""
     if plan.plain_parameters:
@@ -61,9 +81,27 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
         cast_forward_inputs=False,  # activations have it already, and rotary tables stay fp32
     )
 
-    def shard(module: nn.Module | list[nn.Module], again_at_once: bool) -> None:
+    def shard(module: Any, again_at_once: bool, in_backward: bool = True) -> None:
         reshard = plan.config.trainer.zero == 3 and not again_at_once
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)  # type: ignore[call-overload]
+        own: dict[nn.Parameter, None] = {}
+        fully_shard(  # it asks how to place each parameter of the unit; None is by rows
+            module,
+            mesh=groups.mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=own.setdefault,
+        )
+        unit = module[0] if isinstance(module, list) else module
+        unit.set_unshard_in_backward(in_backward)
+        exchange_less(
+            unit,
+            [*own],
+            plan.shard_size,
+            grad_reduce=plan.config.trainer.grad_reduce,
+            param_gather=plan.config.trainer.param_gather,
+            copies=groups.copies,
+            secondary=groups.secondary if reshard and in_backward else None,
+        )
 
     tied = chunk.is_first and chunk.is_last and plan.model.tie_word_embeddings
     order: list[Any] = list(chunk.layers.values())  # fully_shard adds methods to their classes
@@ -71,9 +109,8 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
         # The backward pass begins with the last block and the head: they stay as they are for it.
         shard(block, again_at_once=chunk.is_last and block is order[-1])
     if chunk.is_first and not tied:
-        shard(chunk.embed_tokens, again_at_once=False)
+        shard(chunk.embed_tokens, again_at_once=False, in_backward=False)  # its gradient does not depend on it
         order.insert(0, chunk.embed_tokens)
-        order[0].set_unshard_in_backward(False)  # its gradient does not depend on it
     if chunk.is_last and not tied:
         shard([chunk.norm, chunk.lm_head], again_at_once=True)
         order.append(chunk.norm)
@@ -81,6 +118,8 @@ def shard_chunk(chunk: Llama, mesh: DeviceMesh, plan: Plan) -> None:
     for unit, following in pairwise(order):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
+    # It is there, so nothing is gathered: left to itself it would gather the last unit of another micro batch in vain.
+    order[0].set_modules_to_backward_prefetch([order[0]])
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue

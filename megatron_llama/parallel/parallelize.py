@@ -23,7 +23,7 @@ from megatron_llama.model.lora import add_lora
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.data import allocate, data_mesh, shard_chunk
+from megatron_llama.parallel.data import DataGroups, allocate, data_groups, shard_chunk
 from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
@@ -42,6 +42,7 @@ class ParallelModel:
     chunks: list[Llama]
     shards: list[Shard]
     device: torch.device
+    data_groups: DataGroups = field(repr=False)
     replicated: ReplicatedGradients = field(repr=False)
     compiler: Compiler | None = None
     """Compiles the blocks and records their graphs; None without compilation."""
@@ -99,7 +100,7 @@ def build_model(
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
     mcore = mcore_config(plan)
-    mesh = data_mesh(topology, torch_device.type, sums_itself=plan.exchanges_signs)
+    groups = data_groups(topology, torch_device.type, plan)
     stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
     chunks = []
     for stage in range(topology.pp_rank, stages, topology.pp):
@@ -124,7 +125,7 @@ def build_model(
             for block in chunk.layers.values():
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
-        shard_chunk(chunk, mesh, plan)
+        shard_chunk(chunk, groups, plan)
         allocate(chunk, torch_device)
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
@@ -133,7 +134,7 @@ def build_model(
         torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
     shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
     init_weights(shards, plan)
-    return ParallelModel(plan, chunks, shards, torch_device, ReplicatedGradients(plan, topology), compiler)
+    return ParallelModel(plan, chunks, shards, torch_device, groups, ReplicatedGradients(plan, topology), compiler)
 
 
 @torch.no_grad()

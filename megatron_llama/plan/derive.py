@@ -55,6 +55,12 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:
         finetune.frozen_dtype = PRECISIONS[trainer.precision].compute_format
+    if trainer.grad_reduce and dp == 1:
+        notes.append(f"trainer.grad_reduce={trainer.grad_reduce} does nothing with one data-parallel rank")
+        trainer.grad_reduce = None
+    if trainer.param_gather and trainer.shard_group == 1:
+        notes.append(f"trainer.param_gather={trainer.param_gather} does nothing where one rank holds all weights")
+        trainer.param_gather = None
     if trainer.sp and tp == 1:
         notes.append("trainer.sp=true does nothing at trainer.tp=1, so it is off")
     elif trainer.sp is None and data.seq_length % tp:

@@ -5,6 +5,9 @@ the formulas in words.
     wire     what a rank sends if the collective is a ring: 2 (p-1)/p of an all_reduce's payload, (p-1)/p of an
              all_gather's or reduce_scatter's, all of a message sent, for a group of p ranks
 
+Of these, what leaves a node (``leaving``): in a ring a rank sends all to the next rank of its group, in an all_to_all
+an equal part to each.
+
 A group of one rank moves nothing and is left out. s, b, h, t, m below are sequence, micro batch size, hidden size,
 tensor-parallel size and micro batches per step.
 """
@@ -15,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_llama.config.precision import BYTES
+from megatron_llama.config.precision import BYTES, exchanged_bytes
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import kv_copies, loss_chunk, matrices
 
@@ -54,6 +57,40 @@ class Operation:
     """In a step."""
     payload: int
     """Bytes of one call."""
+    stride: int = 1
+    """Distance between neighbouring ranks of the group; for send and recv from this rank to the other, around the
+    world."""
+
+    def group(self, rank: int, world_size: int) -> list[int]:
+        """The ranks among which ``rank`` does it, in the order of its ring."""
+        if self.line.kind in ("send", "recv"):
+            return [rank, (rank + self.stride) % world_size]
+        first = rank - rank // self.stride % self.line.ranks * self.stride
+        return [first + number * self.stride for number in range(self.line.ranks)]
+
+
+def leaving(kind: str, group: Sequence[int], rank: int, payload: int, per_node: int) -> int:
+    """Bytes that ``rank`` sends to ranks of other nodes, of ``per_node`` ranks each, to move ``payload`` in ``group``;
+    each node's together are what it sends to others. ``group`` of a send is [rank, the other one]."""
+    if kind == "all_to_all":
+        others = sum(other // per_node != rank // per_node for other in group)
+        return payload * others // len(group)
+    following = group[(group.index(rank) + 1) % len(group)]
+    if following // per_node == rank // per_node:
+        return 0
+    return round(wire(Line("", kind, len(group)), payload))
+
+
+def between_nodes(operations: Iterable[Operation], rank: int, world_size: int, per_node: int) -> Traffic:
+    """Of ``operations``, what ``rank`` sends to other nodes: calls of groups that it so leaves, and bytes."""
+    found: Traffic = {}
+    for operation in operations:
+        group = operation.group(rank, world_size)
+        size = leaving(operation.line.kind, group, rank, operation.payload, per_node)
+        if size:
+            calls, before = found.get(operation.line, (0, 0))
+            found[operation.line] = Amount(calls + operation.calls, before + operation.calls * size)
+    return in_order(found)
 
 
 def wire(line: Line, payload: float) -> float:
@@ -164,16 +201,18 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     message = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     onwards = m * sum(not chunk.is_last for chunk in chunks)
     back = m * sum(not chunk.is_first for chunk in chunks)
-    for kind, forward, backward in (("send", onwards, back), ("recv", back, onwards)):
-        yield Operation("activations", Line("pp", kind, 2), forward, message)
-        yield Operation("their gradients", Line("pp", kind, 2), backward, message)
+    following = trainer.tp * plan.dp
+    for kind, forward, backward, way in (("send", onwards, back, following), ("recv", back, onwards, -following)):
+        yield Operation("activations", Line("pp", kind, 2), forward, message, way)
+        yield Operation("their gradients", Line("pp", kind, 2), backward, message, -way)
 
 
 def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """What ``fully_shard`` gathers and scatters, unit by unit: each parameter's rows are filled up to a multiple of the
     shard size."""
-    zero, m, n, h = plan.config.trainer.zero, plan.num_microbatches, plan.shard_size, plan.model.hidden_size
-    weight_bytes, gradient_bytes = BYTES[plan.precision.compute_dtype], BYTES[plan.precision.grad_accum_dtype]
+    trainer, m, n, h = plan.config.trainer, plan.num_microbatches, plan.shard_size, plan.model.hidden_size
+    zero, inside = trainer.zero, trainer.secondary_group or plan.shard_size
+    weight_bytes = BYTES[plan.precision.compute_dtype]
     # (rows, columns) of the parameters on one tensor-parallel rank; a vector has one column.
     cut = _local_shapes(plan)
     qkv = sum(cut[name][0] for name in ("q_proj", "k_proj", "v_proj"))
@@ -183,35 +222,54 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     again = m if zero == 3 else 0  # blocks are gathered for the backward pass too, but the one that it begins with
     gathers = m if zero == 3 else 1
     sums = m if zero >= 2 else 1
-    over_copies = Line("dp", "all_reduce", plan.dp // n)
     held: list[int] = []
     for chunk in chunks:
         head, together = [table, (h, 1)], plan.model.tie_word_embeddings and chunk.is_first and chunk.is_last
-        units = [("blocks", chunk.layers, block, gathers * chunk.layers + again * (chunk.layers - chunk.is_last))]
+        units = [("blocks", chunk.layers, block, again * (chunk.layers - chunk.is_last))]
         if chunk.is_first and not together:
-            units.append(("embedding", 1, [table], gathers))
+            units.append(("embedding", 1, [table], 0))
         if chunk.is_last:
-            units.append(("embedding, norm and head" if together else "norm and head", 1, head, gathers))
-        for what, count, parameters, gathered in units:
+            units.append(("embedding, norm and head" if together else "norm and head", 1, head, 0))
+        for what, count, parameters, in_backward in units:
             held += [rows * columns for _ in range(count) for rows, columns in parameters]
-            filled = sum(-(-rows // n) * n * columns for rows, columns in parameters)
-            weights, gradients = filled * weight_bytes, filled * gradient_bytes
-            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), gathered, weights)
-            yield Operation(f"{what}: gradients", Line("dp", "reduce_scatter", n), count * sums, gradients)
-            if not plan.exchanges_signs:
-                yield Operation(f"{what}: gradients, over copies", over_copies, count * sums, gradients // n)
+            sizes = [-(-rows // n) * columns for rows, columns in parameters]
+            whole = sum(sizes) * n * weight_bytes
+            weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
+            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), count * gathers, weights, trainer.tp)
+            again_bytes = whole if trainer.secondary_group else weights
+            again_line = Line("dp", "all_gather", inside)
+            yield Operation(f"{what}: weights, backward", again_line, in_backward, again_bytes, trainer.tp)
+            for reason, line, payload, stride in _reductions(plan, sizes):
+                yield Operation(f"{what}: {reason}", line, count * sums, payload, stride)
     if plan.exchanges_signs:
-        yield from _signs(plan.dp, held)
+        yield from _signs(plan.dp, held, trainer.tp)
 
 
-def _signs(dp: int, sizes: list[int]) -> Iterator[Operation]:
+def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, Line, int, int]]:
+    """How the gradients of a unit are summed, once: over the ranks that share its shards, of ``sizes`` values, and over
+    those that hold copies of them. (reason, line, payload, stride)."""
+    n, copies, kind = plan.shard_size, plan.dp // plan.shard_size, plan.config.trainer.grad_reduce
+    beside = plan.config.trainer.tp
+    if kind is None:
+        shard = sum(sizes) * BYTES[plan.precision.grad_accum_dtype]
+        yield "gradients", Line("dp", "reduce_scatter", n), n * shard, beside
+        if not plan.exchanges_signs:
+            yield "gradients, over copies", Line("dp", "all_reduce", copies), shard, beside * n
+        return
+    yield "gradients", Line("dp", "all_to_all", n), n * exchanged_bytes(kind, sizes), beside
+    part = copies * exchanged_bytes(kind, [-(-size // copies) for size in sizes])
+    yield "gradients, over copies", Line("dp", "all_to_all", copies), part, beside * n
+    yield "their sums, over copies", Line("dp", "all_gather", copies), part, beside * n
+
+
+def _signs(dp: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     """A step of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values. In the warm-up it
     is one all_reduce of all gradients in fp32."""
     signs = dp * sum(-(-size // (8 * dp)) for size in sizes)
     gather = Line("dp", "all_gather", dp)
-    yield Operation("signs of momenta", Line("dp", "all_to_all", dp), 1, signs)
-    yield Operation("signs of averages", gather, 1, signs)
-    yield Operation("scales of momenta and averages", gather, 2, dp * len(sizes) * FP32)
+    yield Operation("signs of momenta", Line("dp", "all_to_all", dp), 1, signs, stride)
+    yield Operation("signs of averages", gather, 1, signs, stride)
+    yield Operation("scales of momenta and averages", gather, 2, dp * len(sizes) * FP32, stride)
 
 
 def _local_shapes(plan: Plan) -> dict[str, tuple[int, int]]:
@@ -245,4 +303,5 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
     if model.tie_word_embeddings and plan.config.trainer.pp > 1:
         table = plan.padded_vocab_size // t
         payload = held(table, (0, table)) * h * width
-        yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload)
+        ends = (plan.config.trainer.pp - 1) * t * plan.dp
+        yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload, ends)

@@ -59,6 +59,9 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.zero": ([-1, 4], [0, 1, 2, 3]),
     "trainer.dp": ([0, -1, 1_000_001], [1, 2, 1_000_000]),
     "trainer.shard_group": COUNT,
+    "trainer.grad_reduce": (["fp32", "int4"], ["bf16", "int8"]),
+    "trainer.param_gather": (["bf16"], ["int8"]),
+    "trainer.secondary_group": ([1, 0], [2, 4]),
     "trainer.micro_batch_size": COUNT,
     "trainer.global_batch_size": COUNT,
     "trainer.batch_schedule": (

@@ -217,6 +217,48 @@ CASES = [
         "onebit_adam_keeps_whole_states", 2, {"optim.freeze_step": 3}, {"optim.freeze_step": None}, "freeze_step=null"
     ),
     Case(
+        "one_exchange_of_gradients",
+        2,
+        {"trainer.grad_reduce": "int8", "trainer.zero": 0, "optim.name": "onebit_adam"},
+        {"trainer.grad_reduce": "int8", "trainer.zero": 0},
+        "trainer.grad_reduce=null",
+    ),
+    Case(
+        "something_is_gathered",
+        2,
+        {"trainer.param_gather": "int8", "trainer.zero": 0},
+        {"trainer.param_gather": "int8"},
+        "trainer.zero=1, 2 or 3",
+    ),
+    Case(
+        "something_is_gathered",
+        2,
+        {**LORA, "trainer.param_gather": "int8", "finetune.frozen_dtype": "nf4"},
+        {**LORA, "trainer.param_gather": "int8"},
+        "trainer.param_gather=null",
+    ),
+    Case(
+        "secondary_group_is_part_of_a_shard_group",
+        4,
+        {"trainer.secondary_group": 2},
+        {"trainer.secondary_group": 2, "trainer.zero": 3},
+        "trainer.zero=3",
+    ),
+    Case(
+        "secondary_group_is_part_of_a_shard_group",
+        8,
+        {"trainer.secondary_group": 3, "trainer.zero": 3},
+        {"trainer.secondary_group": 4, "trainer.zero": 3},
+        "trainer.secondary_group=2 or 4",
+    ),
+    Case(
+        "secondary_group_is_part_of_a_shard_group",
+        8,
+        {"trainer.secondary_group": 4, "trainer.zero": 3, "trainer.shard_group": 4},
+        {"trainer.secondary_group": 2, "trainer.zero": 3, "trainer.shard_group": 4},
+        "trainer.secondary_group=2",
+    ),
+    Case(
         "shard_group_divides_dp",
         8,
         {"trainer.shard_group": 3},

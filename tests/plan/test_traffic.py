@@ -6,7 +6,7 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.traffic import Amount, Line, totals, wire
+from megatron_llama.plan.traffic import Amount, Line, between_nodes, totals, wire
 from megatron_llama.tools.traffic.rank_groups import compact, groups_of_ranks, operations_of_rank
 from tests.oracle import make_plan
 from tests.paths import CONF
@@ -97,6 +97,43 @@ def test_hybrid_scatters_inside_and_sums_across() -> None:
         Line("dp", "reduce_scatter", 4): (34, 4 * held),
         Line("dp", "all_reduce", 4): (34, held),
     }
+
+
+# 7 billion parameters on 4 nodes of 8 data-parallel ranks; one micro batch. What leaves a node, in bytes per parameter and
+# rank: in a ring one rank of 8 passes on 31/32 of the whole, in an all_to_all each sends 3/4 of it to others.
+ZERO3 = (
+    "model=llama7b",
+    "data=mock",
+    "data.seq_length=4096",
+    "trainer.dp=32",
+    "trainer.zero=3",
+    "trainer.precision=bf16",
+)
+RING, ALL_TO_ALL = 31 / 32 / 8, 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "bytes_per_parameter"),
+    [
+        ([], "all_gather", RING * (2 + 2)),  # forward and backward
+        ([], "reduce_scatter", RING * 4),
+        (["trainer.secondary_group=8"], "all_gather", RING * 2),  # the backward pass: none
+        (["trainer.secondary_group=8", "trainer.param_gather=int8"], "all_gather", RING * 260 / 256),
+        (["trainer.grad_reduce=bf16"], "all_to_all", ALL_TO_ALL * 2),
+        (["trainer.grad_reduce=int8"], "all_to_all", ALL_TO_ALL * 260 / 256),
+        (["trainer.grad_reduce=int8"], "reduce_scatter", 0),
+        (["trainer.shard_group=8"], "all_gather", 0),
+        (["trainer.shard_group=8"], "all_reduce", 3 / 4 * 2 * 4 / 8),
+        (["trainer.shard_group=8", "trainer.grad_reduce=int8"], "all_to_all", ALL_TO_ALL * 260 / 256 / 8),
+    ],
+)
+def test_what_leaves_a_node(overrides: list[str], kind: str, bytes_per_parameter: float) -> None:
+    """The mean over a node's ranks."""
+    plan = resolve(load_config([*ZERO3, "trainer.global_batch_size=32", *overrides], CONF), 32)
+    of_node = [between_nodes(operations_of_rank(plan, rank), rank, 32, per_node=8) for rank in range(8, 16)]
+    left = sum(amount.payload for rank in of_node for line, amount in rank.items() if line[:2] == ("dp", kind))
+    # The last block, the embedding and the head are gathered once.
+    assert left / 8 / plan.parameters == pytest.approx(bytes_per_parameter, rel=0.035)
 
 
 @pytest.mark.parametrize(

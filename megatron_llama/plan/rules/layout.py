@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.hostfile import FORMS, bad_hosts
-from megatron_llama.config.precision import PRECISIONS
+from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.derive import spread
@@ -275,6 +275,50 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
         rule = "groups of ranks share nothing under zero=0"
         advice = "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
         yield Problem("trainer.shard_group", group, rule, advice)
+
+
+@reads("trainer.grad_reduce", "optim.name")
+def one_exchange_of_gradients(config: Config, world_size: int) -> Iterator[Problem]:
+    """1-bit Adam has an exchange of its own."""
+    if config.trainer.grad_reduce is not None and config.optim.name == "onebit_adam":
+        rule = "optim.name=onebit_adam exchanges gradients, and later momenta, by itself"
+        advice = "write trainer.grad_reduce=null, or optim.name=adamw"
+        yield Problem("trainer.grad_reduce", config.trainer.grad_reduce, rule, advice)
+
+
+@reads("trainer.param_gather", "trainer.zero", "finetune.method", "finetune.frozen_dtype")
+def something_is_gathered(config: Config, world_size: int) -> Iterator[Problem]:
+    """Only sharded weights are gathered, and those that are quantized already need no second rounding."""
+    gather, frozen = config.trainer.param_gather, config.finetune.frozen_dtype
+    if gather is None:
+        return
+    if config.trainer.zero == 0:
+        rule = "no weight is gathered under zero=0"
+        yield Problem(
+            "trainer.param_gather", gather, rule, "write trainer.zero=1, 2 or 3, or trainer.param_gather=null"
+        )
+    if config.finetune.method == "lora" and frozen in QUANTIZED_BITS:
+        rule = f"finetune.frozen_dtype={frozen}: the blocks' matrices travel quantized already"
+        yield Problem("trainer.param_gather", gather, rule, "write trainer.param_gather=null")
+
+
+@reads("trainer.secondary_group", "trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
+def secondary_group_is_part_of_a_shard_group(config: Config, world_size: int) -> Iterator[Problem]:
+    """The second copy of the weights is split over an equal part of the ranks that share the first."""
+    group, dp = config.trainer.secondary_group, data_parallel(config, world_size)
+    if group is None or dp is None:
+        return
+    if config.trainer.zero != 3:
+        rule = f"under zero={config.trainer.zero} weights are not gathered for the backward pass"
+        yield Problem("trainer.secondary_group", group, rule, "write trainer.zero=3, or trainer.secondary_group=null")
+        return
+    shared = config.trainer.shard_group or dp
+    if shared % group or group == shared:
+        rule = f"must divide the {shared} ranks that share one copy of the weights, and be smaller"
+        legal = [size for size in range(2, shared) if shared % size == 0]
+        advice = nearest_legal("trainer.secondary_group", group, legal)
+        advice = f"{advice}, or leave it out" if advice else "write trainer.secondary_group=null"
+        yield Problem("trainer.secondary_group", group, rule, advice)
 
 
 @reads("trainer.recompute_every", "trainer.recompute")

@@ -46,7 +46,7 @@ def fake_world(topology: Topology) -> Iterator[None]:
         patch.object(dist, "new_group", own_group),
         patch.object(dist.distributed_c10d, "new_group", own_group),
         patch.object(device_mesh, "new_group", own_group),
-        patch.object(parallelize, "data_mesh", _without_modes(parallelize.data_mesh)),
+        patch.object(parallelize, "data_groups", _without_modes(parallelize.data_groups)),
         patch.object(parallelize, "initial_values", lambda piece, model, seed: torch.empty(piece.size)),
         patch.object(shards, "quantize", _quantized_size),
     ):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.parallel.axes import axis_of
-from megatron_llama.plan.traffic import Amount, Line, Traffic, in_order
+from megatron_llama.plan.traffic import Amount, Line, Traffic, in_order, leaving
 
 # Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
 # among its arguments: its payload is the input times the group's size.
@@ -50,11 +50,14 @@ class UnknownCollective(NotImplementedError):
 class TrafficCounter(TorchDispatchMode):
     """A context manager that counts; ``taken`` returns what was counted since its last call."""
 
-    def __init__(self, axes: dict[str, str]) -> None:
-        """``axes`` gives the axis of each group by its name, see ``axes_of``."""
+    def __init__(self, axes: dict[str, str], per_node: int | None = None) -> None:
+        """``axes`` gives the axis of each group by its name, see ``axes_of``. ``per_node``: also count what this rank
+        sends to other nodes, each of so many successive ranks."""
         super().__init__()
         self._axes = axes
+        self._per_node = per_node
         self._found: Traffic = {}
+        self._left: Traffic = {}
 
     supports_higher_order_operators = True  # appear while torch.compile traces; they contain no collective
 
@@ -67,6 +70,11 @@ class TrafficCounter(TorchDispatchMode):
         """Returns what was counted so far, and starts again at zero."""
         found, self._found = in_order(self._found), {}
         return found
+
+    def left(self) -> Traffic:
+        """Returns what went to other nodes so far (plan/traffic.py: leaving), and starts again at zero."""
+        left, self._left = in_order(self._left), {}
+        return left
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,11 +107,21 @@ class TrafficCounter(TorchDispatchMode):
             line = Line("pp", kind, 2)
         else:
             line = Line(self._axis(kind, group), kind, group.size())
-        before = self._found.get(line, Amount(0, 0))
-        self._found[line] = Amount(before.calls + 1, before.payload + size)
+        _add(self._found, line, size)
+        if self._per_node is not None:
+            me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+            if kind in ("send", "recv"):
+                ranks = [me, dist.get_global_rank(group, args[2])]
+            if away := leaving(kind, ranks, me, size, self._per_node):
+                _add(self._left, line, away)
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
         axis = axis_of(group, self._axes)
         if axis is None:
             raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
         return axis
+
+
+def _add(traffic: Traffic, line: Line, size: int) -> None:
+    before = traffic.get(line, Amount(0, 0))
+    traffic[line] = Amount(before.calls + 1, before.payload + size)

@@ -18,19 +18,26 @@ from megatron_llama.topology import build_topology
 STEPS = 2
 
 
-def count_steps(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> list[Traffic]:
-    """What ``rank`` sends in each of the first STEPS steps of ``train``.
+def count_steps(
+    plan: Plan, rank: int, device: Device, torch_device: torch.device, per_node: int | None = None
+) -> list[Traffic]:
+    """What ``rank`` sends in each of the first STEPS steps of ``train``; with ``per_node`` ranks on a node, followed by
+    what it sends to other nodes in each.
 
     Nothing is logged or saved. All ranks of the plan must call it.
     """
     topology = build_topology(plan, rank)
-    counted = []
+    counted, left = [], []
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
-        with steps_of(plan, topology, model, optimizer, data) as steps, TrafficCounter(axes_of(model)) as counter:
+        with (
+            steps_of(plan, topology, model, optimizer, data) as steps,
+            TrafficCounter(axes_of(model), per_node) as counter,
+        ):
             for step in range(1, STEPS + 1):
                 steps.run(step)
                 counted.append(counter.taken())
-    return counted
+                left.append(counter.left())
+    return counted if per_node is None else counted + left

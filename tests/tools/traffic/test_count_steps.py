@@ -20,7 +20,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.traffic import Amount, Line, Traffic, totals, wire
+from megatron_llama.plan.traffic import Amount, Line, Traffic, between_nodes, totals, wire
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
 from megatron_llama.tools.traffic.count_steps import count_steps
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank
@@ -77,6 +77,21 @@ LAYOUTS = {
         6,
         ["trainer.tp=2", "trainer.global_batch_size=6", "model.num_key_value_heads=1"],
     ),
+    "pp2·dp2, zero 3": (4, ["trainer.pp=2", "trainer.zero=3"]),
+    "dp2, zero 0, gradients in int8": (2, ["trainer.zero=0", "trainer.grad_reduce=int8", FEW]),
+    "tp2·dp2+sp, gradients in bf16, odd": (4, ["trainer.tp=2", "trainer.grad_reduce=bf16", ODD]),
+    "dp4, hybrid, zero 2, gradients in int8": (
+        4,
+        ["trainer.zero=2", "trainer.shard_group=2", "trainer.grad_reduce=int8"],
+    ),
+    "dp4, zero 3, second copy, both in int8": (
+        4,
+        ["trainer.zero=3", "trainer.secondary_group=2", "trainer.grad_reduce=int8", "trainer.param_gather=int8"],
+    ),
+    "pp2·dp4, zero 3, second copy": (
+        8,
+        ["trainer.pp=2", "trainer.zero=3", "trainer.secondary_group=2", "trainer.micro_batch_size=1"],
+    ),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
 NO_COMPILER = get_device("cpu").compiler_missing()
@@ -84,18 +99,21 @@ small_plan = cache(make_plan)
 
 
 def counted(rank: int, plan: Plan) -> list[Traffic]:
-    """In a rank: what it sends in two steps."""
-    return count_steps(plan, rank, get_device("cpu"), torch.device("cpu"))
+    """In a rank: what it sends in two steps, then what of it leaves its node of two ranks."""
+    return count_steps(plan, rank, get_device("cpu"), torch.device("cpu"), per_node=2)
 
 
 def differences(world_size: int, *overrides: str) -> list[tuple]:
-    """(rank, step, line, predicted, counted) wherever these two differ."""
+    """(rank, step, line, predicted, counted) wherever these two differ; steps 3 and 4 are what left a node in the first
+    two."""
     plan = small_plan(world_size, *overrides)
     found = []
     for rank, steps in enumerate(run_ranks(counted, world_size, plan)):
-        predicted = totals(operations_of_rank(plan, rank))
-        assert len(steps) == 2
+        operations = operations_of_rank(plan, rank)
+        away = between_nodes(operations, rank, world_size, per_node=2)
+        assert len(steps) == 4
         for step, traffic in enumerate(steps, start=1):
+            predicted = totals(operations) if step <= 2 else away
             lines = {**predicted, **traffic}
             found += [
                 (rank, step, line, predicted.get(line), traffic.get(line))
@@ -115,6 +133,7 @@ QUICK = {
     "dp2, zero 3",
     "dp4, hybrid, zero 2",
     "tp2·dp2+sp, zero 2, bf16_sr",
+    "dp4, zero 3, second copy, both in int8",
 }
 
 
@@ -132,7 +151,7 @@ ONE_BIT = ("optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=1", FE
 )
 def test_one_bit_adam_before_and_after_its_freeze(ranks: int, layout: list[str]) -> None:
     plan = small_plan(ranks, *ONE_BIT, *layout)
-    for rank, (warm_up, signs) in enumerate(run_ranks(counted, ranks, plan)):
+    for rank, (warm_up, signs, *_) in enumerate(run_ranks(counted, ranks, plan)):
         predicted = totals(operations_of_rank(plan, rank))
         assert signs == predicted
         (calls, gradients), others = warm_up[Line("dp", "all_reduce", 2)], {"all_to_all", "all_gather"}
@@ -174,7 +193,7 @@ def test_layouts_have_something_to_count() -> None:
     assert lines == {
         *(("tp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")),
         *(("pp", kind) for kind in ("send", "recv", "all_reduce")),
-        *(("dp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")),
+        *(("dp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
         ("world", "all_reduce"),
     }
 
@@ -230,7 +249,7 @@ def test_nodes_of_32_devices_with_the_same_work_each(layout: list[str], monkeypa
             32 * nodes, "trainer.tp=8", *layout, "model.num_attention_heads=8", f"trainer.global_batch_size={2 * dp}"
         )
         rank = plan.world_size - 1
-        first, second = run_ranks(_as_rank_of_many, 1, plan, rank)[0]
+        first, second, *_ = run_ranks(_as_rank_of_many, 1, plan, rank)[0]
         assert first == second == totals(operations_of_rank(plan, rank))
         found[nodes] = first
         assert {line.ranks for line in first if line.axis == "dp"} == {dp}
