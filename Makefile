@@ -92,6 +92,7 @@ lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md and README.md's nu
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) scripts/config_docs.py --check
+	$(PY) scripts/recipe_docs.py --check
 	$(PY) scripts/count_lines.py --check
 
 .PHONY: clean-demo

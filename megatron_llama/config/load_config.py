@@ -38,6 +38,8 @@ from megatron_llama.system.bounded_yaml import check_yaml
 SCHEMA = "settings"
 # The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given.
 EXPERIMENT = "experiment"
+# The group that makes a recipe small, applied over it.
+SCALED = "scaled"
 MOST_BRACKETS = 16
 """Open at one place of an override: Hydra's grammar and OmegaConf take time, and the stack, for each."""
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
@@ -230,7 +232,8 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
         ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")
         choices = {**choices, EXPERIMENT: path.name.removesuffix(".yaml")}
     # Hydra wants a plus before a group without a default; a user should not have to know which those are.
-    overrides = [f"{'' if group in by_default else '+'}{group}={choice}" for group, choice in choices.items()]
+    in_order = sorted(choices.items(), key=lambda chosen: chosen[0] == SCALED)
+    overrides = [f"{'' if group in by_default else '+'}{group}={choice}" for group, choice in in_order]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
         return hydra_compose("config", overrides=overrides)
 

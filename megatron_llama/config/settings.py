@@ -28,7 +28,8 @@ from megatron_llama.config.limits import (
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.precision import EXCHANGES, PRECISIONS
 
-DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # in the order in which auto tries them
+ACCELERATORS = ("cuda", "neuron", "hpu")
+DEVICES = ("auto", *ACCELERATORS, "cpu")  # in the order in which auto tries them
 ATTENTION_KERNELS = {"cuda": "varlen", "neuron": "mask", "hpu": "mask", "cpu": "tiles"}
 """How a device computes attention inside documents and with patterns: varlen, FlashAttention over sequences of
 different lengths in one call; tiles, call by call, only what is seen; mask, the whole square behind a mask of one
@@ -82,8 +83,9 @@ class DataConfig:
     """For .tsv, .csv and .parquet files of labels: the prompt that a line is put into, qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"
     """Shares of documents for training, validation, test, as Megatron writes them."""
-    seq_length: Annotated[int, at_least(1)] = 256
-    """Tokens in a training sequence."""
+    seq_length: Annotated[int | None, at_least(1)] = None
+    """Tokens in a training sequence. Derived: on an accelerator model.max_position_embeddings, at most 8,192; on a CPU
+    at most 256."""
     tokenizer: str | None = None
     """sentencepiece model, or Hugging Face folder, that made the dataset; checked against it, and used to print
     samples (a sentencepiece model). For files of records, what prepares them; init_from where it is null."""
@@ -92,6 +94,12 @@ class DataConfig:
     first dataset, mock has none; for records ~/.cache/megatron_llama/data."""
     prepare: str | None = None
     """The command that makes this dataset; shown when the dataset is missing."""
+
+    @property
+    def length(self) -> int:
+        """``seq_length`` of a config that plan/choices.py has seen, as in every plan."""
+        assert self.seq_length is not None, "choose_defaults fills it in"
+        return self.seq_length
 
 
 @dataclass
@@ -138,18 +146,19 @@ class TrainerConfig:
     """Instead of steps: passes over the training data; steps are epochs * samples // global_batch_size."""
     seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
     """Seeds initial weights and data order."""
-    precision: Annotated[str, one_of(*PRECISIONS, note="; there is no fp8 yet")] = "fp32"
+    precision: Annotated[str | None, one_of(*PRECISIONS, note="; there is no fp8 yet")] = None
     """fp32, bf16 (computes in bf16; master weights, gradient accumulation and optimizer states in fp32), bf16_sr
     (all in bf16, updates rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of
     the Trainium recipe's bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2;
-    see docs/precision.md."""
+    see docs/precision.md. Derived: bf16 on an accelerator that multiplies it fast, else fp32."""
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
     """Activations recomputed in the backward pass: none, selective (attention core and SwiGLU product), full (each
     block)."""
     recompute_every: Annotated[int, at_least(1)] = 1
     """Recompute in every n-th block only, the first included: less to compute again, more to keep."""
-    compile: bool = False
-    """torch.compile each block; on CPU this needs a C++ compiler."""
+    compile: bool | None = None
+    """torch.compile each block; on CPU this needs a C++ compiler. Derived: on an accelerator true for 1,000 steps or
+    more, on a CPU false."""
     compile_strict: bool = False
     """Make a graph break, and a graph compiled after the first two batches, an error."""
     compile_cache: str | None = None

@@ -142,7 +142,7 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     train: Samples
     validation: Samples | None
     if plan.config.data.mock:
-        length, vocabulary = plan.config.data.seq_length, plan.model.vocab_size
+        length, vocabulary = plan.config.data.length, plan.model.vocab_size
         examples = MOCK_EXAMPLES if plan.config.data.pack or plan.config.data.document_mask else 1
         train = MockDataset(train_samples, length, vocabulary, trainer.seed, examples)
         validation = None

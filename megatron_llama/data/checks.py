@@ -129,10 +129,10 @@ def _unfit_examples(config: Config, name: str, prefix: str, index: Index) -> Ite
     longest = int(index.lengths.max())
     if rule := broken_masks(prefix, index):
         yield Problem(name, prefix, rule, "make the dataset again")
-    elif longest > data.seq_length + 1:
+    elif longest > data.length + 1:
         need = f"data.seq_length={longest - 1}"
-        rule = f"holds an example of {longest} tokens, which needs {need}; it is {data.seq_length}"
-        advice = f"write {need}, or make the dataset again with --seq-length {data.seq_length}"
+        rule = f"holds an example of {longest} tokens, which needs {need}; it is {data.length}"
+        advice = f"write {need}, or make the dataset again with --seq-length {data.length}"
         yield Problem(name, prefix, rule, advice)
     for number in range(1 + validates) if not data.validation_prefixes else ():
         first, last = split_range(data.split, number, len(index))

@@ -94,6 +94,6 @@ def _split(plan: Plan, number: int) -> SFTDataset:
     examples = Examples(parts_of(data, number), plan.model.vocab_size)
     order: Order = OneEach(len(examples), seed)
     if data.pack:
-        order = Packed(examples.lengths - 1, data.seq_length, seed)
+        order = Packed(examples.lengths - 1, data.length, seed)
     whole = number > 0 and plan.config.trainer.val_steps is None
-    return SFTDataset(examples, order, data.seq_length, once=whole)
+    return SFTDataset(examples, order, data.length, once=whole)

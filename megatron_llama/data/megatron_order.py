@@ -57,7 +57,7 @@ def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> t
         weights = [float(read_index(prefix).tokens()) for prefix in prefixes]
     config = GPTDatasetConfig(
         random_seed=plan.config.trainer.seed,
-        sequence_length=data.seq_length,
+        sequence_length=data.length,
         blend=(prefixes, weights or None),
         split=data.split,
         path_to_cache=data.cache_dir,

@@ -43,7 +43,7 @@ class EndlessDataset:
         assert data.cache_dir is not None, "a plan with datasets has one"
         self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)
         part = open_part(data, prefix, number)
-        self._span, self._length = (part.first, part.last), part.samples(data.seq_length)
+        self._span, self._length = (part.first, part.last), part.samples(data.length)
         self._epoch = lru_cache(KEPT_EPOCHS)(self._open)
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class EndlessDataset:
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
     def _open(self, epoch: int) -> Epoch:
-        length, seed = self._plan.config.data.seq_length, self._plan.config.trainer.seed
+        length, seed = self._plan.config.data.length, self._plan.config.trainer.seed
         return open_epoch(self._dataset, self._span, length, seed, epoch, self._cache)
 
 

@@ -85,6 +85,10 @@ class Device(ABC):
     def peak_flops(self, precision: str) -> Peak:
         """Peak of one device for matrix products in ``precision``, fp32 or bf16."""
 
+    def multiplies_bf16_fast(self) -> bool:
+        """Whether an accelerator has units for products in bf16."""
+        return True
+
     @abstractmethod
     def peak_memory_bytes(self) -> int:
         """Most memory that this process has used on its device so far, bytes; on the CPU its resident set."""

@@ -96,6 +96,11 @@ class Cuda(Device):
                 return Peak((fp32 if precision == "fp32" else bf16) * 1e12, f"data sheet, {part} dense {precision}")
         return Peak(0.0, f"unknown for {model}: set device.peak_tflops to see MFU")
 
+    def multiplies_bf16_fast(self) -> bool:
+        import torch
+
+        return torch.cuda.get_device_capability() >= (8, 0)  # from Ampere on; Volta's and Turing's units are for fp16
+
     def peak_memory_bytes(self) -> int:
         import torch
 

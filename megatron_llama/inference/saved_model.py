@@ -24,6 +24,7 @@ from megatron_llama.config.hf_config import (
     shape_from_hf,
 )
 from megatron_llama.config.hub import local_folder, or_fetch_it
+from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.plan.shapes import head_dim, kv_heads
@@ -140,7 +141,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
     with restated(lambda problem: replace(problem, field="--base")):
         whole = _open_hf_folder(base)
     with restated(of_adapter):
-        config = Config(model=whole.model, finetune=finetune)
+        config, _ = choose_defaults(Config(model=whole.model, finetune=finetune))
         problems = check_limits(config)
         problems += check_rules(RULES, config, 1, {problem.field for problem in problems})
         problems = [problem for problem in problems if problem.field.startswith("finetune.")]

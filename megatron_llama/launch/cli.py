@@ -31,17 +31,23 @@ tp x pp x dp processes); under torchrun or srun it becomes one of the ranks, or 
   --dry-run   print the plan and start nothing (same as dry_run=true); trainer.dp=N plans for other machines
   --help      this text
 
+What is left open follows from model and device, and the plan says what was chosen: on an accelerator the model's own
+sequence length, bf16, and torch.compile for long runs; on a CPU short sequences in fp32.
+
 Examples
   python train.py                                                 a small Llama on this machine
   python train.py model=llama_15m trainer.tp=2 trainer.steps=500  another preset, two ranks share each matrix
   python train.py --dry-run model=llama70b trainer.tp=8 trainer.pp=16 trainer.dp=4
                                                                   what 512 ranks would do, on a laptop
   python train.py experiment=recipe.yaml trainer.steps=500        a recipe: a file, or a name in conf/experiment/
+  python train.py +experiment=pretrain_llama7b +scaled=laptop     a recipe that pretrains, made small enough to try
   torchrun --nnodes 2 --nproc_per_node 8 ... train.py model=llama7b trainer.tp=8
   srun --nodes 4 --ntasks-per-node 8 python train.py model=llama7b trainer.tp=8 trainer.zero=1
   sbatch --nodes 4 run.slurm model=llama7b trainer.tp=8           the same as a job that survives its time limit
   python train.py launch.hosts=[a,b,c] model=llama7b trainer.tp=8 the same over ssh
 
+Experiments (+experiment=NAME; the command line wins over the file)
+{experiments}
 Groups (the files in conf/)
 {groups}
 Every setting with its type, default, unit and meaning is in docs/config.md.
@@ -106,11 +112,18 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
 
 def usage() -> str:
     """The text of ``--help``."""
-    groups = {
-        path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in CONF_DIR.iterdir() if path.is_dir()
-    }
-    lines = [f"  {name + '=':12s}{' | '.join(choices)}\n" for name, choices in sorted(groups.items())]
-    return USAGE.format(groups="".join(lines))
+    groups = {path.name: sorted(path.glob("*.yaml")) for path in CONF_DIR.iterdir() if path.is_dir()}
+    experiments = groups.pop("experiment")
+    width = max(len(file.stem) for file in experiments)
+    said = [f"  {file.stem:{width}}  {what_it_is(file)}\n" for file in experiments]
+    lines = [f"  {name + '=':12s}{' | '.join(file.stem for file in files)}\n" for name, files in sorted(groups.items())]
+    return USAGE.format(experiments="".join(said), groups="".join(lines))
+
+
+def what_it_is(recipe: Path) -> str:
+    """What a recipe's file says of itself in its first comment, one sentence or two."""
+    comments = (line[2:] for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+    return next(line for line in comments if not line.startswith("@package")).removesuffix(" Not run on hardware.")
 
 
 def parse_overrides(
@@ -166,7 +179,8 @@ def _dry_run(config: Config, context: ProcessContext | None) -> int:
     from megatron_llama.launch.world import find_world
     from megatron_llama.plan import format_plan
 
-    plan = find_world(with_finished(config), context).plan()
+    world = find_world(config, context)
+    plan = world.plan(with_finished(world.config))
     if context is None or context.rank == 0:
         check_datasets(plan.config)
         sys.stdout.write(format_plan(plan).rstrip() + "\n")

@@ -23,6 +23,7 @@ from megatron_llama.config import Config, ConfigError, DataConfig, Problem
 from megatron_llama.config.data_prefixes import has_columns, record_files, tokenizer_of_records
 from megatron_llama.config.hub import short_name
 from megatron_llama.launch.job_store import LaunchFailed
+from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules.paths import check_data as missing_data
 from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
@@ -102,7 +103,7 @@ def with_prepared(config: Config, files: Iterable[tuple[str, str]], *, quiet: bo
         raise ConfigError(problems)
     prepared = _with_datasets(config, found, all_prepared=True)
     for records in found:
-        _prepare_once(records, config.data, quiet)
+        _prepare_once(records, choose_defaults(config)[0].data, quiet)
     return prepared
 
 
@@ -111,7 +112,7 @@ def _find_records(
 ) -> list[Records]:
     """The files of records that can be used; the two lists get what is wrong with the others."""
     found: list[Records] = []
-    tokenizer = tokenizer_of_records(config)
+    tokenizer, data = tokenizer_of_records(config), choose_defaults(config)[0].data
     if tokenizer is None:  # a rule asks for it
         return found
     for setting, path in files:
@@ -120,11 +121,11 @@ def _find_records(
             if (size := sum(size for _, size, _ in stamp)) > MOST_BYTES:
                 most = MOST_BYTES >> 20
                 rule = f"has {size / 2**20:,.0f} MiB; up to {most} MiB are prepared at the start"
-                instead = f"make a dataset of it: {_command(path, tokenizer, config.data)}"
+                instead = f"make a dataset of it: {_command(path, tokenizer, data)}"
                 too_large.append(Problem(setting, path, rule, instead))
                 continue
-            cache = Path(os.path.abspath(os.path.expanduser(config.data.cache_dir or user_cache("data"))))
-            folder = cache / _key(path, [file for file, _, _ in stamp], tokenizer, config.data)
+            cache = Path(os.path.abspath(os.path.expanduser(data.cache_dir or user_cache("data"))))
+            folder = cache / _key(path, [file for file, _, _ in stamp], tokenizer, data)
         except OSError as error:
             rule = f"{error.filename or path} can't be read: {error.strerror}"
             unreadable.append(Problem(setting, path, rule, "make it readable, or name another file"))
@@ -173,7 +174,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig) -> str
         "tokenizer": [(file.name, sha256_file(file)) for file in files],
         "reads": None if own.is_dir() else own.name,
         "chat_template": data.chat_template,
-        "seq_length": data.seq_length,
+        "seq_length": data.length,
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
@@ -216,7 +217,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
 
     template = data.template if has_columns(records.path) else None
     examples = ExampleOptions(
-        records.tokenizer, data.seq_length, template=template or None, chat_template=data.chat_template
+        records.tokenizer, data.length, template=template or None, chat_template=data.chat_template
     )
     aside.mkdir()
     try:
@@ -247,7 +248,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
 def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     """The command that makes a dataset of the file by hand, leaving bad lines out."""
     name = short_name(path).partition(".")[0]
-    words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.seq_length)]
+    words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     words += ["--template", str(data.template)] if has_columns(path) and data.template else []
     words += ["--on-bad-line", "skip", "--output-prefix", f"datasets/{name}/{name}"]

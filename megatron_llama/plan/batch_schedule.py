@@ -45,7 +45,7 @@ class BatchSchedule:
     def of(cls, config: Config, start: Position = Position()) -> BatchSchedule:
         """The schedule of a config."""
         trainer = config.trainer
-        return cls(all_sizes(trainer.global_batch_size, trainer.batch_schedule), config.data.seq_length, start)
+        return cls(all_sizes(trainer.global_batch_size, trainer.batch_schedule), config.data.length, start)
 
     @property
     def position_of_the_largest(self) -> int:

@@ -54,7 +54,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     chunks = split_layers(model.num_hidden_layers, pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:
-        finetune.frozen_dtype = PRECISIONS[trainer.precision].compute_format
+        finetune.frozen_dtype = PRECISIONS[str(trainer.precision)].compute_format
     if trainer.grad_reduce and dp == 1:
         notes.append(f"trainer.grad_reduce={trainer.grad_reduce} does nothing with one data-parallel rank")
         trainer.grad_reduce = None
@@ -63,13 +63,11 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         trainer.param_gather = None
     if trainer.sp and tp == 1:
         notes.append("trainer.sp=true does nothing at trainer.tp=1, so it is off")
-    elif trainer.sp is None and data.seq_length % tp:
-        notes.append(
-            f"sequence parallelism is off: data.seq_length={data.seq_length} does not divide by trainer.tp={tp}"
-        )
+    elif trainer.sp is None and data.length % tp:
+        notes.append(f"sequence parallelism is off: data.seq_length={data.length} does not divide by trainer.tp={tp}")
     data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
     # A rule has refused an explicit true where the sequence does not divide.
-    trainer.sp = trainer.sp is not False and tp > 1 and data.seq_length % tp == 0
+    trainer.sp = trainer.sp is not False and tp > 1 and data.length % tp == 0
     if data.kind != "sft" or data.mock:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:

@@ -72,7 +72,7 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
     """
     parts = parts_of(data, number)
     if data.kind == "pretrain":
-        return sum(part.samples(data.seq_length) for part in parts)
+        return sum(part.samples(data.length) for part in parts)
     import numpy as np
 
     from megatron_llama.data.packing import histogram, recipes
@@ -81,8 +81,8 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
     if not data.pack:
         return len(lengths)
     # An example of n tokens takes n - 1 positions. Too long ones are refused when the data is checked.
-    positions = np.clip(lengths - 1, 1, data.seq_length)
-    return sum(recipe.count for recipe in recipes(histogram(positions), data.seq_length))
+    positions = np.clip(lengths - 1, 1, data.length)
+    return sum(recipe.count for recipe in recipes(histogram(positions), data.length))
 
 
 def planned_blends(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
@@ -111,7 +111,7 @@ def _weights(data: DataConfig, prefixes: Sequence[Any]) -> dict[str, float]:
     if not weights and len(set(paths)) == 1:
         weights = [1.0] * len(paths)  # without opening it
     elif not weights:
-        weights = [float(max(1, open_part(data, path).samples(data.seq_length))) for path in paths]
+        weights = [float(max(1, open_part(data, path).samples(data.length))) for path in paths]
     total: Counter[str] = Counter()
     for path, weight in zip(paths, weights, strict=True):
         total[path] += weight  # type: ignore[assignment]
@@ -145,9 +145,9 @@ def readings(data: DataConfig, samples: int) -> tuple[Reading, ...]:
         timeline = planned_timeline(data)
         read = timeline.read(samples)
         for prefix in dict.fromkeys(prefix for segment in timeline.segments for prefix in segment.weights):
-            count = open_part(data, prefix).samples(data.seq_length)
+            count = open_part(data, prefix).samples(data.length)
             share = read.get(prefix, 0) / max(1, samples)
-            found.append(Reading(prefix, count, count * data.seq_length, read.get(prefix, 0), share))
+            found.append(Reading(prefix, count, count * data.length, read.get(prefix, 0), share))
         return tuple(found)
     parts, epochs = parts_of(data, 0), samples / max(1, samples_per_epoch(data))
     examples = sum(part.last - part.first for part in parts)

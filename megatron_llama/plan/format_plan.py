@@ -30,7 +30,8 @@ def format_plan(plan: Plan) -> str:
         _table(plan, memory),
         _work(plan, heaviest),
         _readings(plan),
-        [fill(_line("" if number else "note", ""), note, WIDTH) for number, note in enumerate(plan.notes)],
+        _listed("chosen", plan.chosen),
+        _listed("note", plan.notes),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
@@ -48,7 +49,7 @@ def layout_lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
     yield (
         f"zero {trainer.zero}{shard}, {trainer.precision}, {_recompute(trainer)}, "
-        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.seq_length:,} tokens"
+        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.length:,} tokens"
     )
 
 
@@ -67,7 +68,7 @@ def _head(plan: Plan) -> Iterator[str]:
     tied = "tied" if model.tie_word_embeddings else "untied"
     scaled = f", scaled by {model.rope_scaling.factor:g}" if model.rope_scaling else ""
     window = f" · window {model.sliding_window:,}" if model.sliding_window else ""
-    positions = f"sequence {plan.config.data.seq_length:,} · rope {model.rope_theta:g}{scaled}{window}"
+    positions = f"sequence {plan.config.data.length:,} · rope {model.rope_theta:g}{scaled}{window}"
     yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {positions}")
     held = [stage.held for stage in plan.stages]
     least, most = min(held), max(held)
@@ -159,14 +160,12 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     micro, whole = trainer.micro_batch_size, trainer.global_batch_size
     batch = f"micro batch {micro} × {plan.num_microbatches} × dp {plan.dp} = {whole} {plural(whole, 'sequence')}"
     yield _line("batch", batch)
-    yield _line("tokens", f"{whole} × {data.seq_length:,} = {plan.tokens_per_step:,} per step")
+    yield _line("tokens", f"{whole} × {data.length:,} = {plan.tokens_per_step:,} per step")
     for samples, size in plan.batches.sizes[1:]:
-        yield _line(
-            "", f"from {samples:,} samples on {size} × {data.seq_length:,} = {size * data.seq_length:,} per step"
-        )
+        yield _line("", f"from {samples:,} samples on {size} × {data.length:,} = {size * data.length:,} per step")
     steps, tokens = f"{trainer.steps:,} {plural(trainer.steps, 'step')}", plan.batches.after(trainer.steps).tokens
     yield _line("", f"{steps} · {short_count(tokens)} tokens in all · data {data.name}")
-    precision = trainer.precision
+    precision = str(trainer.precision)
     yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))
     switches = [name for name in ("compile", "deterministic") if getattr(trainer, name)]
@@ -216,6 +215,10 @@ def _sharding(plan: Plan) -> str:
         return f"zero {zero}: nothing" + (" to share at dp 1" if zero else "")
     groups = f", {plan.dp // plan.shard_size} copies" if plan.shard_size < plan.dp else ""
     return f"zero {zero}: {SHARDED[zero]} over {plan.shard_size} ranks{groups}"
+
+
+def _listed(label: str, texts: Sequence[str]) -> list[str]:
+    return [fill(_line("" if number else label, ""), text, WIDTH) for number, text in enumerate(texts)]
 
 
 def _line(label: str, text: str) -> str:

@@ -42,6 +42,8 @@ class Machine:
     """What to call it in a message."""
     accelerator: bool = False
     """Whether it is a device's own memory, all of which counts."""
+    fast_bf16: bool = True
+    """Whether an accelerator multiplies bf16 faster than fp32."""
 
 
 def stage_memory(plan: Plan) -> list[States]:

@@ -12,6 +12,10 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import head_dim
 from megatron_llama.system.units import gib
 
+DEMO = "python_stdlib"
+LARGE = 10**9
+"""Parameters of a model that nobody trains on the demo's text."""
+
 
 def notes_on(config: Config, plan: Plan) -> Iterator[str]:
     """Notes on the plan that was derived from ``config``; what derivation itself noted is in the plan already."""
@@ -26,8 +30,8 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     pattern, inside = pattern_of(plan.model), data.pack or data.document_mask
-    if inside or pattern.leaves_out(data.seq_length):
-        pattern = pattern if pattern.leaves_out(data.seq_length) else Pattern()
+    if inside or pattern.leaves_out(data.length):
+        pattern = pattern if pattern.leaves_out(data.length) else Pattern()
         where = " inside documents" * inside
         if pattern.window:
             where += f" in a window of {pattern.window:,} tokens"
@@ -35,6 +39,11 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
             kept = pattern.block * pattern.global_blocks
             where += f" in groups of {pattern.group:,} tokens, and to the last {kept:,} of each earlier one"
         yield f"attention{where}: {_kernels(plan)}"
+    if data.name == DEMO and plan.parameters >= LARGE:
+        yield (
+            f"{trainer.steps:,} steps on the demo's data are a trial of {plan.model.name}; python train.py --help "
+            "lists the recipes that pretrain, experiment=pretrain_..."
+        )
     if data.mock:
         if data.prefixes:
             yield "data.mock=true makes tokens up: data.prefixes is not read"
@@ -51,7 +60,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
 
 def _kernels(plan: Plan) -> str:
     """How attention is computed where it is more than causal, by device if that is not known yet."""
-    size = plan.config.trainer.micro_batch_size * plan.config.data.seq_length**2
+    size = plan.config.trainer.micro_batch_size * plan.config.data.length**2
     words = {
         "tiles": "tiles, only what is seen, call by call",
         "varlen": "varlen, FlashAttention over all documents at once",

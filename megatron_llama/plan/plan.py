@@ -42,6 +42,8 @@ class Plan:
     """(setting, path) of the files of records that are still to be prepared."""
     readings: tuple[Reading, ...] = ()
     """What the run reads of each training dataset; empty for made-up data, and where a dataset is not there."""
+    chosen: tuple[str, ...] = field(default=(), compare=False)
+    """Defaults that were chosen by model and device, each with the reason."""
     notes: tuple[str, ...] = ()
     """What a user should know about the plan."""
     start: Position = Position()
@@ -61,7 +63,7 @@ class Plan:
     @property
     def precision(self) -> Precision:
         """What ``trainer.precision`` means."""
-        return PRECISIONS[self.config.trainer.precision]
+        return PRECISIONS[str(self.config.trainer.precision)]
 
     @property
     def frozen_dtype(self) -> str:
@@ -106,7 +108,7 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens in a global batch of trainer.global_batch_size."""
-        return self.config.trainer.global_batch_size * self.config.data.seq_length
+        return self.config.trainer.global_batch_size * self.config.data.length
 
     @property
     def sp(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from megatron_llama.config.fields import check_limits, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
+from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.derive import derive_plan
 from megatron_llama.plan.epochs import Reading, readings
 from megatron_llama.plan.memory import Machine, check_memory
@@ -48,9 +49,10 @@ def resolve(
     problems = [*known, *beyond_limits]
     # Rules see a copy with defaults in place of impossible values: each mistake is reported once, and the others are
     # still found.
-    sanitized = with_defaults_for(config, beyond_limits)
+    asked = with_defaults_for(config, beyond_limits)
+    sanitized, chosen = choose_defaults(asked, fast_bf16=machine is None or machine.fast_bf16)
     problems += check_rules(RULES, sanitized, world_size, {problem.field for problem in problems})
-    plan = None if problems else derive_plan(sanitized, world_size)
+    plan = None if problems else replace(derive_plan(sanitized, world_size), asked=asked, chosen=chosen)
     if plan is not None and sanitized.trainer.epochs is not None:
         problems += check_rules(RULES, plan.config, world_size)  # of the steps, which are known only now
         if plan.config.trainer.steps == 0:

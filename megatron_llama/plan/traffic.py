@@ -155,7 +155,7 @@ def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Sums of activations [s, b, h], or with sequence parallelism gathers and scatters of them; the cross entropy."""
     trainer, t, m = plan.config.trainer, plan.config.trainer.tp, plan.num_microbatches
-    tokens = plan.config.data.seq_length * trainer.micro_batch_size
+    tokens = plan.config.data.length * trainer.micro_batch_size
     activations = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     blocks = m * sum(chunk.layers for chunk in chunks)
     first = m * any(chunk.is_first for chunk in chunks)
@@ -197,7 +197,7 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     trainer, m = plan.config.trainer, plan.num_microbatches
     if trainer.pp == 1:
         return
-    tokens = plan.config.data.seq_length * trainer.micro_batch_size // (trainer.tp if plan.sp else 1)
+    tokens = plan.config.data.length * trainer.micro_batch_size // (trainer.tp if plan.sp else 1)
     message = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     onwards = m * sum(not chunk.is_last for chunk in chunks)
     back = m * sum(not chunk.is_first for chunk in chunks)

@@ -114,7 +114,7 @@ class MetricsLogger:
         size, tokens = int(measured["global_batch_size"] or 0), int(measured["tokens"] or 0)
         self._step_times.append(seconds)
         self._sizes.append(size)
-        plan, world, padded = self.plan, self.plan.world_size, size * self.plan.config.data.seq_length
+        plan, world, padded = self.plan, self.plan.world_size, size * self.plan.config.data.length
         tokens_per_second = tokens / seconds
         document_length = float(measured["attended"] or 0) / max(1, tokens)
         flops = flops_per_token(plan.model, document_length, plan.config.finetune)

@@ -27,7 +27,7 @@ def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
     if tokenizer is None or not Path(tokenizer).exists() or not plan.config.logging.sample_prompts:
         return []
     pieces = read_sentencepiece(tokenizer_file(tokenizer))
-    length = plan.config.data.seq_length
+    length = plan.config.data.length
     prompts = [pieces.encode(prompt)[: length // 2] for prompt in plan.config.logging.sample_prompts]
     ids = _extend(prompts, plan, model, min(plan.config.logging.sample_tokens, length // 2))
     end = pieces.eos_id()
@@ -36,7 +36,7 @@ def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
 
 def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: int) -> list[list[int]]:
     """Sample ``count`` more ids for each prompt, the same on all ranks."""
-    tokens = torch.zeros(len(prompts), plan.config.data.seq_length, dtype=torch.int64)
+    tokens = torch.zeros(len(prompts), plan.config.data.length, dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -148,7 +148,7 @@ def test_a_setting_can_refer_to_another() -> None:
         ("model=gpt2", "model", "llama_2m"),
         ("data=stdlib", "data", "python_stdlib"),
         ("device=tpu", "device", "cuda"),
-        ("trainer=fast", "trainer", "default"),
+        ("trainer=fdsp", "trainer", "fsdp"),
         ("~model", "model", "llama_2m"),
         ("model=null", "model", "llama_2m"),
         ("trainer.tp=abc", "trainer.tp", "a whole number, such as trainer.tp=1"),

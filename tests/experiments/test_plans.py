@@ -40,7 +40,8 @@ def gib(plan: Plan) -> float:
 
 
 def test_each_experiment_is_known_here() -> None:
-    assert {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")} == set(WORLDS)
+    names = {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")}
+    assert {name for name in names if not name.startswith("pretrain_")} == set(WORLDS), "the others: test_recipes.py"
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.plan import resolve
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from tests.config.helpers import make, problems_of
@@ -79,5 +79,5 @@ def test_each_size_is_whole_micro_batches(world: int, changes: dict[str, object]
 
 
 def test_without_a_schedule_it_is_the_global_batch_size() -> None:
-    schedule = BatchSchedule.of(Config())
+    schedule = BatchSchedule.of(Config(data=DataConfig(seq_length=256)))
     assert schedule.after(7) == Position(7, 7 * 8, 7 * 8 * 256)

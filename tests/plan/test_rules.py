@@ -6,14 +6,23 @@ import importlib
 import pkgutil
 import re
 import tracemalloc
+from typing import Any
 
 import pytest
 
+from megatron_llama.config import Config
 from megatron_llama.plan import rules
+from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import Rule, check_rules
 from tests.config.helpers import as_typed, everything_exists, make, problems_of, put
 from tests.plan.rule_cases import CASES, Case
+
+
+def chosen(**changes: Any) -> Config:
+    """A config as rules see it: nothing is left open."""
+    return choose_defaults(make(**changes))[0]
+
 
 ADVISED = re.compile(r"""([a-z_]+(?:\.[a-z_]+)+|allow_targets)=(\[[^\]]*\]|'".*?"'|[^\s,;]+)""")
 
@@ -24,7 +33,7 @@ def test_a_rule_fires_and_its_neighbour_passes(case: Case) -> None:
         problem
         for rule in RULES
         if rule.check.__name__ == case.rule
-        for problem in rule.check(make(**case.bad), case.world)
+        for problem in rule.check(chosen(**case.bad), case.world)
     ]
     assert len(fired) == 1
     assert case.advice in fired[0].instead
@@ -39,13 +48,13 @@ def test_following_the_advice_ends_the_problem(case: Case) -> None:
         found
         for rule in RULES
         if rule.check.__name__ == case.rule
-        for found in rule.check(make(**case.bad), case.world)
+        for found in rule.check(chosen(**case.bad), case.world)
     ]
     advised = ADVISED.search(problem.instead)
     if advised is None or advised[1].endswith("_target_"):
         assert re.search("start it on|=cosine|leave data", problem.instead)
         return
-    config = make(**case.bad)
+    config = chosen(**case.bad)
     put(config, *as_typed(advised[0]))
     still = [
         problem for rule in RULES if rule.check.__name__ == case.rule for problem in rule.check(config, case.world)
@@ -97,16 +106,16 @@ def test_all_problems_come_at_once_and_each_only_once() -> None:
 
 
 def test_rules_that_read_a_skipped_field_are_left_out() -> None:
-    broken = check_rules(RULES, make(**{"trainer.tp": 3}), 8)
+    broken = check_rules(RULES, chosen(**{"trainer.tp": 3}), 8)
     assert {problem.field for problem in broken} == {"trainer.tp"} and len(broken) > 1
-    assert check_rules(RULES, make(**{"trainer.tp": 3}), 8, skip_fields={"trainer.tp"}) == []
+    assert check_rules(RULES, chosen(**{"trainer.tp": 3}), 8, skip_fields={"trainer.tp"}) == []
 
 
 def test_advice_counts_the_devices_only_where_they_are_fixed() -> None:
     """On a CPU ``trainer.tp=3`` means three ranks, and 2 or 4 are as good; on 6 accelerators only 2 is."""
-    on_cpu = check_rules(RULES, make(**{"trainer.tp": 3}), 3)
+    on_cpu = check_rules(RULES, chosen(**{"trainer.tp": 3}), 3)
     assert {problem.instead for problem in on_cpu} == {"write trainer.tp=2 or 4"}
-    on_six = check_rules(RULES, make(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
+    on_six = check_rules(RULES, chosen(**{"trainer.tp": 3, "trainer.global_batch_size": 6}), 6)
     assert {problem.instead for problem in on_six} == {"write trainer.tp=2"}
 
 
@@ -114,7 +123,7 @@ def test_advice_on_a_width_of_any_size_takes_no_memory() -> None:
     """It used to list all multiples of the heads up to the width: gigabytes for a typing error."""
     tracemalloc.start()
     try:
-        problems = check_rules(RULES, make(**{"model.hidden_size": 241_149_877}), 1)
+        problems = check_rules(RULES, chosen(**{"model.hidden_size": 241_149_877}), 1)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -42,6 +42,8 @@ class Device:
     """How fast a core of its usual hosts is, beside those that A100 came with (Zen 2, Cascade Lake): in benchmarks of
     one thread, Sapphire Rapids and Zen 4 are half as fast again."""
     source: str
+    kind: str = "cpu"
+    """The ``device.name`` of a run on it."""
 
     def peak(self, form: str) -> float:
         """FLOP/s of a format; that of the next wider one where the device has none of its own."""
@@ -117,4 +119,5 @@ def _device(row: dict[str, str]) -> Device:
         ranks_per_device=int(row["ranks_per_device"]),
         host_speed=float(row["host_speed"]),
         source=row["source"],
+        kind=row["device"],
     )

@@ -292,7 +292,7 @@ def job_of_plan(plan: Plan) -> Job:
     compute = BYTES[precision.compute_dtype]
     return Job(
         shape=shape,
-        seq=plan.config.data.seq_length,
+        seq=plan.config.data.length,
         micro_batch=trainer.micro_batch_size,
         num_microbatches=plan.num_microbatches,
         tp=trainer.tp,
@@ -312,7 +312,7 @@ def job_of_plan(plan: Plan) -> Job:
             master=BYTES[precision.param_dtype] if precision.master else 0,
             moments=2 * BYTES[precision.optimizer_state_dtype],
         ),
-        document=round(pattern_of(model).span(plan.config.data.seq_length)),
+        document=round(pattern_of(model).span(plan.config.data.length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
         exchanges_signs=plan.exchanges_signs,

@@ -19,7 +19,7 @@ from megatron_llama.plan.rules.rule import reads
 @reads("data.seq_length", "model.max_position_embeddings")
 def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
     """Positions beyond the model's longest sequence need that setting to be raised explicitly."""
-    length, longest = config.data.seq_length, config.model.max_position_embeddings
+    length, longest = config.data.length, config.model.max_position_embeddings
     if length > longest:
         advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
         yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)

@@ -25,7 +25,7 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
         for tp in range(1, model.num_attention_heads + 1)
         if (follows or world_size % (tp * trainer.pp) == 0)
         and can_cut(model, tp)
-        and not (trainer.sp and config.data.seq_length % tp)
+        and not (trainer.sp and config.data.length % tp)
     ]
 
 
@@ -237,7 +237,7 @@ def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Pr
 @reads("trainer.sp", "trainer.tp", "data.seq_length")
 def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
     """Sequence parallelism gives each tensor-parallel rank an equal piece of the sequence."""
-    tp, length = config.trainer.tp, config.data.seq_length
+    tp, length = config.trainer.tp, config.data.length
     if config.trainer.sp and length % tp:
         rule = f"with sequence parallelism it must divide by tp={tp}"
         legal = (length // tp * tp, (length // tp + 1) * tp)
@@ -248,7 +248,7 @@ def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]
 @reads("optim.name", "optim.freeze_step", "trainer.zero", "trainer.precision")
 def onebit_adam_keeps_whole_states(config: Config, world_size: int) -> Iterator[Problem]:
     """1-bit Adam exchanges momenta, which every data-parallel rank must hold whole and in fp32."""
-    name, zero, precision = config.optim.name, config.trainer.zero, config.trainer.precision
+    name, zero, precision = config.optim.name, config.trainer.zero, str(config.trainer.precision)
     if name != "onebit_adam":
         if config.optim.freeze_step is not None:
             rule = f"is for optim.name=onebit_adam, and it is {name}"

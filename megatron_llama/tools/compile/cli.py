@@ -104,7 +104,9 @@ def _plan(config: Config) -> Plan:
     config.device.name = device.name
     # Representatives on a CPU share this machine's memory; accelerators have their own.
     together = 1 if device.is_accelerator else min(3, max(1, trainer.pp))
-    return resolve(config, world_size, Machine(device.memory_bytes(), together, f"this machine's {device.name}"))
+    name, fast_bf16 = f"this machine's {device.name}", device.multiplies_bf16_fast()
+    machine = Machine(device.memory_bytes(), together, name, fast_bf16=fast_bf16)
+    return resolve(config, world_size, machine)
 
 
 def _start(plan: Plan) -> int:

@@ -38,7 +38,7 @@ class Passes:
 
 def by_flops(plan: Plan) -> Passes:
     """Blocks and output head in proportion to their FLOPs; one forward pass of a block is 1."""
-    model, seq = plan.model, plan.config.data.seq_length
+    model, seq = plan.model, plan.config.data.length
     block = matrices_per_layer(model) + model.num_attention_heads * head_dim(model) * seq
     head = model.vocab_size * model.hidden_size / block
     return _passes(plan, 1.0, head, "by their floating-point operations", BLOCKS)

@@ -98,6 +98,8 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     if machine is not None:
         return forecast_here(config, cluster, machine)
     assert whole is not None, "or there is a problem"
+    if config.device.name == "auto":
+        config.device.name = whole.kind
     if cluster.devices_per_node:
         whole = replace(whole, per_node=cluster.devices_per_node)
     parts = whole.ranks_per_device

@@ -91,8 +91,8 @@ def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
     notes = []
     memory, config.device.memory_gib = config.device.memory_gib, None
     if config.trainer.compile:
-        config.trainer.compile = False
         notes.append("trainer.compile: blocks are rehearsed as they run uncompiled; a compiler keeps fewer tensors")
+    config.trainer.compile = False
     plan = find_world(config, None).plan()
     device = replace(plan.config.device, memory_gib=memory)
     return replace(plan, config=replace(plan.config, device=device)), notes

@@ -14,6 +14,7 @@ from megatron_llama.config.cluster import load_cluster
 from megatron_llama.config.fields import check_limits
 from megatron_llama.config.tuning import TuneConfig, load_tuning
 from megatron_llama.launch import cli
+from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bar import bar
 from megatron_llama.tools.mock_run import NO_FILES
@@ -70,6 +71,9 @@ def read(words: Sequence[str]) -> Asked:
     problems += check_name(tune.name or "x", tune.overwrite)
     if problems or config is None or target is None:
         raise ConfigError(problems)
+    if config.device.name == "auto":
+        config.device.name = target.device.kind
+    config = choose_defaults(config)[0]
     folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
     return Asked(tuple(words), tuple(rest), config, replace(tune, dir=str(folder)), target)
 

@@ -19,7 +19,7 @@ _HEADS = ("tp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")
 
 def table(found: Found, config: Config) -> Iterator[str]:
     """The best, those that were tried, and why the others were left out."""
-    tokens = config.trainer.global_batch_size * config.data.seq_length
+    tokens = config.trainer.global_batch_size * config.data.length
     tried = found.knowledge.tried
     failed = [each for each, out in tried.values() if out.status != DONE]
     head = ["", *_HEADS, "forecast s", "tokens/s", "memory"]
@@ -71,7 +71,7 @@ def comment(found: Found, config: Config, objective: str) -> list[str]:
     """What the experiment's file says about itself."""
     best = found.best
     assert best is not None, "something was found"
-    tokens = config.trainer.global_batch_size * config.data.seq_length
+    tokens = config.trainer.global_batch_size * config.data.length
     target = str(found.target).removesuffix(", this machine")
     lines = [f"{config.model.name} on {target}: the best settings for {objective} on {time.strftime('%Y-%m-%d')}."]
     lines += ["", "Found by scripts/tune.py. Forecast: a step of " + _numbers(best.seconds, tokens, best.needs)]

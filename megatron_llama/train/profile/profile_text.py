@@ -47,7 +47,7 @@ def _head(profile: Profile) -> Iterator[str]:
     step = max(rank.step_seconds for rank in profile.ranks)
     tokens = plan.tokens_per_step
     root = profile.nodes(folded=True)[0]
-    formula = flops_per_token(plan.model, plan.config.data.seq_length, plan.config.finetune)
+    formula = flops_per_token(plan.model, plan.config.data.length, plan.config.finetune)
     yield f"step {_ms(step)} ms, {tokens / step:,.0f} tokens/s with padding and the profile's own work"
     full, causal = short_count(formula.full * tokens), short_count(formula.causal * tokens)
     yield f"FLOPs of a step: {short_count(root.flops)} on all devices; MFU's formula {full}, causal {causal}"

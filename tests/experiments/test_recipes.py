@@ -1,0 +1,154 @@
+"""The recipes that pretrain: their numbers beside the published ones, their memory, and one of them at work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from megatron_llama.config import Config, load_config
+from megatron_llama.config.fields import get, settings_by_name
+from megatron_llama.launch.cli import CONF_DIR, main, usage
+from megatron_llama.launch.world import find_world
+from megatron_llama.plan import Plan
+from megatron_llama.plan.memory import USABLE, stage_footprints
+from megatron_llama.system.units import GIB
+from scripts import recipe_docs
+from tests.processes import run_train_py
+
+
+class Published(NamedTuple):
+    """What a paper says of a model."""
+
+    tokens: float
+    seq_length: int
+    batch_tokens: float
+    lr: float
+    min_lr: float
+    warmup: int
+    parameters: float
+    source: str
+
+
+LLAMA_2 = "arXiv:2307.09288, section 2.2 and table 1"
+LLAMA_3 = "arXiv:2407.21783, sections 3.2.1 and 3.4.1, table 3; 8 M tokens are the second stage of the 405B"
+PUBLISHED = {
+    "pretrain_llama7b": Published(2e12, 4096, 4e6, 3e-4, 3e-5, 2000, 6.7e9, LLAMA_2),
+    "pretrain_llama13b": Published(2e12, 4096, 4e6, 3e-4, 3e-5, 2000, 13e9, LLAMA_2),
+    "pretrain_llama70b": Published(2e12, 4096, 4e6, 1.5e-4, 1.5e-5, 2000, 69e9, LLAMA_2),
+    "pretrain_llama3_8b": Published(15e12, 8192, 8e6, 3e-4, 3e-5, 2000, 8e9, LLAMA_3),
+    "pretrain_llama3_70b": Published(15e12, 8192, 8e6, 1.5e-4, 1.5e-5, 2000, 70.6e9, LLAMA_3),
+    "pretrain_llama3_405b": Published(15.6e12, 8192, 16e6, 8e-5, 8e-7, 8000, 405e9, LLAMA_3),
+}
+SCALED = CONF_DIR / "scaled" / "laptop.yaml"
+
+
+def plan_of(name: str, *overrides: str) -> Plan:
+    return find_world(load_config([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None).plan()
+
+
+def test_each_recipe_is_known_here_and_to_those_who_ask_for_help() -> None:
+    assert {path.stem for path in (CONF_DIR / "experiment").glob("pretrain_*.yaml")} == set(PUBLISHED)
+    lines = usage().splitlines()
+    for name in PUBLISHED:
+        assert any(line.split()[:1] == [name] and "from random weights" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_numbers_are_the_published_ones(name: str) -> None:
+    there, plan = PUBLISHED[name], plan_of(name)
+    trainer, optim = plan.config.trainer, plan.config.optim
+    assert there.source.partition(",")[0] in (CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert plan.parameters == pytest.approx(there.parameters, rel=0.01)
+    assert plan.config.data.seq_length == there.seq_length == plan.model.max_position_embeddings
+    assert plan.tokens_per_step == pytest.approx(there.batch_tokens, rel=0.05)  # M is 2^20 there
+    assert abs(trainer.steps * plan.tokens_per_step - there.tokens) < plan.tokens_per_step
+    assert (optim.name, optim.lr, optim.min_lr, optim.warmup_steps) == ("adamw", there.lr, there.min_lr, there.warmup)
+    assert (optim.betas, optim.weight_decay, optim.clip) == ([0.9, 0.95], 0.1, 1.0)
+    assert optim.eps == (1e-5 if there.source == LLAMA_2 else 1e-8)
+    assert str(optim.schedule["_target_"]).endswith("CosineAnnealing") and optim.constant_steps == 0
+    assert plan.precision.name == "bf16" and plan.chosen == (), "a recipe leaves nothing open"
+    assert plan.config.data.document_mask == (there.source == LLAMA_3)
+    weights = [float(share) for share in plan.config.data.prefixes[::2]]
+    shares = [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02] if there.source == LLAMA_2 else [0.5, 0.25, 0.17, 0.08]
+    assert weights == shares and sum(weights) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_fits_its_cluster(name: str) -> None:
+    """80 GB are 79.1 GiB on an H100, of which tensors can fill a share; and the first line says how many machines."""
+    plan = plan_of(name, "device.memory_gib=79.1")
+    assert max(stage.total for stage in stage_footprints(plan)) <= USABLE * 79.1 * GIB
+    assert f" on {plan.world_size // 8} machines with 8 H100" in recipe_docs.head(name)
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings of a YAML file by their full names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_scaled_down_all_but_size_is_the_recipes(name: str, order: int) -> None:
+    """In either order on the command line."""
+    recipe = load_config([f"experiment={name}"], CONF_DIR)
+    small = load_config([f"experiment={name}", "scaled=laptop"][::order], CONF_DIR)
+    rule = leaves(yaml.safe_load(SCALED.read_text(encoding="utf-8")))
+    named = {*rule, *(setting for setting in settings_by_name() if any(setting.startswith(f"{one}.") for one in rule))}
+    assert {setting for setting in settings_by_name() if get(recipe, setting) != get(small, setting)} <= named
+    assert all(get(small, setting) == value for setting, value in rule.items())
+
+
+def test_one_trains(tmp_path: Path) -> None:
+    """Made-up data and one rank, for speed; scripts/prove_recipes.py trains all of them on text."""
+    cheap = ("data.mock=true", "data.tokenizer=null", "trainer.tp=1", "trainer.dp=1", "trainer.steps=6")
+    more = ("optim.warmup_steps=1", "trainer.val_every_steps=null", "logging.tensorboard=false", "checkpoint=none")
+    words = ["+experiment=pretrain_llama3_8b", "+scaled=laptop", *cheap, *more, "checkpoint.every_steps=null"]
+    status, output = run_train_py(tmp_path / "run", *words)
+    assert status == 0, output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [json.loads(line)["reduced_train_loss"] for line in lines]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1
+
+
+def test_a_misspelt_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+experiment=pretrain_lama7b", "--dry-run"]) == 2
+    assert "write experiment=pretrain_llama7b" in capsys.readouterr().err
+    assert main(["+scaled=labtop", "--dry-run"]) == 2
+    assert "write scaled=laptop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("choice", "settings"),
+    [
+        ("trainer=fsdp", {"trainer.zero": 3, "trainer.recompute": "full"}),
+        ("trainer=reproducible", {"trainer.deterministic": True, "trainer.precision": "fp32"}),
+        ("trainer=measure", {"trainer.steps": 20, "trainer.profile": [16, 18]}),
+        ("logging=csv", {"logging.csv": True, "logging.tensorboard": False}),
+        ("logging=wandb", {"logging.wandb": "online", "logging.tensorboard": True}),
+        ("logging=quiet", {"logging.tensorboard": False, "logging.every_steps": 100}),
+        ("checkpoint=none", {"checkpoint.save_last": False}),
+        ("checkpoint=rolling", {"checkpoint.every_steps": 1000, "checkpoint.keep": 3}),
+        ("checkpoint=best trainer.val_every_steps=50", {"checkpoint.every_steps": 50, "checkpoint.keep_best": True}),
+    ],
+)
+def test_each_choice_of_a_group_makes_a_plan(choice: str, settings: dict[str, Any]) -> None:
+    config = find_world(load_config(["data=mock", "device=cpu", *choice.split()], CONF_DIR), None).plan().config
+    assert {name: get(config, name) for name in settings} == settings
+
+
+def test_without_a_choice_the_groups_change_nothing() -> None:
+    """The defaults stand in one place, settings.py."""
+    composed, plain = load_config([], CONF_DIR), Config()
+    for section in ("trainer", "logging", "checkpoint"):
+        assert getattr(composed, section) == getattr(plain, section)
+
+
+def test_the_table_of_the_docs_is_fresh() -> None:
+    assert recipe_docs.main(["--check"]) == 0, "run python scripts/recipe_docs.py"

@@ -1,0 +1,141 @@
+"""Defaults by model and device: what is chosen, that it is named, and that whatever somebody wrote goes before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_llama.config import Config, load_config, to_yaml
+from megatron_llama.config.fields import get
+from megatron_llama.launch.cli import main
+from megatron_llama.plan import Machine, Plan, format_plan, resolve
+from megatron_llama.plan.choices import CHOSEN, choose_defaults
+from tests.paths import CONF, ROOT
+
+# By hand: (model, device) to sequence length and precision.
+GOLDEN = {
+    ("llama_2m", "cpu"): (256, "fp32"),
+    ("llama_15m", "cpu"): (256, "fp32"),
+    ("llama_56m", "cpu"): (256, "fp32"),
+    ("llama_110m", "cpu"): (256, "fp32"),
+    ("llama7b", "cpu"): (256, "fp32"),
+    ("llama7b", "auto"): (256, "fp32"),
+    ("llama_15m", "cuda"): (256, "bf16"),
+    ("llama_110m", "cuda"): (1024, "bf16"),
+    ("llama7b", "cuda"): (4096, "bf16"),
+    ("llama7b", "neuron"): (4096, "bf16"),
+    ("llama7b", "hpu"): (4096, "bf16"),
+    ("llama70b", "cuda"): (4096, "bf16"),
+    ("llama3_8b", "cuda"): (8192, "bf16"),
+    ("llama3_405b", "cuda"): (8192, "bf16"),
+    ("smollm2_135m", "hpu"): (8192, "bf16"),
+}
+OLD = {"data.seq_length": 256, "trainer.precision": "fp32", "trainer.compile": False}
+
+
+def plan_of(*overrides: str, machine: Machine | None = None) -> Plan:
+    config = load_config(["data=mock", *overrides], CONF)
+    return resolve(config, config.trainer.tp, machine)
+
+
+def values(config: Config) -> dict[str, object]:
+    return {name: get(config, name) for name in CHOSEN}
+
+
+@pytest.mark.parametrize(("model", "device"), GOLDEN)
+@pytest.mark.parametrize("steps", [999, 1000])
+def test_defaults_by_model_and_device(model: str, device: str, steps: int) -> None:
+    config = load_config([f"model={model}", f"device={device}", f"trainer.steps={steps}"], CONF)
+    chosen, lines = choose_defaults(config)
+    length, precision = GOLDEN[model, device]
+    compiled = steps == 1000 and device not in ("cpu", "auto")
+    assert values(chosen) == {
+        "data.seq_length": length,
+        "trainer.precision": precision,
+        "trainer.compile": compiled,
+    }
+    assert values(config) == dict.fromkeys(CHOSEN), "the config is left as it was"
+    for name, value in values(chosen).items():
+        assert f"{name}={str(value).lower() if value in (True, False) else value}" in " ".join(lines)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "neuron", "hpu", "auto"])
+def test_what_is_written_wins_and_is_not_called_chosen(device: str) -> None:
+    written = ("data.seq_length=512", "trainer.precision=bf16_sr", "trainer.compile=true")
+    plan = plan_of("model=llama7b", f"device={device}", *written)
+    assert values(plan.config) == dict(zip(CHOSEN, (512, "bf16_sr", True), strict=True))
+    assert plan.chosen == () and "chosen" not in format_plan(plan)
+    one = plan_of("model=llama7b", f"device={device}", "trainer.precision=bf16_sr")
+    assert "trainer.precision" not in " ".join(one.chosen) and "data.seq_length=" in " ".join(one.chosen)
+
+
+def test_a_group_or_an_experiment_wins_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("trainer: {precision: fp32, compile: false}\ndata: {mock: true, seq_length: 128}\n")
+    plan = plan_of("model=llama7b", "device=cuda", "trainer.steps=5000", f"experiment={recipe}")
+    assert values(plan.config) == {**OLD, "data.seq_length": 128} and plan.chosen == ()
+
+
+def test_the_line_that_everybody_types(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "model=llama7b", "trainer.tp=8", "device=cuda", "trainer.dp=1"]) == 0
+    page = capsys.readouterr().out
+    assert "sequence 4,096" in page and "precision     bf16" in page
+    assert "chosen        data.seq_length=4096: the model's own" in page
+    assert "trainer.precision=bf16: cuda multiplies it fast" in page
+    assert "a trial of llama7b" in page and "experiment=pretrain_" in page
+
+
+def test_an_unnamed_device_is_taken_for_a_cpu_and_the_plan_says_so() -> None:
+    assert "no device is named" in format_plan(plan_of("model=llama7b", "trainer.dp=1"))
+    assert "no device is named" not in format_plan(plan_of("device=cpu"))
+
+
+def test_a_gpu_without_bf16_units_gets_fp32() -> None:
+    old = Machine(16 << 30, accelerator=True, fast_bf16=False)
+    plan = plan_of("device=cuda", machine=old)
+    assert plan.config.trainer.precision == "fp32" and "no units for bf16" in format_plan(plan)
+
+
+def test_the_demo_is_as_it_was() -> None:
+    """The Makefile writes none of the three, and its plan on a CPU has the values that it always had."""
+    arguments = (ROOT / "Makefile").read_text(encoding="utf-8").partition("DEMO_ARGS :=")[2].partition("\n\n")[0]
+    assert not any(name in arguments for name in CHOSEN)
+    assert values(plan_of("model=llama_2m", "trainer.tp=2", "device=cpu").config) == OLD
+
+
+def begun(folder: Path, settings: Config, step: bool = True) -> Path:
+    """The folder of a run that has begun, and saved a step."""
+    (folder / "checkpoints" / ("step_00000010" if step else "")).mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
+    return folder
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """Whatever device it goes on, and though an older version had chosen otherwise."""
+    old = begun(tmp_path / "old", plan_of("model=llama7b", "device=cpu").config)
+    again = ("model=llama7b", "device=cuda", "trainer.steps=5000")
+    plan = plan_of(*again, f"run.dir={old}")
+    assert values(plan.config) == OLD
+    assert plan.chosen == (f"data.seq_length=256, trainer.precision=fp32, trainer.compile=false: {old} began so",)
+    assert values(plan_of(*again, f"checkpoint.resume={old}/checkpoints/step_00000010").config) == OLD
+    written = plan_of(*again, f"run.dir={old}", "trainer.precision=bf16")
+    assert values(written.config) == {**OLD, "trainer.precision": "bf16"}, "also here"
+
+
+def test_a_start_from_step_0_chooses_anew(tmp_path: Path) -> None:
+    old = begun(tmp_path / "old", plan_of("model=llama7b", "device=cpu").config)
+    nothing_saved = begun(tmp_path / "empty", plan_of("model=llama7b", "device=cpu").config, step=False)
+    for place in (f"run.dir={nothing_saved}", f"run.dir={tmp_path / 'none'}", f"run.dir={old} checkpoint.resume=never"):
+        plan = plan_of("model=llama7b", "device=cuda", *place.split())
+        assert (plan.config.data.seq_length, plan.config.trainer.precision) == (4096, "bf16")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "data: 5", yaml.safe_dump({"data": {"seq_length": -3}, "trainer": {"precision": 7}})]
+)
+def test_a_damaged_config_of_the_run_is_passed_over(text: str, tmp_path: Path) -> None:
+    old = begun(tmp_path / "old", Config())
+    (old / "config.yaml").write_text(text, encoding="utf-8")
+    assert plan_of("model=llama7b", "device=cuda", f"run.dir={old}").config.data.seq_length == 4096
