@@ -40,6 +40,8 @@ ALL_LINEAR = "all-linear"
 SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
+RECOMPUTE = ("none", "elementwise", "selective", "full")
+"""What the backward pass computes again, from nothing to all."""
 ALLOWED = ("data", "batch", "optim")
 MOST_REPLICAS = 1_000_000
 """Advice looks through them one by one for what divides."""
@@ -151,9 +153,10 @@ class TrainerConfig:
     (all in bf16, updates rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of
     the Trainium recipe's bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2;
     see docs/precision.md. Derived: bf16 on an accelerator that multiplies it fast, else fp32."""
-    recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
-    """Activations recomputed in the backward pass: none, selective (attention core and SwiGLU product), full (each
-    block)."""
+    recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
+    """What the backward pass makes again instead of keeping it: none, elementwise (norms, rotations and SwiGLU, all but
+    products and attention: half the memory, little time), selective (that and attention, for devices whose kernels keep
+    its scores), full (each block, all but its input)."""
     recompute_every: Annotated[int, at_least(1)] = 1
     """Recompute in every n-th block only, the first included: less to compute again, more to keep."""
     compile: bool | None = None

@@ -11,6 +11,7 @@ and the output head if it is the last. Modules have Hugging Face's names, with q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron_llama.model.attention import Seen, attend, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import Head
+from megatron_llama.model.recompute import REMAKING, made_again
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
@@ -97,13 +99,14 @@ class Attention(nn.Module):
     equal).
     """
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: bool) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
         super().__init__()
         tp = mcore.tensor_model_parallel_size
         self.head_dim = head_dim(model)
         self.num_heads = model.num_attention_heads // tp
         self.num_kv_heads = kv_heads_per_rank(model, tp)
-        self.recompute = recompute
+        self.recomputes_core = recompute == "selective"
+        self._again = partial(made_again, recompute in REMAKING)
         # One matrix for q, k and v: one product, and with sequence parallelism one gather of the sequence, not three.
         # tp times this rank's heads: with copied kv heads that is more rows than q_proj, k_proj and v_proj have.
         qkv_heads = tp * (self.num_heads + 2 * self.num_kv_heads)
@@ -113,83 +116,99 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, what: Seen | None = None, cache: LayerCache | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
-        if self.recompute and torch.is_grad_enabled():
+        if self.recomputes_core and torch.is_grad_enabled():
             out = checkpoint(self._core_attention, qkv, rotary, what, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = self._core_attention(qkv, rotary, what, cache)
-        return self.o_proj(out)[0]
+            return self.o_proj(out)[0]
+        q, k, v = self._heads(qkv)
+        rotated_q, rotated_k = rotate(q, *rotary), rotate(k, *rotary)
+        with self._again((rotated_q, lambda: rotate(q, *rotary)), (rotated_k, lambda: rotate(k, *rotary))):
+            by_head = self._attend(rotated_q, rotated_k, v, what, cache)
+        out = _by_token(by_head)
+        with self._again((out, lambda: _by_token(by_head))):
+            return self.o_proj(out)[0]
 
-    def _core_attention(
-        self, qkv: Tensor, rotary: Rotary, what: Seen | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
+    def _core_attention(self, qkv: Tensor, rotary: Rotary, what: Seen | None) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
-        s, b = qkv.shape[:2]
+        q, k, v = self._heads(qkv)
+        return _by_token(self._attend(rotate(q, *rotary), rotate(k, *rotary), v, what))
+
+    def _heads(self, qkv: Tensor) -> Sequence[Tensor]:
+        """[s, b, (heads + 2 kv heads) * d] to queries, keys and values, each [s, b, heads, d]."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = qkv.view(s, b, -1, self.head_dim).split(sizes, dim=2)  # [s, b, heads, d]
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
-        q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, heads, s, d]
-        if cache is not None:
-            out = cache.attend(q, k, v, what)
-        else:
-            out = attend(q, k, v, what)
-        return out.permute(2, 0, 1, 3).reshape(s, b, self.num_heads * self.head_dim)
+        return qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor, what: Seen | None, cache: LayerCache | None = None) -> Tensor:
+        """Queries, keys and values, each [s, b, heads, d], to [b, heads, s, d]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return attend(q, k, v, what) if cache is None else cache.attend(q, k, v, what)
+
+
+def _by_token(by_head: Tensor) -> Tensor:
+    """[b, heads, s, d] to [s, b, heads * d]."""
+    b, heads, s, d = by_head.shape
+    return by_head.permute(2, 0, 1, 3).reshape(s, b, heads * d)
 
 
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate and up are one matrix."""
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: bool) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
         super().__init__()
-        self.recompute = recompute
+        self._again = partial(made_again, recompute in REMAKING)
         self.gate_up_proj = _column_parallel(model.hidden_size, 2 * model.intermediate_size, mcore)
         self.down_proj = _row_parallel(model.intermediate_size, model.hidden_size, mcore)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         gate_up, _ = self.gate_up_proj(x)
-        if self.recompute and torch.is_grad_enabled():
-            hidden = checkpoint(self._silu_and_multiply, gate_up, use_reentrant=False, preserve_rng_state=False)
-        else:
-            hidden = self._silu_and_multiply(gate_up)
-        return self.down_proj(hidden)[0]
-
-    @staticmethod
-    def _silu_and_multiply(gate_up: Tensor) -> Tensor:
-        """[s, b, 2 * ffn/t] to [s, b, ffn/t]; each rank has gate rows, then the up rows that belong to them."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        gate, up = gate_up.chunk(2, dim=-1)  # each rank has gate rows, then the up rows that belong to them
+        activated = F.silu(gate)
+        with self._again((activated, lambda: F.silu(gate))):
+            hidden = activated * up
+        with self._again((hidden, lambda: F.silu(gate) * up)):
+            return self.down_proj(hidden)[0]
 
 
 class Block(nn.Module):
     """One transformer layer. ``recompute`` is trainer.recompute:
 
-    * selective: what is cheap to compute and large to keep, attention scores and the SwiGLU product (arXiv:2205.05198);
+    * elementwise: what is between matrix products and attention (model/recompute.py);
+    * selective: that, and attention, which is cheap to compute where its scores are not (arXiv:2205.05198);
     * full: the whole block, of which only the input is kept (Chen et al. 2016, arXiv:1604.06174).
     """
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.self_attn = Attention(model, mcore, recompute == "selective")
+        self.self_attn = Attention(model, mcore, recompute)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.mlp = FeedForward(model, mcore, recompute == "selective")
-        self.recompute = recompute == "full"
+        self.mlp = FeedForward(model, mcore, recompute)
+        self.recompute = recompute
+        self._again = partial(made_again, recompute in REMAKING)
         self.draws_random_numbers = False  # LoRA's dropout is the only source; model/lora.py sets it
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]; ``what`` the tokens see, all of them if None; ``cache`` is for generation."""
-        if self.recompute and torch.is_grad_enabled():
+        in_graph = self.recompute in REMAKING and torch.compiler.is_compiling()
+        if (self.recompute == "full" or in_graph) and torch.is_grad_enabled():
             preserve = self.draws_random_numbers  # else there is no state to restore, and no device to wait for
-            return checkpoint(self._forward, x, cos, sin, what, use_reentrant=False, preserve_rng_state=preserve)
+            more: dict[str, Any] = {"context_fn": REMAKING[self.recompute]} if in_graph else {}
+            forward = self._forward
+            return checkpoint(forward, x, cos, sin, what, use_reentrant=False, preserve_rng_state=preserve, **more)
         return self._forward(x, cos, sin, what, cache)
 
     def _forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        h = x + self.self_attn(self.input_layernorm(x), (cos, sin), what, cache)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        normalized = self.input_layernorm(x)
+        with self._again((normalized, lambda: self.input_layernorm(x))):
+            h = x + self.self_attn(normalized, (cos, sin), what, cache)
+        normalized = self.post_attention_layernorm(h)
+        with self._again((normalized, lambda: self.post_attention_layernorm(h))):
+            return h + self.mlp(normalized)
 
 
 class Llama(nn.Module):

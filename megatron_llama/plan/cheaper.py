@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_llama.config.fields import get
 from megatron_llama.config.problems import ConfigError, shown
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.hardware import Device, devices
 from megatron_llama.plan.forecast.step_time import step_time
@@ -84,10 +84,11 @@ def _price(plan: Plan, device: Device) -> float:
 def _on_these_devices(plan: Plan) -> dict[str, list[Any]]:
     """By setting: the values that need less memory, the smallest change first."""
     trainer = plan.config.trainer
-    recompute = ["none", "selective", "full"]
+    done = RECOMPUTE.index(trainer.recompute)
+    recompute = [more for more in ("elementwise", "full") if RECOMPUTE.index(more) > done]
     values: dict[str, list[Any]] = {
         "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.dp > 1 else [],
-        "trainer.recompute": recompute[recompute.index(trainer.recompute) + 1 :],
+        "trainer.recompute": recompute,
         "trainer.micro_batch_size": _halves(trainer.micro_batch_size),
         "trainer.precision": ["bf16"] if plan.precision.compute_format == "fp32" else [],
         "trainer.tp": [trainer.tp * times for times in (2, 4, 8) if trainer.tp * times <= LARGEST_TP],

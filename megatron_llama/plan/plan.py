@@ -101,7 +101,7 @@ class Plan:
         return BatchSchedule.of(self.config, self.start)
 
     def recompute(self, layer: int) -> str:
-        """What the backward pass recomputes in the layer with this global number: none, selective or full."""
+        """What the backward pass recomputes in the layer with this global number, one of RECOMPUTE."""
         trainer = self.config.trainer
         return "none" if layer % trainer.recompute_every else trainer.recompute
 

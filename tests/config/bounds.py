@@ -76,7 +76,7 @@ BOUNDS: dict[str, Bounds] = {
         ["fp32", "bf16", "bf16_sr", "bf16_pure", "bf16SR", "fp32_OptStates", "fp32_ZeroOptMaster"]
         + ["fp32_ZeroOptMasterGradAcc", "megatron_amp_O2"],
     ),
-    "trainer.recompute": (["some"], ["none", "selective", "full"]),
+    "trainer.recompute": (["some"], ["none", "elementwise", "selective", "full"]),
     "trainer.recompute_every": COUNT,
     "trainer.skip_nonfinite_steps": COUNT_FROM_0,
     "trainer.hang_timeout_seconds": POSITIVE,

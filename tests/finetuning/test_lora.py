@@ -46,7 +46,7 @@ def test_its_start_does_not_depend_on_the_layout(world: World, tmp_path: Path) -
         assert all(torch.equal(tensor, one.trained[name]) for name, tensor in other.trained.items())
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "elementwise", "selective"])
 def test_recomputation_gives_the_same_gradients(recompute: str, world: World, tmp_path: Path) -> None:
     """Where a block's input asks for no gradient, some ways to recompute give none to LoRA (PEFT's old trap)."""
     plain = tune(1, tmp_path / "plain", *world.lora, steps=2)
@@ -60,8 +60,9 @@ def test_dropout(world: World, tmp_path: Path) -> None:
     """Other masks at each step, the same when a block is computed again, and the same on ranks that hold copies."""
     chosen = [*world.fresh, "finetune.lora_dropout=0.3"]
     drops = tune(1, tmp_path / "one", *chosen, steps=3)
-    again = tune(1, tmp_path / "again", *chosen, "trainer.recompute=full", steps=3)
-    assert drops.losses == again.losses
+    for recompute in ("elementwise", "full"):
+        again = tune(1, tmp_path / recompute, *chosen, f"trainer.recompute={recompute}", steps=3)
+        assert drops.losses == again.losses
     assert all(torch.equal(tensor, again.trained[name]) for name, tensor in drops.trained.items())
     assert drops.losses[1:] != tune(1, tmp_path / "none", *world.fresh, steps=3).losses[1:]
     for name, layout in {"sp": SP, "tp": [*SP, "trainer.sp=false"]}.items():

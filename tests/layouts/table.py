@@ -26,6 +26,7 @@ QUICK = {
     "tp2·dp3+sp, one kv head, shards without its rows",
     "selective recompute",
     "tp2·dp2+sp, zero 3, full recompute",
+    "tp2·dp2+sp, zero 3, elementwise recompute",
     "micro batches of 8",
 }
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
@@ -70,6 +71,14 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["model.num_key_value_heads=1", "trainer.global_batch_size=6"],
     ),
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
+    ("elementwise recompute", 1, ["trainer.recompute=elementwise"], []),
+    (
+        "tp2·dp2+sp, zero 3, elementwise recompute",
+        4,
+        ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=elementwise"],
+        [],
+    ),
+    ("pp2·dp2, window, elementwise recompute", 4, ["trainer.pp=2", "trainer.recompute=elementwise"], [WINDOW]),
     ("full recompute", 1, ["trainer.recompute=full"], []),
     (
         "pp2, full recompute of every 2nd block",

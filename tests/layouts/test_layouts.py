@@ -20,6 +20,7 @@ from tests.rows import rows
 # Layouts whose sums have the same order as the oracle's: equal to the last bit.
 BITWISE: list[tuple[str, int, list[str], list[str]]] = [
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
+    ("elementwise recompute", 1, ["trainer.recompute=elementwise"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
 ]
 

@@ -97,9 +97,9 @@ def test_what_is_new_says_why(cache: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("sp", ["true", "false"])
-def test_compiled_equals_eager(cache: Path, sp: str) -> None:
-    layout = ("trainer.tp=2", "trainer.pp=2", f"trainer.sp={sp}")
+@pytest.mark.parametrize(("sp", "recompute"), [("true", "none"), ("false", "none"), ("true", "elementwise")])
+def test_compiled_equals_eager(cache: Path, sp: str, recompute: str) -> None:
+    layout = ("trainer.tp=2", "trainer.pp=2", f"trainer.sp={sp}", f"trainer.recompute={recompute}")
     differences = worst(
         run_layout(4, *layout, *COMPILE, f"trainer.compile_cache={cache}", steps=2), run_layout(4, *layout, steps=2)
     )

@@ -87,20 +87,22 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
     queries, keys = shape.queries / job.tp, max(shape.keys / job.tp, shape.head_dim)
     if recompute == "full":
         return {"block inputs": stream / split}
+    # Our selective is elementwise and attention, whose kernels keep no scores.
+    again = recompute == "elementwise" or (recompute == "selective" and program.chunks_logits)
     frozen, selective = bool(job.lora_parameters), recompute == "selective"
     # A frozen matrix needs no input for its gradient.
     inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
-    norms = 2 * stream / split + inputs * stream / (1 if program.keeps_gathered else split)
+    norms = 2 * stream / split + (not again) * inputs * stream / (1 if program.keeps_gathered else split)
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and what comes out
     if program.attention != "scores":
         attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
-    if program.kernels != "fused" and not selective:
+    if program.kernels != "fused" and not selective and not again:
         attention += job.tokens * (queries + keys) * width  # after the rotation, beside before it
     ffn = job.tokens * shape.ffn / job.tp * width
-    inner = (3 if shape.gated else 2) * ffn
-    if shape.gated and program.kernels == "eager" and not selective:
+    inner = ((3 if shape.gated else 2) - again) * ffn
+    if shape.gated and program.kernels == "eager" and not selective and not again:
         inner += ffn  # silu's output
-    if frozen and "down" not in job.adapted:
+    if frozen and "down" not in job.adapted and not again:
         inner -= ffn
     found = {"norms": norms, "attention": attention, "feed-forward": inner}
     if program.dropout:

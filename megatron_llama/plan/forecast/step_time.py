@@ -165,14 +165,16 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     repeated = passes * again
     if job.program.repeats_activation:
         repeated = max(repeated, inside * job.inner_bytes * constants[f"passes.{kernels}"] * _core_again(job))
+    if job.recompute == "elementwise":
+        repeated = passes / job.recompute_every
     memory += (2.5 * passes + repeated) / (device.bandwidth * MEMORY_REACH)
     gaps = operations(job) * constants[f"gap.{kernels}"]
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
 
 def _again(job: Job) -> float:
-    """Share of a block's forward pass that the backward pass repeats, as a mean over the blocks."""
-    return {"none": 0.0, "selective": 0.0, "full": 1.0, "half": 0.5}[job.recompute] / job.recompute_every
+    """Share of a block's matrix products that the backward pass repeats, as a mean over the blocks."""
+    return {"full": 1.0, "half": 0.5}.get(job.recompute, 0.0) / job.recompute_every
 
 
 def _core_again(job: Job) -> float:

@@ -187,7 +187,7 @@ class Job:
     stage_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage."""
     recompute: str = "none"
-    """none, selective or full, as trainer.recompute."""
+    """As trainer.recompute; or half, of other programs."""
     recompute_every: int = 1
     """Only every n-th block recomputes."""
     format: str = "bf16"

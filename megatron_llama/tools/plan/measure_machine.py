@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
-from megatron_llama.model.llama import FeedForward, RMSNorm
+from megatron_llama.model.llama import RMSNorm
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.optim import build_optimizer
@@ -163,7 +163,12 @@ def _pieces(plan: Plan, tokens: int, dtype: torch.dtype) -> float:
     wide = torch.randn(tokens, 1, 2 * 4 * WIDTH, dtype=dtype)
     found = 2 * _forward_backward(lambda x: x + norm(x), [stream])
     found += 2 * _forward_backward(lambda x: rotate(x, *angles), [heads])
-    return found + _forward_backward(FeedForward._silu_and_multiply, [wide])
+    return found + _forward_backward(_silu_and_multiply, [wide])
+
+
+def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def _loss(tokens: int, dtype: torch.dtype) -> float:

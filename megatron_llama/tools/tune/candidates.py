@@ -11,7 +11,7 @@ from typing import Any
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.fields import get
 from megatron_llama.config.problems import shown
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.derive import derive_optimizer
 from megatron_llama.plan.forecast.constants import fitted
@@ -22,7 +22,8 @@ from megatron_llama.plan.shapes import can_cut
 from megatron_llama.plan.variation import varied
 from megatron_llama.tools.tune.target import Target
 
-RECOMPUTE = ("none", "selective", "full")
+WORTH_TRYING = ("none", "elementwise", "full")
+"""Of trainer.recompute: selective keeps no less than elementwise where attention keeps no scores."""
 LARGEST_MICRO_BATCH = 64
 MOST_VIRTUAL = 8
 TUNED = (
@@ -166,7 +167,7 @@ class Tuned:
         for vpp in self._options("trainer.vpp", virtual):
             for stage in self._options("trainer.zero", zero):
                 for group in self._options("trainer.shard_group", self._groups(tp, dp, stage)):
-                    for recompute in self._options("trainer.recompute", RECOMPUTE):
+                    for recompute in self._options("trainer.recompute", WORTH_TRYING):
                         values = (tp, pp, vpp, dp, stage, group, recompute)
                         names = (name for name in TUNED if name != "trainer.micro_batch_size")
                         yield dict(zip(names, values, strict=True))

@@ -24,10 +24,12 @@ MODEL = {
 }
 TP2, PP2, FULL, SELECTIVE = "trainer.tp=2", "trainer.pp=2", "trainer.recompute=full", "trainer.recompute=selective"
 TWO = "model.num_hidden_layers=2"
+ELEMENTWISE = "trainer.recompute=elementwise"
 LORA, ALL = "finetune=lora", "finetune.lora_target_modules=all-linear"
 FAST = {
     "tp2 pp2, zero 2": (0, TP2, PP2, TWO, "trainer.dp=2", "trainer.zero=2"),
     "zero 3, full recompute": (0, TWO, "trainer.dp=2", "trainer.zero=3", FULL),
+    "elementwise": (0, TWO, ELEMENTWISE, "data.seq_length=2048", "model.vocab_size=512"),
 }
 SLOW = {
     "fp32": (0, "trainer.precision=fp32"),
@@ -43,6 +45,9 @@ SLOW = {
     "zero 3": (0, "trainer.dp=2", "trainer.zero=3"),
     "hybrid": (0, "trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2"),
     "selective": (0, SELECTIVE),
+    "elementwise, fp32": (0, ELEMENTWISE, "trainer.precision=fp32"),
+    "tp2 elementwise": (0, TP2, ELEMENTWISE),
+    "lora elementwise": (0, LORA, ALL, ELEMENTWISE),
     "full in every 3rd block": (0, FULL, "trainer.recompute_every=3"),
     "full": (0, FULL),
     "tp2 full": (0, TP2, FULL),

@@ -41,6 +41,7 @@ MORE_LAYOUTS = {
     "tp2+sp": (2, ["trainer.tp=2", MICRO_2]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", MICRO_2]),
     "tp2+sp, selective recompute, tied, odd": (2, ["trainer.tp=2", "trainer.recompute=selective", TIED, ODD, MICRO_2]),
+    "tp2+sp, elementwise recompute": (2, ["trainer.tp=2", "trainer.recompute=elementwise", MICRO_2]),
     "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW, MICRO_2]),
     "pp2, uneven, tied": (2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]", TIED]),
     "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"]),

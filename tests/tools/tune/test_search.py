@@ -19,7 +19,11 @@ FACTORS = {
     "as forecast": {},
     "tensor parallelism is dear": {"tp=2": 3.0},
     "one process is slow": {"dp=1": 1.5, "pp=2": 0.4},
-    "small micro batches are dear": {"micro_batch_size=1": 2.0, "micro_batch_size=2": 1.4, "recompute=selective": 0.8},
+    "small micro batches are dear": {
+        "micro_batch_size=1": 2.0,
+        "micro_batch_size=2": 1.4,
+        "recompute=elementwise": 0.8,
+    },
     "sharding is dear": {"zero=3": 1.6, "zero=2": 1.3, "zero=1": 1.1, "tp=2": 0.8},
 }
 
