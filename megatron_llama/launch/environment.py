@@ -1,21 +1,44 @@
-"""What torchrun, srun or launch.hosts say about this process. Reads an environment, starts nothing."""
+"""What torchrun, srun, mpirun or launch.hosts say about this process. Reads an environment, starts nothing."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch.network import is_loopback
 
 # Slurm numbers the steps that are no srun of ours (batch script, interactive shell, ...) from here on.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Ports for rendezvous, below the range from which Linux hands out ports for outgoing connections (32768 on).
 _FIRST_PORT, _PORTS = 15000, 15000
+# torchrun's own, where nothing tells one job from another.
+_USUAL_PORT = 29500
 
 
 # What launch.hosts tells the one process that it starts on each host.
 NODE, NODES, SLOTS, RUN_ID = (f"MEGATRON_LLAMA_{name}" for name in ("NODE", "NODES", "SLOTS", "RUN_ID"))
+
+# What an mpirun calls a process's rank, the number of processes, and both again among those of the same machine.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""Of MPICH and Intel MPI."""
+
+# Starters whose processes are not run as ranks, because none of these could be tried: rank, size, local rank ("": there
+# is no such variable). Under Slurm its own variables decide, whichever PMI it speaks.
+_OTHERS = {
+    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+    "mpirun_rsh": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+    "A PMI starter": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
+    "A PMIx starter": ("PMIX_RANK", "", "PMIX_LOCAL_RANK"),
+    "pbsdsh": ("PBS_NODENUM", "", ""),
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +46,7 @@ class ProcessContext:
     """Where a process that somebody else started stands: a rank, or the one task on its node, which may start ranks."""
 
     starter: str
-    """torchrun, srun or hosts."""
+    """torchrun, srun, mpirun or hosts."""
     rank: int
     local_rank: int
     """Number among the processes that were started on this machine."""
@@ -47,7 +70,7 @@ class ProcessContext:
     @property
     def one_per_node(self) -> bool:
         """Whether this is the only process on its machine, among several machines."""
-        return self.starter == "hosts" or (self.starter == "srun" and self.nodes == self.world_size)
+        return self.starter == "hosts" or (self.starter != "torchrun" and self.nodes == self.world_size)
 
     def ranks_of_nodes(self, world_size: int) -> tuple[int, ...]:
         """How many of ``world_size`` ranks each machine has, where there is one process on each."""
@@ -68,14 +91,20 @@ class ProcessContext:
 def process_context(environ: Mapping[str, str]) -> ProcessContext | None:
     """What the starter of this process has set; None where it was started by hand.
 
-    Raises ConfigError when the variables contradict each other.
+    Starters start one another, and the innermost one counts: torchrun as srun's or mpirun's task, mpirun in a job of
+    Slurm's. Raises ConfigError with every problem when the variables contradict each other, or when a starter that is
+    not known here has started several processes, each of which would begin the whole run.
     """
     if NODE in environ:
         return _from_hosts(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
+    mpirun = next((names for names in (_OPEN_MPI, _HYDRA) if _is_one_of_several(environ, names)), None)
+    if mpirun is not None:
+        return _from_mpirun(environ, mpirun)
     if _is_srun_task(environ):
         return _from_srun(environ)
+    _refuse_unknown_starter(environ)
     return None
 
 
@@ -97,49 +126,208 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
+class _Reader:
+    """Reads variables as numbers, and collects what is wrong with them."""
+
+    def __init__(self, environ: Mapping[str, str], starter: str) -> None:
+        self.environ, self.starter = environ, starter
+        self.problems: list[Problem] = []
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """The variable as a number; ``default`` where it is not set; 0, and a problem, where there is none."""
+        text = self.environ.get(name, "")
+        if text.isascii() and text.isdigit():
+            return int(text)
+        if text:
+            rule = "the program that starts the ranks sets this variable to a number"
+            self.add(name, text, rule, f"unset {name}, or start with {self.starter}")
+        elif default is not None:
+            return default
+        else:
+            self.missing(name)
+        return 0
+
+    def missing(self, name: str, instead: str = "") -> None:
+        """Notes a variable without which this rank has no place."""
+        known = ("RANK", "WORLD_SIZE", *_OPEN_MPI[:2], *_HYDRA[:2], "SLURM_PROCID", "SLURM_NTASKS")
+        there = " and ".join(other for other in known if other in self.environ)
+        rule = f"with {there} this is one rank of several, which needs {name} too"
+        instead = instead or f"set {name}, or unset {there} to let this process start the ranks"
+        self.add(name, None, rule, instead)
+
+    def add(self, name: str, value: object, rule: str, instead: str) -> None:
+        self.problems.append(Problem(name, value, rule, instead))
+
+    def below(self, name: str, number: int, count_name: str, count: int) -> None:
+        """``number`` must be one of 0 to ``count`` - 1, if both could be read."""
+        if not self.problems and number >= count:
+            rule = f"{count_name}={count} means the numbers 0 to {count - 1}"
+            self.add(name, number, rule, f"start all ranks with one command of {self.starter}'s")
+
+    def checked(self, context: ProcessContext) -> ProcessContext:
+        """``context``, if there is no problem with it; raises ConfigError."""
+        if not self.problems and not 0 < context.master_port < 2**16:
+            rule = "the ranks meet at this port, so all of them have to know it"  # 0 would be another one for each
+            self.add("MASTER_PORT", context.master_port, rule, "set a free one from 1024 to 65535")
+        if self.problems:
+            raise ConfigError(self.problems)
+        return context
+
+
 def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
     """Of the process that launch.hosts started on this host."""
-    numbers = _numbers(environ, (NODE, NODES, "MASTER_PORT"))
+    read = _Reader(environ, "launch.hosts")
+    node, nodes = read.number(NODE), read.number(NODES)
     slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
-    return ProcessContext(
-        starter="hosts",
-        rank=numbers[NODE],
-        local_rank=0,
-        local_ranks=1,
-        world_size=numbers[NODES],
-        master_addr=environ["MASTER_ADDR"],
-        master_port=numbers["MASTER_PORT"],
-        job=environ[RUN_ID],
-        has_store=False,
-        node=numbers[NODE],
-        nodes=numbers[NODES],
-        slots=slots,
+    return read.checked(
+        ProcessContext(
+            starter="hosts",
+            rank=node,
+            local_rank=0,
+            local_ranks=1,
+            world_size=nodes,
+            master_addr=environ["MASTER_ADDR"],
+            master_port=read.number("MASTER_PORT"),
+            job=environ[RUN_ID],
+            has_store=False,
+            node=node,
+            nodes=nodes,
+            slots=slots,
+        )
     )
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
-    """From torchrun's variables, which other starters (mpirun wrappers, job services) use as well."""
-    numbers = _numbers(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    if "MASTER_ADDR" not in environ:
-        raise _missing("MASTER_ADDR", environ)
+    """From torchrun's variables, which other starters (accelerate, deepspeed, job services) use as well."""
+    read = _Reader(environ, "torchrun")
+    rank, world_size, local_rank = read.number("RANK"), read.number("WORLD_SIZE"), read.number("LOCAL_RANK")
+    address, port = environ.get("MASTER_ADDR", ""), read.number("MASTER_PORT")
+    if not address:
+        read.missing("MASTER_ADDR")
+    # deepspeed says LOCAL_SIZE. Where nobody says it, the loopback shows that all ranks are on this machine.
+    one_machine = world_size if address and is_loopback(address) else None
+    local_ranks = read.number("LOCAL_WORLD_SIZE", read.number("LOCAL_SIZE", 0) or one_machine)
+    read.below("RANK", rank, "WORLD_SIZE", world_size)
+    read.below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)
+    _compare_with_starter(read, world_size)
     # torchrun's own default for the id is the word "none"; it says nothing about the job.
     job = environ.get("TORCHELASTIC_RUN_ID", "none")
-    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]))
-    return _checked(
+    per_machine = max(1, local_ranks)
+    return read.checked(
         ProcessContext(
             starter="torchrun",
-            rank=numbers["RANK"],
-            local_rank=numbers["LOCAL_RANK"],
+            rank=rank,
+            local_rank=local_rank,
             local_ranks=local_ranks,
-            world_size=numbers["WORLD_SIZE"],
-            master_addr=environ["MASTER_ADDR"],
-            master_port=numbers["MASTER_PORT"],
+            world_size=world_size,
+            master_addr=address,
+            master_port=port,
             job=environ.get("SLURM_JOB_ID") if job == "none" else job,
             has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            node=int(environ.get("GROUP_RANK", numbers["RANK"] // local_ranks)),
-            nodes=int(environ.get("GROUP_WORLD_SIZE", -(-numbers["WORLD_SIZE"] // local_ranks))),
+            node=read.number("GROUP_RANK", rank // per_machine),
+            nodes=read.number("GROUP_WORLD_SIZE", -(-world_size // per_machine)),
         )
     )
+
+
+def _compare_with_starter(read: _Reader, world_size: int) -> None:
+    """Notes a WORLD_SIZE, left in the environment or written by hand, below the number of processes that were started:
+    several of them would have the same rank. torchrun's agents know better than what has started them."""
+    if "TORCHELASTIC_RUN_ID" in read.environ or read.problems:
+        return
+    for name in (_OPEN_MPI[1], _HYDRA[1], "SLURM_NTASKS"):
+        started = read.environ.get(name, "")
+        counts = name != "SLURM_NTASKS" or _is_srun_task(read.environ)
+        if counts and started.isdigit() and int(started) > world_size:
+            rule = f"{name}={started} processes were started"
+            read.add("WORLD_SIZE", world_size, rule, "unset RANK and WORLD_SIZE: the starter's own numbers do")
+            return
+
+
+def _is_one_of_several(environ: Mapping[str, str], names: Sequence[str]) -> bool:
+    """Whether a starter with these variables has started several processes. A single one may use all devices."""
+    rank, size, local_rank = names[:3]
+    return {rank, size, local_rank} <= environ.keys() and environ[size] != "1"
+
+
+def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessContext:
+    """From the variables ``names`` of an mpirun.
+
+    On one machine the ranks meet at the loopback, at a port that follows from mpirun's process. Otherwise mpirun tells
+    nobody where rank 0 is: Slurm or the user must.
+    """
+    read = _Reader(environ, "mpirun")
+    rank, world_size, local_rank, local_ranks = (read.number(name) for name in names)
+    read.below(names[0], rank, names[1], world_size)
+    read.below(names[2], local_rank, names[3], local_ranks)
+    job = environ.get("SLURM_JOB_ID")
+    address = environ.get("MASTER_ADDR", "")
+    if local_ranks == world_size:
+        address, port = address or "127.0.0.1", free_port_of(_starter_pid(names[0]))
+    elif job:
+        address, port = address or first_node(environ.get("SLURM_JOB_NODELIST", "")), free_port_of(_digits(job) * 10)
+    else:
+        port = _USUAL_PORT
+    if not address and not read.problems:
+        option = "-x" if names is _OPEN_MPI else "-genv"
+        separator = "=" if names is _OPEN_MPI else " "
+        read.missing("MASTER_ADDR", f"write mpirun {option} MASTER_ADDR{separator}NAME ... with rank 0's host")
+    per_machine = max(1, local_ranks)
+    return read.checked(
+        ProcessContext(
+            starter="mpirun",
+            rank=rank,
+            local_rank=local_rank,
+            local_ranks=local_ranks,
+            world_size=world_size,
+            master_addr=address,
+            master_port=read.number("MASTER_PORT", port),
+            job=job,
+            has_store=False,
+            node=rank // per_machine,
+            nodes=-(-world_size // per_machine),
+        )
+    )
+
+
+def _starter_pid(rank_variable: str) -> int:
+    """The process that has started this machine's ranks: the nearest ancestor that is not itself part of a rank, as
+    shells and wrappers between the two are."""
+    pid = os.getppid()
+    try:
+        while any(
+            entry.startswith(f"{rank_variable}=".encode())
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ):
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # no /proc, or another user's process
+        pass
+    return pid
+
+
+def _refuse_unknown_starter(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError where this process is one of several that nothing here can bring together."""
+    read = _Reader(environ, "torchrun, srun or mpirun")
+    if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in environ:
+                read.missing(name)
+    known = "SLURM_JOB_ID" in environ or _OPEN_MPI[1] in environ  # which say that it is a single one
+    for starter, (rank, size, local_rank) in () if known else _OTHERS.items():
+        several = environ.get(size, "1") != "1" if size else environ.get(rank, "0") != "0" or rank == "PMIX_RANK"
+        if rank in environ and several:
+            given = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+            words = " ".join(f"{name}={f'${source}' if source else '...'}" for name, source in given.items())
+            rule = f"{starter} has started several processes, and is not known here: each would begin the whole run"
+            instead = (
+                f"start with {read.starter}; or give each process torchrun's variables: sh -c '{words} "
+                "LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=29500 exec python train.py ...'; "
+                f"or, if it is the only one, unset {rank}"
+            )
+            read.add(rank, environ[rank], rule, instead)
+            break
+    if read.problems:
+        raise ConfigError(read.problems)
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
@@ -158,68 +346,42 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 
 def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     """From srun's variables; the first node of the step holds rank 0 and the store."""
-    numbers = _numbers(environ, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    read = _Reader(environ, "srun")
+    rank, world_size, local_rank = (read.number(f"SLURM_{name}") for name in ("PROCID", "NTASKS", "LOCALID"))
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in lists if name in environ), "")
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if count == "1" else first_node(nodes))
     if not address:
-        raise _missing("SLURM_JOB_NODELIST", environ)
+        read.missing("SLURM_JOB_NODELIST")
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     node = int(environ.get("SLURM_NODEID", 0))
-    local_ranks = tasks_on_node(tasks, node) or numbers["SLURM_NTASKS"]
+    local_ranks = tasks_on_node(tasks, node) or world_size
+    read.below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
     # A port that all tasks of a step agree on without talking; steps of one job on one node get different ones.
-    digits = [int(re.sub(r"\D", "", text or "") or 0) for text in (job, environ.get("SLURM_STEP_ID"))]
-    port = free_port_of(digits[0] * 10, digits[1])
-    if environ.get("MASTER_PORT"):
-        port = _numbers(environ, ("MASTER_PORT",))["MASTER_PORT"]
-    return _checked(
+    port = free_port_of(_digits(job) * 10, _digits(environ.get("SLURM_STEP_ID")))
+    return read.checked(
         ProcessContext(
             starter="srun",
-            rank=numbers["SLURM_PROCID"],
-            local_rank=numbers["SLURM_LOCALID"],
+            rank=rank,
+            local_rank=local_rank,
             local_ranks=local_ranks,
-            world_size=numbers["SLURM_NTASKS"],
+            world_size=world_size,
             master_addr=address,
-            master_port=port,
+            master_port=read.number("MASTER_PORT", port),
             job=job,
             has_store=False,
             node=node,
-            nodes=int(count) if count else -(-numbers["SLURM_NTASKS"] // local_ranks),
+            nodes=int(count) if count else -(-world_size // max(1, local_ranks)),
         )
     )
+
+
+def _digits(text: str | None) -> int:
+    return int(re.sub(r"\D", "", text or "") or 0)
 
 
 def free_port_of(*numbers: int) -> int:
     """A port for a rendezvous that follows from ``numbers``, so that different jobs get different ones."""
     return _FIRST_PORT + sum(numbers) % _PORTS
-
-
-def _numbers(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, int]:
-    """The named variables as integers."""
-    for name in names:
-        if name not in environ:
-            raise _missing(name, environ)
-        if not environ[name].isdigit():
-            rule = "the program that starts the ranks sets this variable to a number"
-            raise ConfigError([Problem(name, environ[name], rule, f"unset {name}, or start with torchrun or srun")])
-    return {name: int(environ[name]) for name in names}
-
-
-def _missing(name: str, environ: Mapping[str, str]) -> ConfigError:
-    """The error of a set of variables that is not complete."""
-    there = " and ".join(n for n in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS") if n in environ)
-    rule = f"{there} say that this is one rank of several, which needs {name} too"
-    return ConfigError([Problem(name, None, rule, f"set {name}, or unset {there} to let this process start the ranks")])
-
-
-def _checked(context: ProcessContext) -> ProcessContext:
-    """``context``, if it can be."""
-    if context.rank >= context.world_size:
-        rule = f"a world of {context.world_size} has the ranks 0 to {context.world_size - 1}"
-        raise ConfigError([Problem("RANK", context.rank, rule, "start all ranks with one torchrun or srun command")])
-    if not 0 < context.master_port < 2**16:
-        rule = "the ranks meet at this port, so all of them have to know it"  # 0 would be another one for each
-        raise ConfigError([Problem("MASTER_PORT", context.master_port, rule, "set a free one from 1024 to 65535")])
-    return context

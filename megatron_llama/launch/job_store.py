@@ -43,9 +43,10 @@ class JobStore:
         self.forged: list[str] = []
         """Names of values that did not carry the job's secret."""
 
-    def again(self) -> JobStore:
-        """Another connection to the same store, for another thread."""
-        return JobStore(self._store.clone, self._job, self._secret.decode(), ANSWER_SECONDS)
+    def again(self, part: str = "") -> JobStore:
+        """Another connection to the same store, for another thread; with a ``part``, for texts of its own."""
+        job = f"{self._job}/{part}" if part else self._job
+        return JobStore(self._store.clone, job, self._secret.decode(), ANSWER_SECONDS)
 
     def set(self, name: str, text: str) -> None:
         """Leaves a text. Raises StoreLost, also where it is larger than the store takes (8 MiB)."""

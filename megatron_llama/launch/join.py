@@ -1,4 +1,4 @@
-"""A process that torchrun, srun or launch.hosts has started: it becomes a rank, or the starter of its node's ranks."""
+"""A process that another program has started: it becomes a rank, or the starter of its node's ranks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import SECRET, LaunchFailed
 from megatron_llama.launch.network import is_loopback
 from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, run_as_rank
-from megatron_llama.launch.rendezvous import (
-    ARRIVAL_LIMIT_SECONDS,
-    NodeInfo,
-    Rendezvous,
-    check_consistent,
-    node_info,
-    node_table,
-)
+from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
+from megatron_llama.launch.reports import NodeInfo, check_consistent, node_info, node_table
 from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
 from megatron_llama.launch.ssh import obey_starter, secret_from_starter
 from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
+from megatron_llama.system.attempt import ATTEMPT
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import spill_into
 from megatron_llama.system.signals import die_with
@@ -48,30 +43,7 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
         counts = context.ranks_of_nodes(plan.world_size)
         ranks, first = counts[context.node], [0, *accumulate(counts)][context.node]
     with ExitStack() as stack:
-        # Where files of records were replaced by datasets, other nodes may still prepare theirs.
-        prepared = plan.config.data.prefixes != world.config.data.prefixes
-        limit = PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS
-        rendezvous = Rendezvous(context, limit, secret_of_job(context))
-        mine = node_info(context, first, ranks, plan.world_size)
-        rendezvous.report(mine)
-        if context.rank > 0:
-            try:
-                plan.config.run.dir = rendezvous.wait()
-            except EOFError as error:
-                time.sleep(CONSEQUENCE_DELAY_SECONDS)
-                raise LaunchFailed(f"the first process ended before the start: {error}") from error
-        else:
-            nodes = check_consistent(rendezvous.gather())
-            mine = nodes[0]
-            chosen = plan.config.run.dir or rendezvous.agreed_run_dir(default_dir_of_job(plan.config, context.job))
-            plan.config.run.dir = chosen
-            stack.enter_context(claimed(Path(chosen)))
-            report_to_batch_script("running", chosen)
-            sys.stdout.write(record(plan, Path(chosen)) + "\n")
-            if context.nodes > 1:
-                sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.openness()}\n\n")
-            sys.stdout.flush()
-            rendezvous.open(chosen)
+        rendezvous, mine = _meet(plan, world, context, node_info(context, first, ranks, plan.world_size), stack)
         spill_into(Path(str(plan.config.run.dir)))
         _use_interface(context, mine)
         hang_seconds = plan.config.trainer.hang_timeout_seconds
@@ -93,6 +65,42 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
             board=board,
             while_running=partial(obey_starter, partial(os._exit, EXIT_FAILED)) if context.starter == "hosts" else None,
         )
+
+
+def _meet(
+    plan: Plan, world: World, context: ProcessContext, mine: NodeInfo, stack: ExitStack
+) -> tuple[Rendezvous, NodeInfo]:
+    """Brings the processes together; the first one claims the run's folder until ``stack`` closes. All then have the
+    same ``run.dir``. Returns this process's report as the others see it."""
+    # Where files of records were replaced by datasets, other nodes may still prepare theirs.
+    prepared = plan.config.data.prefixes != world.config.data.prefixes
+    limit = PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS
+    rendezvous = Rendezvous(context, limit, secret_of_job(context))
+    rendezvous.report(mine)
+    if context.rank > 0:
+        try:
+            opening = rendezvous.wait()
+        except EOFError as error:
+            time.sleep(CONSEQUENCE_DELAY_SECONDS)
+            raise LaunchFailed(f"the first process ended before the start: {error}") from error
+    else:
+        nodes = check_consistent(rendezvous.gather())
+        mine = nodes[0]
+        wanted = plan.config.run.dir or default_dir_of_job(plan.config, context.job)
+        chosen, again = rendezvous.agreed_run_dir(wanted)
+        plan.config.run.dir = chosen
+        stack.enter_context(claimed(Path(chosen)))
+        report_to_batch_script("running", chosen)
+        sys.stdout.write(record(plan, Path(chosen)) + "\n")
+        if context.nodes > 1:
+            sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.openness()}\n\n")
+        sys.stdout.flush()
+        opening = rendezvous.open(nodes, chosen, again)
+    plan.config.run.dir = opening.run_dir
+    if opening.again and plan.config.checkpoint.resume == "never":  # that was about the first start
+        plan.config.checkpoint.resume = "auto"
+    os.environ[ATTEMPT] = opening.attempt
+    return rendezvous, mine
 
 
 def secret_of_job(context: ProcessContext) -> str:

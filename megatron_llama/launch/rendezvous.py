@@ -14,39 +14,22 @@ import os
 import socket
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import SECRET, JobStore, LaunchFailed, StoreLost
-from megatron_llama.launch.network import addresses_of, interface_of, is_loopback, own_address_towards
-from megatron_llama.system.text_table import text_table
+from megatron_llama.launch.network import addresses_of, is_loopback
+from megatron_llama.launch.reports import NodeInfo, Opening, read_opening, read_report, same_number
 
 # Starting Python on a thousand nodes from one disk takes minutes; a host without a route is known much sooner.
 ARRIVAL_LIMIT_SECONDS = 300.0
 NO_ROUTE_LIMIT_SECONDS = 30.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
 _SPEAK_SECONDS = 60.0  # torch looks up the name of who connects, and there may be a thousand
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """What one process reports about itself."""
-
-    number: int
-    """Its rank among the processes that were started."""
-    node: int
-    name: str
-    """The machine's own name."""
-    first_rank: int
-    ranks: int
-    """Ranks that it is or will start."""
-    world_size: int
-    """Ranks in all, by its own count."""
-    address: str
-    interface: str | None
+_LOOK_SECONDS = 2.0  # how often who waits looks whether something is wrong
 
 
 class Rendezvous:
@@ -63,10 +46,7 @@ class Rendezvous:
         from torch.distributed import TCPStore
 
         self._context, self._limit = context, limit_seconds
-        # What an earlier attempt of torchrun's has left must not count again, but for the folder that it chose.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._reports, self._opening = f"{attempt}/report", f"{attempt}/open"
-
+        self._attempt = ""
         self._secret = bool(secret)
         self._listens: str | None = None
 
@@ -83,7 +63,7 @@ class Rendezvous:
         if context.rank > 0 and not context.has_store:
             _wait_until_reachable(context, limit_seconds)
         try:
-            job = f"{context.job}/{context.starter}/{context.world_size}"
+            job = f"{context.job}/{context.starter}"
             self._store = JobStore(connect, job, secret, _SPEAK_SECONDS)
         except StoreLost as error:
             raise LaunchFailed(
@@ -93,42 +73,119 @@ class Rendezvous:
 
     def report(self, mine: NodeInfo) -> None:
         """Leaves this process's report for the first one."""
-        self._store.set(f"{self._reports}/{mine.number}", json.dumps(asdict(mine)))
+        self._mine = mine
+        self._store.set(f"report/{mine.number}", json.dumps(asdict(mine)))
 
     def gather(self) -> list[NodeInfo]:
-        """For the first process: all reports, in order. Raises LaunchFailed where one does not come in time."""
+        """For the first process: all reports, in order. Raises LaunchFailed where one does not come in time, and
+        ConfigError where two processes have the same number or were told of different numbers of processes."""
         found: dict[int, NodeInfo] = {}
         deadline = time.monotonic() + self._limit
         for number in range(self._context.world_size):
-            left = max(0.1, deadline - time.monotonic())
-            node = _read_report(self._store.wait(f"{self._reports}/{number}", left))
-            if node is not None and node.number == number:  # else the error names all that are missing
+            while (node := self._reported(number, _limited(deadline))) is None and time.monotonic() < deadline:
+                self._check_trouble()
+            if node is not None:  # else the error names all that are missing
                 found[number] = node
+                self._check_count(node)
+        self._check_trouble()
         if len(found) < self._context.world_size:
             raise LaunchFailed(_missing(self._context, found.values(), self._limit, len(self._store.forged)))
         return list(found.values())
 
-    def agreed_run_dir(self, run_dir: str) -> str:
-        """The folder that an earlier attempt of the same start has chosen (torchrun starts ranks again), else
-        ``run_dir``."""
-        return self._store.first("run.dir", run_dir) if self._context.has_store else run_dir
+    def agreed_run_dir(self, run_dir: str) -> tuple[str, bool]:
+        """For the first process: the folder that an earlier attempt of the same start has chosen (torchrun starts ranks
+        again), else ``run_dir``; and whether there was such an attempt."""
+        if not self._context.has_store:
+            return run_dir, False
+        earlier = self._store.get("run.dir") is not None
+        return self._store.first("run.dir", run_dir), earlier
 
-    def open(self, run_dir: str) -> None:
-        """For the first process: lets the others continue."""
-        self._store.set(self._opening, run_dir)
+    def open(self, nodes: Sequence[NodeInfo], run_dir: str, again: bool = False) -> Opening:
+        """For the first process: lets the others continue, and returns once each has heard it. Raises as ``gather``.
 
-    def wait(self) -> str:
-        """For the others: the run's folder, once the first process opens the start. Raises EOFError where that process
-        has ended instead, and LaunchFailed where it says nothing."""
+        torchrun starts ranks again, and agents join and leave, in one store: what lies there may be of an earlier
+        attempt, a report too. A report counts once its process has answered to this process's own token.
+        """
+        tokens = [node.token for node in nodes]
+        deadline = time.monotonic() + self._limit
+        silent = set(range(1, len(nodes)))
+        while True:
+            opening = Opening(run_dir, again, tuple(tokens))
+            self._store.set("open", json.dumps(asdict(opening)))
+            for number in sorted(silent):
+                if self._store.wait(f"answer/{number}", _limited(deadline)) == opening.attempt:
+                    silent.remove(number)
+                elif (node := self._reported(number, 0.1)) is not None and node.token != tokens[number]:
+                    if not self._context.has_store:
+                        self._refuse(same_number(number, node, nodes[number]))
+                    tokens[number] = node.token
+            if not silent:
+                self._attempt = opening.attempt
+                return opening
+            if time.monotonic() > deadline:
+                lost = [node for node in nodes if node.number not in silent]
+                raise LaunchFailed(_missing(self._context, lost, self._limit, len(self._store.forged)))
+            self._check_trouble()
+
+    def wait(self) -> Opening:
+        """For the others: what the first process opens the start with. Raises EOFError where that process has ended
+        instead, LaunchFailed where it says nothing, and ConfigError as ``gather``."""
         try:
-            run_dir = self._store.wait(self._opening, self._limit)
+            return self._heard()
         except StoreLost as error:
             raise EOFError(str(error)) from error
-        if run_dir is None:
-            said = f"the first process has not begun within {self._limit:g} s: it is stopped, or waits for one that is"
-            forged = f"; a word came from somebody who has not this job's {SECRET}" if self._store.forged else ""
-            raise LaunchFailed(said + forged)
-        return run_dir
+
+    def _heard(self) -> Opening:
+        mine, deadline = self._mine, time.monotonic() + self._limit
+        while time.monotonic() < deadline:
+            opening = read_opening(self._store.wait("open", _limited(deadline)))
+            meant = opening is not None and opening.tokens[mine.number : mine.number + 1] == (mine.token,)
+            if opening is not None and meant:
+                self._store.set(f"answer/{mine.number}", opening.attempt)
+                self._attempt = opening.attempt
+                return opening
+            if not self._context.has_store:  # where nothing of an earlier attempt lies about
+                if (first := self._reported(0, 0.1)) is not None:
+                    self._check_count(first)
+                other = self._reported(mine.number, 0.1)
+                if opening is not None or (other is not None and other.token != mine.token):
+                    self._refuse(same_number(mine.number, mine, other))
+            self._check_trouble()
+            time.sleep(_RETRY_SECONDS)
+        said = f"the first process has not begun within {self._limit:g} s: it is stopped, or waits for one that is"
+        forged = f"; a word came from somebody who has not this job's {SECRET}" if self._store.forged else ""
+        raise LaunchFailed(said + forged)
+
+    def _reported(self, number: int, seconds: float) -> NodeInfo | None:
+        """The report of this number, if it comes within ``seconds`` and is one."""
+        begin = time.monotonic()
+        node = read_report(self._store.wait(f"report/{number}", seconds))
+        if node is not None and node.number == number:
+            return node
+        time.sleep(max(0.0, min(seconds, _RETRY_SECONDS) - (time.monotonic() - begin)))  # nonsense comes at once
+        return None
+
+    def _check_count(self, other: NodeInfo) -> None:
+        """Refuses a process that was told of another number of processes than this one."""
+        if other.processes != self._context.world_size:
+            here, there = f"{self._context.world_size} to {self._mine}", f"{other.processes} to {other}"
+            rule = f"the number of processes is {here} (rank {self._context.rank}), and {there} (rank {other.number})"
+            self._refuse(Problem("WORLD_SIZE", None, rule, "start all ranks with one command"))
+
+    def _refuse(self, problem: Problem) -> NoReturn:
+        """Tells the others, and raises ConfigError."""
+        self._store.set("trouble", json.dumps([problem.field, problem.value, problem.rule, problem.instead]))
+        raise ConfigError([problem])
+
+    def _check_trouble(self) -> None:
+        """Raises the ConfigError that another process has found."""
+        if (found := self._store.get("trouble")) is None:
+            return
+        try:
+            name, value, rule, instead = json.loads(found)
+        except (ValueError, TypeError, RecursionError):
+            return
+        raise ConfigError([Problem(str(name), value, str(rule), str(instead))])
 
     def openness(self) -> str:
         """Where the first process listens, and whether strangers could pass for one of the job's; one line."""
@@ -144,7 +201,7 @@ class Rendezvous:
         """Where the processes tell each other of hangs."""
         context = self._context
         host = "torchrun's first agent" if context.has_store else "rank 0's, or its starter's"
-        return Board(self._store, context.rank, context.world_size, host)
+        return Board(self._store.again(self._attempt), context.rank, context.world_size, host)
 
 
 def check_first_address(context: ProcessContext) -> None:
@@ -176,54 +233,6 @@ def _answers(context: ProcessContext) -> bool:
     return True
 
 
-def node_info(context: ProcessContext, first_rank: int, ranks: int, world_size: int) -> NodeInfo:
-    """This process's report. The first node learns its own address only from the others'."""
-    try:
-        address = own_address_towards(context.master_addr)
-    except OSError:
-        address = ""  # connecting will say more
-    return NodeInfo(
-        number=context.rank,
-        node=context.node,
-        name=socket.gethostname(),
-        first_rank=first_rank,
-        ranks=ranks,
-        world_size=world_size,
-        address=address,
-        interface=interface_of(address) if address else None,
-    )
-
-
-def check_consistent(reports: Sequence[NodeInfo]) -> list[NodeInfo]:
-    """All reports, with the first node's address as the others see it. Raises LaunchFailed where the processes don't
-    count the same number of ranks."""
-    first = reports[0]
-    odd = [node for node in reports if node.world_size != first.world_size]
-    if odd:
-        raise LaunchFailed(
-            f"{odd[0].name} has {odd[0].ranks} ranks and so counts {odd[0].world_size} in all; {first.name} has "
-            f"{first.ranks} and counts {first.world_size}. All nodes must have equally many devices, or launch.hosts "
-            "must say how many each has"
-        )
-    others = [node for node in reports if node.node != 0 and node.address]
-    if not others:
-        return list(reports)
-    address = own_address_towards(others[0].address)
-    interface = interface_of(address)
-    return [replace(node, address=address, interface=interface) if node.node == 0 else node for node in reports]
-
-
-def node_table(reports: Sequence[NodeInfo], context: ProcessContext) -> str:
-    """Which node has which ranks, and how it is reached; one row each."""
-    rows = [("node", "name", "ranks", "address", "interface")]
-    for number in sorted({node.node for node in reports}):
-        here = [node for node in reports if node.node == number]
-        first, last = min(n.first_rank for n in here), max(n.first_rank + n.ranks for n in here) - 1
-        ranks = f"{first}-{last}" if last > first else f"{first}"
-        rows.append((str(number), here[0].name, ranks, here[0].address, here[0].interface or "unknown"))
-    return "\n".join([*text_table(rows), f"They meet at {context.master_addr}, port {context.master_port}."]) + "\n"
-
-
 def _listen(context: ProcessContext) -> socket.socket:
     """The first process's port, on the address that the others were told, and on no other where that can be."""
     own = addresses_of(context.master_addr)
@@ -245,7 +254,7 @@ def _listen_on(address: str, context: ProcessContext) -> socket.socket:
         if address and error.errno == errno.EADDRNOTAVAIL:
             return _listen_on("", context)
         rule = f"the first node, {socket.gethostname()}, can't listen there: {error.strerror}"
-        instead = "set MASTER_PORT to a free port, the same on all nodes"
+        instead = "set MASTER_PORT to a free port, the same on all nodes; or this is a second process with RANK=0"
         raise ConfigError([Problem("MASTER_PORT", context.master_port, rule, instead)]) from error
 
 
@@ -267,15 +276,9 @@ def _wait_until_reachable(context: ProcessContext, limit_seconds: float) -> None
         time.sleep(_RETRY_SECONDS)
 
 
-def _read_report(text: str | None) -> NodeInfo | None:
-    """A report that has come; None where none has, or what came is none."""
-    try:
-        node = NodeInfo(**json.loads(text or ""))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    numbers = (node.number, node.node, node.first_rank, node.ranks, node.world_size)
-    words = (node.name, node.address, node.interface or "")
-    return node if all(type(n) is int for n in numbers) and all(type(word) is str for word in words) else None
+def _limited(deadline: float) -> float:
+    """How long to wait for one thing, in seconds, before looking round."""
+    return min(_LOOK_SECONDS, max(0.1, deadline - time.monotonic()))
 
 
 def _missing(context: ProcessContext, reports: Collection[NodeInfo], limit_seconds: float, forged: int) -> str:

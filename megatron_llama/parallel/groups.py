@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,6 +16,7 @@ from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import Device
 from megatron_llama.devices.mcore import route
 from megatron_llama.plan import Plan
+from megatron_llama.system.attempt import ATTEMPT
 from megatron_llama.system.phase import PATIENT
 from megatron_llama.topology import Topology
 
@@ -25,9 +27,11 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     route(torch_device)
     trainer = plan.config.trainer
     if not dist.is_initialized():
-        dist.init_process_group(
-            device.backend, rank=topology.rank, world_size=topology.world_size, timeout=_timeout(trainer)
-        )
+        rank, size, timeout = topology.rank, topology.world_size, _timeout(trainer)
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        # Names of this attempt's own: torchrun keeps the store, with the addresses of ranks that are gone.
+        store = dist.PrefixStore(os.environ.get(ATTEMPT, "0"), store)
+        dist.init_process_group(device.backend, rank=rank, world_size=size, timeout=timeout, store=store)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tp,
         pipeline_model_parallel_size=trainer.pp,

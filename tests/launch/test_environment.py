@@ -1,4 +1,4 @@
-"""What torchrun's and srun's variables mean."""
+"""What the variables of torchrun, srun and mpirun mean, and which starters are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tasks_on_node(text: str, node: int, tasks: int | None) -> None:
 
 def test_started_by_hand() -> None:
     assert process_context({}) is None
-    assert process_context({"WORLD_SIZE": "8"}) is None, "some containers set only this"
+    assert process_context({"WORLD_SIZE": "1"}) is None, "some containers set only this"
 
 
 def test_torchrun() -> None:
@@ -138,6 +138,106 @@ def test_contradictions_are_the_users_mistake(environ: dict[str, str], field: st
     with pytest.raises(ConfigError) as error:
         process_context(environ)
     assert error.value.problems[0].field == field
+
+
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+OPEN_MPI |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, SRUN | OPEN_MPI, SRUN | HYDRA], ids=str)
+def test_mpirun_on_one_machine(environ: dict[str, str]) -> None:
+    context = process_context(environ)
+    assert context is not None and not context.one_per_node
+    assert (context.starter, context.rank, context.local_rank, context.world_size) == ("mpirun", 1, 1, 2)
+    assert (context.master_addr, context.node, context.nodes, context.has_store) == ("127.0.0.1", 0, 1, False)
+    assert context.master_port == process_context(environ | {"PMI_RANK": "0"}).master_port
+    assert process_context(environ | {"MASTER_PORT": "4000"}).master_port == 4000
+
+
+def test_one_process_of_mpiruns_may_start_all_ranks() -> None:
+    single = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    assert process_context(OPEN_MPI | single | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}) is None
+    assert process_context(HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) is None
+
+
+def test_mpirun_on_several_machines_needs_an_address() -> None:
+    for environ, option in ((OPEN_MPI, "-x MASTER_ADDR=NAME"), (HYDRA, "-genv MASTER_ADDR NAME")):
+        several = {name: "8" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
+        with pytest.raises(ConfigError, match=rf"mpirun\s+{option}"):
+            process_context(environ | several)
+        context = process_context(environ | several | {"MASTER_ADDR": "n1"})
+        assert (context.master_addr, context.master_port, context.nodes) == ("n1", 29500, 4)
+        in_slurm = process_context(SRUN | environ | several)
+        assert (in_slurm.master_addr, in_slurm.job) == ("gpu07", "4711")
+    one_each = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert process_context(OPEN_MPI | one_each | {"MASTER_ADDR": "n1"}).one_per_node
+
+
+def test_torchrun_inside_mpirun_counts() -> None:
+    assert process_context(OPEN_MPI | TORCHRUN).starter == "torchrun"
+
+
+def test_deepspeeds_and_hand_made_variables() -> None:
+    few = {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert process_context(few | {"LOCAL_SIZE": "8"}).nodes == 2, "deepspeed"
+    assert process_context(few | {"MASTER_ADDR": "127.0.0.1"}).nodes == 1, "the loopback reaches one machine only"
+    with pytest.raises(ConfigError) as error:
+        process_context(few)
+    assert [problem.field for problem in error.value.problems] == ["LOCAL_WORLD_SIZE"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0", "PMI_RANK": "0", "PMI_SIZE": "4"}, "PALS_RANKID"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1"}, "FLUX_TASK_RANK"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_RANK"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prte"}, "PMIX_RANK"),
+        ({"PBS_NODENUM": "1"}, "PBS_NODENUM"),
+    ],
+)
+def test_several_processes_of_a_starter_that_is_not_known_are_refused(environ: dict[str, str], rank: str) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)each\s+would\s+begin\s+the\s+whole\s+run") as error:
+        process_context(environ)
+    assert [problem.field for problem in error.value.problems] == [rank]
+    assert f"RANK=${rank} WORLD_SIZE=" in error.value.problems[0].instead
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        {"PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PBS_JOBID": "1.head"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "PMIX_RANK": "0", "PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+)
+def test_a_single_process_of_an_unknown_starter_starts_the_run(environ: dict[str, str]) -> None:
+    assert process_context(environ) is None
+
+
+def test_every_wrong_variable_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        process_context({"WORLD_SIZE": "8"})
+    assert [problem.field for problem in error.value.problems] == ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    assert "unset WORLD_SIZE" in error.value.problems[0].instead
+    with pytest.raises(ConfigError) as error:
+        process_context({"RANK": "x", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_PORT": "y"})
+    fields = [problem.field for problem in error.value.problems]
+    assert fields == ["RANK", "MASTER_PORT", "MASTER_ADDR", "LOCAL_WORLD_SIZE"]
+    with pytest.raises(ConfigError) as error:
+        process_context(TORCHRUN | {"LOCAL_RANK": "8"})
+    assert [problem.field for problem in error.value.problems] == ["LOCAL_RANK"]
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK"):
+        process_context(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"})
+
+
+@pytest.mark.parametrize("starter", [OPEN_MPI, HYDRA, SRUN])
+def test_a_world_size_left_in_the_environment_is_not_taken_for_the_starters(starter: dict[str, str]) -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError, match="processes were started") as error:
+        process_context(starter | left)
+    assert [problem.field for problem in error.value.problems] == ["WORLD_SIZE"]
 
 
 def test_one_task_per_node() -> None:

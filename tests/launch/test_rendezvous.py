@@ -19,10 +19,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch import job_store, network, rendezvous
+from megatron_llama.launch import job_store, network, rendezvous, reports
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
-from megatron_llama.launch.rendezvous import NodeInfo, Rendezvous
+from megatron_llama.launch.rendezvous import Rendezvous
+from megatron_llama.launch.reports import NodeInfo
 from megatron_llama.system.signals import is_stopped
 from tests.processes import PATIENCE_SECONDS
 
@@ -47,8 +48,8 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def info(rank: int, **more: Any) -> NodeInfo:
-    return replace(rendezvous.node_info(context(rank), rank, 1, 3), name=f"n{rank + 1}", **more)
+def info(rank: int, processes: int = 2, **more: Any) -> NodeInfo:
+    return replace(reports.node_info(context(rank, processes), rank, 1, 3), name=f"n{rank + 1}", **more)
 
 
 def test_all_learn_where_the_run_is(port: int) -> None:
@@ -56,8 +57,8 @@ def test_all_learn_where_the_run_is(port: int) -> None:
 
     def other(rank: int) -> None:
         here = Rendezvous(context(rank, port=port))
-        here.report(info(rank))
-        heard[rank] = here.wait()
+        here.report(info(rank, 3))
+        heard[rank] = here.wait().run_dir
 
     threads = [threading.Thread(target=other, args=(rank,)) for rank in (1, 2)]
     threads[0].start()  # before there is anybody to meet
@@ -66,9 +67,10 @@ def test_all_learn_where_the_run_is(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\n")
         threads[1].start()
-        first.report(info(0))
-        assert [node.name for node in first.gather()] == ["n1", "n2", "n3"]
-    first.open("runs/it's here")
+        first.report(info(0, 3))
+        nodes = first.gather()
+        assert [node.name for node in nodes] == ["n1", "n2", "n3"]
+    first.open(nodes, "runs/it's here")
     for thread in threads:
         thread.join(100)
     assert heard == {1: "runs/it's here", 2: "runs/it's here"}
@@ -98,9 +100,87 @@ def test_a_first_process_that_ends_lets_the_others_go(port: int) -> None:
 
 def test_a_first_process_that_does_not_begin_is_named(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port))
+    other = Rendezvous(context(1, 2, port=port), limit_seconds=0.5)
+    other.report(info(1))
     with pytest.raises(LaunchFailed, match=r"the first process has not begun within 0\.5 s: it is stopped"):
-        Rendezvous(context(1, 2, port=port), limit_seconds=0.5).wait()
-    first.open("runs/late")
+        other.wait()
+    del first
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returns or raises, all running at once."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    return found
+
+
+def start(place: ProcessContext, token: str = "", counts: int | None = None) -> Rendezvous:
+    """A process that has reported itself; its starter told it of ``counts`` processes."""
+    told = place if counts is None else replace(place, world_size=counts)
+    here = Rendezvous(told)
+    mine = reports.node_info(told, place.rank, 1, place.world_size)
+    here.report(replace(mine, token=token) if token else mine)
+    return here
+
+
+def test_two_processes_with_one_number_are_told_at_once(port: int) -> None:
+    ranks = [start(context(rank, port=port)) for rank in (0, 1, 1)]
+    errors = together(ranks[0].gather, ranks[1].wait, ranks[2].wait)
+    assert sum(isinstance(error, ConfigError) for error in errors) >= 2, errors
+    assert f"process {os.getpid()} on" in str(errors[0]) and errors[0].problems[0].field == "RANK"
+
+
+def test_a_late_process_with_a_taken_number_does_not_wait(port: int) -> None:
+    first, second = start(context(0, 2, port=port)), start(context(1, 2, port=port))
+    together(lambda: first.open(first.gather(), "runs/x"), second.wait)
+    with pytest.raises(ConfigError, match=r"two\s+processes\s+have\s+this\s+number"):
+        start(context(1, 2, port=port)).wait()
+
+
+@pytest.mark.parametrize("counts", [2, 4])
+def test_processes_that_were_told_of_different_worlds_do_not_wait(port: int, counts: int) -> None:
+    first, second = start(context(0, port=port)), start(context(1, port=port), counts=counts)
+    errors = together(first.gather, second.wait)
+    for error in errors:
+        assert isinstance(error, ConfigError) and error.problems[0].field == "WORLD_SIZE", errors
+
+
+def test_what_an_earlier_attempt_has_left_does_not_count() -> None:
+    """torchrun keeps its store while agents come and go, and counts restarts on each agent alone."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [
+        replace(context(rank, 2, port=store.port), starter="torchrun", has_store=True, nodes=1) for rank in (0, 1)
+    ]
+
+    def attempt(chosen: str) -> list[Any]:
+        first, second = [start(place) for place in places]
+
+        def begin() -> reports.Opening:
+            nodes = [replace(node, token="old") if node.number else node for node in first.gather()]
+            return first.open(nodes, *first.agreed_run_dir(chosen))  # as if the report lay there from before
+
+        opened, heard = together(begin, second.wait)
+        assert opened == heard, "the report that was there first is corrected"
+        first.board().alarmed("")
+        assert not second.board().alarmed("")
+        together(partial(first.board().gather, "rank 0 hangs"), partial(second.board().gather, "rank 1 too"))
+        assert second.board().alarmed("")
+        return [opened.run_dir, opened.again, opened.attempt]
+
+    monday, tuesday = attempt("runs/monday"), attempt("runs/tuesday")
+    assert monday[:2] == ["runs/monday", False] and tuesday[:2] == ["runs/monday", True]
+    assert monday[2] != tuesday[2]
 
 
 def test_a_port_that_is_taken_is_the_users_to_change(port: int) -> None:
@@ -315,7 +395,7 @@ def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.Mo
 
 def test_nodes_that_count_differently_are_named() -> None:
     with pytest.raises(LaunchFailed, match="n3 has 7 ranks and so counts 21 in all; n1 has 1 and counts 3"):
-        rendezvous.check_consistent([info(0), info(1), info(2, ranks=7, world_size=21)])
+        reports.check_consistent([info(0), info(1), info(2, ranks=7, world_size=21)])
 
 
 def test_the_table() -> None:
@@ -323,7 +403,7 @@ def test_the_table() -> None:
         info(0, first_rank=0, ranks=4, address="10.0.0.1", interface="ib0"),
         info(1, first_rank=4, ranks=4, address="10.0.0.2", interface=None),
     ]
-    assert rendezvous.node_table(two, context(0, 2, "n1", 15070)).splitlines() == [
+    assert reports.node_table(two, context(0, 2, "n1", 15070)).splitlines() == [
         "node  name  ranks  address   interface",
         "0     n1    0-3    10.0.0.1  ib0",
         "1     n2    4-7    10.0.0.2  unknown",

