@@ -48,7 +48,7 @@ SETTINGS = {
     TOLD: {
         "model": "max_position_embeddings",
         "data": "document_mask eod_mask_loss",
-        "trainer": "steps precision grad_reduce param_gather val_steps",
+        "trainer": "steps precision grad_reduce reduce_group param_gather val_steps",
         "finetune": "lora_dropout frozen_dtype",
         "": "init_from",
     },

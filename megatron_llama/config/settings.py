@@ -129,6 +129,9 @@ class TrainerConfig:
     """How data-parallel ranks exchange gradients. null: summed in the dtype in which trainer.precision accumulates
     them; bf16: sent in bf16, added in fp32; int8: sent in int8 by blocks (ZeRO++'s qgZ), added in fp32.
     docs/less_communication.md"""
+    reduce_group: Annotated[int | None, at_least(2)] = None
+    """For grad_reduce: neighbouring data-parallel ranks, those of one node, that add up gradients among themselves
+    before they exchange the sums with others (qgZ's two hops). A part of shard_group."""
     param_gather: Annotated[str | None, one_of("int8", note="; null is the precision's compute dtype")] = None
     """How sharded weights are gathered. null: in trainer.precision's compute dtype; int8: by blocks (ZeRO++'s qwZ), so
     that the layers compute with rounded weights, while updates go to exact ones. For zero 1 to 3."""

@@ -19,7 +19,7 @@ def axes_of(model: ParallelModel) -> dict[str, str]:
     groups: list[tuple[str, Iterable[dist.ProcessGroup | None]]] = [
         ("tp", [parallel_state.get_tensor_model_parallel_group(), model.replicated.kv_group]),
         ("pp", [parallel_state.get_embedding_group(check_initialized=False)]),
-        ("dp", [*meshes, data.copies, data.secondary, parallel_state.get_data_parallel_group()]),
+        ("dp", [*meshes, data.copies, *(data.hops or ()), data.secondary, parallel_state.get_data_parallel_group()]),
         ("world", [dist.group.WORLD]),  # last: a mesh may be this very group
     ]
     return {group.group_name: axis for axis, some in groups for group in some if group is not None}

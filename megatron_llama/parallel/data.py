@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
-from megatron_llama.parallel.exchange import exchange_less
+from megatron_llama.parallel.exchange import Hops, exchange_less
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -47,6 +47,8 @@ class DataGroups(NamedTuple):
     """What ``fully_shard`` works on: (replicate, shard), or only (shard) where it has nothing to sum over replicas."""
     copies: dist.ProcessGroup | None = None
     """The ranks that hold copies of this one's shards, where parallel/exchange.py sums over them."""
+    hops: Hops | None = None
+    """The groups of a sum over the shards' ranks in two hops."""
     secondary: dist.ProcessGroup | None = None
     """The ranks among which the backward pass gathers weights, if it has ranks of its own."""
 
@@ -56,16 +58,18 @@ def data_groups(topology: Topology, device_type: str, plan: Plan) -> DataGroups:
     trainer, replicas = plan.config.trainer, topology.dp // topology.shard_size
     shape = (topology.pp, replicas, topology.shard_size, topology.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    secondary = None
-    if trainer.secondary_group is not None:
-        nodes = topology.dp // trainer.secondary_group
-        shape = (topology.pp, nodes, trainer.secondary_group, topology.tp)
-        inside = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "node", "secondary", "tp"))
-        secondary = inside.get_group("secondary")
+
+    def split(size: int) -> Hops:
+        shape = (topology.pp, replicas, topology.shard_size // size, size, topology.tp)
+        parts = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "across", "inside", "tp"))
+        return Hops(parts.get_group("inside"), parts.get_group("across"))
+
+    secondary = split(trainer.secondary_group).inside if trainer.secondary_group else None
+    hops = split(trainer.reduce_group) if trainer.reduce_group else None
     if replicas == 1 or plan.exchanges_signs:
-        return DataGroups(mesh["shard"], secondary=secondary)
+        return DataGroups(mesh["shard"], None, hops, secondary)
     if trainer.grad_reduce is not None:
-        return DataGroups(mesh["shard"], mesh.get_group("replicate"), secondary)
+        return DataGroups(mesh["shard"], mesh.get_group("replicate"), hops, secondary)
     return DataGroups(mesh["replicate", "shard"], secondary=secondary)
 
 
@@ -98,8 +102,9 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
             [*own],
             plan.shard_size,
             grad_reduce=plan.config.trainer.grad_reduce,
-            param_gather=plan.config.trainer.param_gather,
+            hops=groups.hops,
             copies=groups.copies,
+            param_gather=plan.config.trainer.param_gather,
             secondary=groups.secondary if reshard and in_backward else None,
         )
 

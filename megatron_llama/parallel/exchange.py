@@ -2,6 +2,7 @@
 
     trainer.grad_reduce=bf16 or int8   each rank sends each other one, once, the values that the other sums, in this
                                        format (qgZ). They are added in fp32, in the order of ranks
+    trainer.reduce_group               first among the ranks of a node, then the sums among nodes (qgZ's two hops)
     trainer.param_gather=int8          weights are gathered in int8 (qwZ); the shards themselves stay exact
     trainer.secondary_group            what the forward pass gathered is kept, split over the ranks of a node; the
                                        backward pass gathers it there (hpZ)
@@ -14,7 +15,7 @@ whatever lies beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,15 @@ class Int8:
 FORMATS: dict[str, type[Bf16 | Int8]] = {"bf16": Bf16, "int8": Int8}
 
 
+class Hops(NamedTuple):
+    """The two groups of a rank that exchanges gradients in two hops."""
+
+    inside: dist.ProcessGroup
+    """The ranks of its node."""
+    across: dist.ProcessGroup
+    """The ranks with its number in their nodes."""
+
+
 def sum_of_own(parts: Tensor, form: Bf16 | Int8, group: dist.ProcessGroup) -> Tensor:
     """[ranks, values] to fp32 [values]: over all ranks, the sum of the row that has this rank's number in ``group``."""
     sent = form.pack(parts)
@@ -102,16 +112,25 @@ class _Buffers:
 class GradientExchange(_Buffers):
     """A reduce_scatter over the ranks that share the shards of a unit: FSDPModule.set_custom_reduce_scatter's."""
 
-    def __init__(self, kind: str, sizes: Sequence[int]) -> None:
-        """``kind``: bf16 or int8. ``sizes``: values of each trained tensor in a shard, its padding included."""
-        self.form = FORMATS[kind](sizes)
+    def __init__(self, kind: str, sizes: Sequence[int], hops: Hops | None = None) -> None:
+        """``kind``: bf16 or int8. ``sizes``: values of each trained tensor in a shard, its padding included. With
+        ``hops`` it goes first inside a node, for all nodes at once, then across."""
+        self.form, self.hops = FORMATS[kind](sizes), hops
+        self.form_inside = FORMATS[kind]([*sizes] * hops.across.size()) if hops else None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """[ranks * values] to the sum of this rank's [values]."""
         assert op == dist.ReduceOp.SUM and not async_op, "see shard_chunk"
-        output_tensor.copy_(sum_of_own(input_tensor.view(group.size(), -1), self.form, group))
+        parts = input_tensor.view(group.size(), -1)
+        if self.hops is not None and self.form_inside is not None:
+            # Ranks are (node, number in it): a rank adds up for its namesakes, those with its number in every node.
+            nodes, inside = self.hops.across.size(), self.hops.inside.size()
+            for_namesakes = parts.unflatten(0, (nodes, inside)).transpose(0, 1).flatten(1)
+            parts = sum_of_own(for_namesakes, self.form_inside, self.hops.inside).view(nodes, -1)
+            group = self.hops.across
+        output_tensor.copy_(sum_of_own(parts, self.form, group))
 
 
 class SumOverCopies:
@@ -178,8 +197,9 @@ def exchange_less(
     shard_size: int,
     *,
     grad_reduce: str | None,
-    param_gather: str | None,
+    hops: Hops | None,
     copies: dist.ProcessGroup | None,
+    param_gather: str | None,
     secondary: dist.ProcessGroup | None,
 ) -> None:
     """Gives a unit its collectives. ``parameters`` are its own, whole, in the order in which ``fully_shard`` took them;
@@ -190,7 +210,7 @@ def exchange_less(
 
     trained = in_a_shard([tensor for tensor in parameters if tensor.requires_grad])
     if grad_reduce is not None and trained:
-        unit.set_custom_reduce_scatter(GradientExchange(grad_reduce, trained))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(GradientExchange(grad_reduce, trained, hops))  # type: ignore[arg-type]
         if copies is not None:
             unit.set_all_reduce_hook(SumOverCopies(grad_reduce, trained, copies))
     if param_gather is not None or secondary is not None:

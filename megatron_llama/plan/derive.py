@@ -57,7 +57,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         finetune.frozen_dtype = PRECISIONS[str(trainer.precision)].compute_format
     if trainer.grad_reduce and dp == 1:
         notes.append(f"trainer.grad_reduce={trainer.grad_reduce} does nothing with one data-parallel rank")
-        trainer.grad_reduce = None
+        trainer.grad_reduce = trainer.reduce_group = None
     if trainer.param_gather and trainer.shard_group == 1:
         notes.append(f"trainer.param_gather={trainer.param_gather} does nothing where one rank holds all weights")
         trainer.param_gather = None

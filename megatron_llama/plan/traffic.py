@@ -256,7 +256,13 @@ def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, Line, int, 
         if not plan.exchanges_signs:
             yield "gradients, over copies", Line("dp", "all_reduce", copies), shard, beside * n
         return
-    yield "gradients", Line("dp", "all_to_all", n), n * exchanged_bytes(kind, sizes), beside
+    inside, whole = plan.config.trainer.reduce_group, n * exchanged_bytes(kind, sizes)
+    if inside is None:
+        yield "gradients", Line("dp", "all_to_all", n), whole, beside
+    else:
+        yield "gradients, inside nodes", Line("dp", "all_to_all", inside), whole, beside
+        across = Line("dp", "all_to_all", n // inside)
+        yield "their sums, across nodes", across, whole // inside, beside * inside
     part = copies * exchanged_bytes(kind, [-(-size // copies) for size in sizes])
     yield "gradients, over copies", Line("dp", "all_to_all", copies), part, beside * n
     yield "their sums, over copies", Line("dp", "all_gather", copies), part, beside * n

@@ -94,6 +94,7 @@ CHANGES: dict[str, Change] = {
     "trainer.dp": Change(2, world=2),
     "trainer.shard_group": Change(1, {"trainer.dp": 2}, world=2),
     "trainer.grad_reduce": Change("int8", {"trainer.dp": 2}, world=2),
+    "trainer.reduce_group": Change(2, {"trainer.dp": 4, "trainer.grad_reduce": "int8"}, world=4),
     "trainer.param_gather": Change("int8", {"trainer.dp": 2}, world=2),
     "trainer.secondary_group": Change(2, {"trainer.dp": 4, "trainer.zero": 3}, world=4),
     "trainer.micro_batch_size": Change(2),

@@ -61,6 +61,7 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.shard_group": COUNT,
     "trainer.grad_reduce": (["fp32", "int4"], ["bf16", "int8"]),
     "trainer.param_gather": (["bf16"], ["int8"]),
+    "trainer.reduce_group": ([1, 0], [2, 4]),
     "trainer.secondary_group": ([1, 0], [2, 4]),
     "trainer.micro_batch_size": COUNT,
     "trainer.global_batch_size": COUNT,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config.precision import EXCHANGE_BLOCK, exchanged_bytes
-from megatron_llama.parallel.exchange import FORMATS, GradientExchange, Int8, SumOverCopies, WeightGather
+from megatron_llama.parallel.exchange import FORMATS, GradientExchange, Hops, Int8, SumOverCopies, WeightGather
 from tests.oracle import oracle, run_layout, worst
 from tests.ranks import run_ranks
 
@@ -92,19 +92,22 @@ def test_tensors_side_by_side_do_not_share_a_block() -> None:
 
 def _collectives(rank: int, ranks: int, kind: str) -> dict[str, torch.Tensor]:
     assert (group := dist.group.WORLD) is not None
+    inside, across = ([dist.new_group(pair) for pair in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    hops, twice = Hops(inside[rank // 2], across[rank % 2]), torch.empty(sum(SIZES))
     mine, shard = values(ranks, seed=rank), values(1, seed=50 + rank)[0]
     own, copied = torch.empty(mine.shape[1]), shard.clone()
     GradientExchange(kind, SIZES)(own, mine.flatten(), group, dist.ReduceOp.SUM)
+    GradientExchange(kind, SIZES, hops)(twice, mine.flatten(), group, dist.ReduceOp.SUM)
     SumOverCopies(kind, SIZES, group)(copied)
     gathered = torch.empty(ranks, len(shard))
     gathered[rank] = shard
     WeightGather(kind, SIZES, None)(gathered.view(-1), gathered[rank], group)
-    return {"own": own, "copied": copied, "gathered": gathered}
+    return {"own": own, "twice": twice, "copied": copied, "gathered": gathered}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_collectives_are_the_published_arithmetic(kind: str) -> None:
-    ranks = 3
+    ranks = 4
     found = run_ranks(_collectives, ranks, ranks, kind)
     pieces = [-(-size // ranks) for size in SIZES]
     shards = [values(1, seed=50 + rank)[0].numpy() for rank in range(ranks)]
@@ -114,8 +117,9 @@ def test_collectives_are_the_published_arithmetic(kind: str) -> None:
     columns = np.split(whole, np.cumsum(pieces)[:-1], axis=1)
     summed = np.concatenate([part.reshape(-1)[:size] for part, size in zip(columns, SIZES, strict=True)])
     for rank, answer in enumerate(found):
-        expected = sum(rounded(kind, values(ranks, seed=other)[rank].numpy()) for other in range(ranks))
-        assert _same(answer["own"], expected)
+        sent = [rounded(kind, values(ranks, seed=other)[rank].numpy()) for other in range(ranks)]
+        assert _same(answer["own"], sum(sent))
+        assert _same(answer["twice"], sum(rounded(kind, sent[node] + sent[node + 1]) for node in (0, 2)))
         assert _same(answer["copied"], summed), "of a sum that was rounded again"
         assert torch.equal(answer["copied"], found[0]["copied"]), "copies drift apart"
         assert torch.equal(answer["gathered"], found[0]["gathered"]), "ranks compute with other weights"
@@ -141,6 +145,12 @@ SECOND = "trainer.secondary_group=2"
 LAYOUTS: dict[str, tuple[int, list[str], float, float]] = {
     "dp2, zero 0, bf16": (2, ["trainer.zero=0", BF16], 0.01, 1e-4),
     "dp2, zero 3, int8": (2, ["trainer.zero=3", INT8], 0.05, 1e-3),
+    "tp2·dp4, zero 2, two hops, int8": (
+        8,
+        ["trainer.tp=2", "trainer.zero=2", INT8, "trainer.reduce_group=2", "trainer.micro_batch_size=1"],
+        0.05,
+        1e-3,
+    ),
     "dp4, hybrid, zero 2, int8": (4, ["trainer.zero=2", "trainer.shard_group=2", INT8], 0.05, 1e-3),
     "tp2·dp2, no sp, zero 1, both int8": (4, ["trainer.tp=2", "trainer.sp=false", INT8, GATHER], 0.1, 1e-3),
     "tp2·pp2·dp2+sp, zero 3, bf16": (8, ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", BF16], 0.01, 1e-4),

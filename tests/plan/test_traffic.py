@@ -99,8 +99,8 @@ def test_hybrid_scatters_inside_and_sums_across() -> None:
     }
 
 
-# 7 billion parameters on 4 nodes of 8 data-parallel ranks; one micro batch. What leaves a node, in bytes per parameter and
-# rank: in a ring one rank of 8 passes on 31/32 of the whole, in an all_to_all each sends 3/4 of it to others.
+# 7 billion parameters on 4 nodes of 8 ranks; one micro batch. What leaves a node, in bytes per parameter
+# and rank: in a ring one rank of 8 passes on 31/32 of the whole, in an all_to_all each sends 3/4 of it to others.
 ZERO3 = (
     "model=llama7b",
     "data=mock",
@@ -122,6 +122,7 @@ RING, ALL_TO_ALL = 31 / 32 / 8, 3 / 4
         (["trainer.grad_reduce=bf16"], "all_to_all", ALL_TO_ALL * 2),
         (["trainer.grad_reduce=int8"], "all_to_all", ALL_TO_ALL * 260 / 256),
         (["trainer.grad_reduce=int8"], "reduce_scatter", 0),
+        (["trainer.grad_reduce=int8", "trainer.reduce_group=8"], "all_to_all", ALL_TO_ALL * 260 / 256 / 8),
         (["trainer.shard_group=8"], "all_gather", 0),
         (["trainer.shard_group=8"], "all_reduce", 3 / 4 * 2 * 4 / 8),
         (["trainer.shard_group=8", "trainer.grad_reduce=int8"], "all_to_all", ALL_TO_ALL * 260 / 256 / 8),

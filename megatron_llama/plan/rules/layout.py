@@ -302,23 +302,43 @@ def something_is_gathered(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("trainer.param_gather", gather, rule, "write trainer.param_gather=null")
 
 
+@reads("trainer.reduce_group", "trainer.grad_reduce", "trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
+def two_hops_have_an_exchange(config: Config, world_size: int) -> Iterator[Problem]:
+    """Gradients go in two hops where the ranks that share shards exchange them by themselves."""
+    group, trainer = config.trainer.reduce_group, config.trainer
+    if group is None:
+        return
+    if trainer.grad_reduce is None:
+        rule = "is for trainer.grad_reduce: a sum in the precision's own dtype is the communication library's"
+        advice = "write trainer.grad_reduce=bf16 or int8, or trainer.reduce_group=null"
+        yield Problem("trainer.reduce_group", group, rule, advice)
+    elif trainer.zero == 0:
+        rule = "under zero=0 no ranks share the gradients"
+        yield Problem("trainer.reduce_group", group, rule, "write trainer.zero=1, 2 or 3, or trainer.reduce_group=null")
+    else:
+        yield from _part_of_a_shard_group("trainer.reduce_group", group, config, world_size)
+
+
 @reads("trainer.secondary_group", "trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
-def secondary_group_is_part_of_a_shard_group(config: Config, world_size: int) -> Iterator[Problem]:
-    """The second copy of the weights is split over an equal part of the ranks that share the first."""
-    group, dp = config.trainer.secondary_group, data_parallel(config, world_size)
-    if group is None or dp is None:
+def second_copy_is_gathered_from(config: Config, world_size: int) -> Iterator[Problem]:
+    """The second copy of the weights is split over a part of the ranks that share the first, for the backward pass."""
+    group = config.trainer.secondary_group
+    if group is None:
         return
     if config.trainer.zero != 3:
         rule = f"under zero={config.trainer.zero} weights are not gathered for the backward pass"
         yield Problem("trainer.secondary_group", group, rule, "write trainer.zero=3, or trainer.secondary_group=null")
-        return
+    else:
+        yield from _part_of_a_shard_group("trainer.secondary_group", group, config, world_size)
+
+
+def _part_of_a_shard_group(name: str, group: int, config: Config, world_size: int) -> Iterator[Problem]:
+    dp = data_parallel(config, world_size)
     shared = config.trainer.shard_group or dp
-    if shared % group or group == shared:
-        rule = f"must divide the {shared} ranks that share one copy of the weights, and be smaller"
-        legal = [size for size in range(2, shared) if shared % size == 0]
-        advice = nearest_legal("trainer.secondary_group", group, legal)
-        advice = f"{advice}, or leave it out" if advice else "write trainer.secondary_group=null"
-        yield Problem("trainer.secondary_group", group, rule, advice)
+    if shared is not None and (shared % group or group == shared):
+        rule = f"must divide the {shared} ranks that share one copy of what is sharded, and be smaller"
+        advice = nearest_legal(name, group, [size for size in range(2, shared) if shared % size == 0])
+        yield Problem(name, group, rule, f"{advice}, or leave it out" if advice else f"write {name}=null")
 
 
 @reads("trainer.recompute_every", "trainer.recompute")

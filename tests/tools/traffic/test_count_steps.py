@@ -32,6 +32,7 @@ from tests.rows import rows
 
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 FEW = "trainer.global_batch_size=4"
+TWO_HOPS = ("trainer.grad_reduce=int8", "trainer.reduce_group=2")
 LAYOUTS = {
     "one process": (1, [FEW]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
@@ -84,9 +85,9 @@ LAYOUTS = {
         4,
         ["trainer.zero=2", "trainer.shard_group=2", "trainer.grad_reduce=int8"],
     ),
-    "dp4, zero 3, second copy, both in int8": (
+    "dp4, zero 3, second copy, two hops, both in int8": (
         4,
-        ["trainer.zero=3", "trainer.secondary_group=2", "trainer.grad_reduce=int8", "trainer.param_gather=int8"],
+        ["trainer.zero=3", "trainer.secondary_group=2", *TWO_HOPS, "trainer.param_gather=int8"],
     ),
     "pp2·dp4, zero 3, second copy": (
         8,
@@ -133,7 +134,7 @@ QUICK = {
     "dp2, zero 3",
     "dp4, hybrid, zero 2",
     "tp2·dp2+sp, zero 2, bf16_sr",
-    "dp4, zero 3, second copy, both in int8",
+    "dp4, zero 3, second copy, two hops, both in int8",
 }
 
 
