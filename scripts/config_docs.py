@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_llama.config import cluster, model_settings, settings, tuning  # noqa: E402 (the tree need not be installed)
+from megatron_llama.config import cluster, curriculum, model_settings, settings, tuning  # noqa: E402 (the tree need not be installed)
 from megatron_llama.config.fields import Setting, sections, settings_by_name, settings_of  # noqa: E402
 from megatron_llama.config.problems import shown  # noqa: E402
 from scripts.results import markdown_table  # noqa: E402
@@ -61,9 +61,14 @@ def page() -> str:
         lines.append(f"## {name}\n\n{of_class['']}{' May be null.' if section.optional else ''}\n")
         lines += [*markdown_table(head, _settings(name, of_class)), ""]
     lines += ["## Without a section\n", *markdown_table(head, _settings("", docs["Config"])), ""]
-    for module, owner in ((cluster, cluster.ClusterConfig), (tuning, tuning.TuneConfig)):
+    beside = " `train.py` does not take them."
+    for module, owner, remark in (
+        (curriculum, curriculum.CurriculumMetric, ""),
+        (cluster, cluster.ClusterConfig, beside),
+        (tuning, tuning.TuneConfig, beside),
+    ):
         of_tool = field_docs(inspect.getsource(module))[owner.__name__]
-        lines.append(f"## {module.SECTION}\n\n{of_tool['']} `train.py` does not take them.\n")
+        lines.append(f"## {module.SECTION}\n\n{of_tool['']}{remark}\n")
         lines += [*markdown_table(head, _settings(module.SECTION, of_tool, settings_of(owner, module.SECTION))), ""]
     return "\n".join(lines)
 

@@ -185,7 +185,7 @@ class Checkpointer:
             self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
         self.optimizer.restore(found.updates, found.step)
         if found.step > 0:
-            self.data.resume(record_of(found), found.consumed_samples)
+            self.data.resume(record_of(found), found.position)
         self.plan = replace(self.plan, start=found.position)
         steps, batches = self.plan.config.trainer.steps, self.plan.batches
         planned, ends = BatchSchedule.of(self.plan.config).after(steps).samples, batches.after(max(steps, found.step))

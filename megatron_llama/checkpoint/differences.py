@@ -62,7 +62,8 @@ SETTINGS = {
         "finetune": "method lora_rank lora_alpha lora_target_modules modules_to_save",
     },
     DATA: {
-        "data": "kind pack mock prefixes schedule validation_prefixes chat_template template split seq_length",
+        "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template template split "
+        "seq_length",
         "trainer": "seed",
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},

@@ -76,6 +76,9 @@ class DataConfig:
     schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
     """Other blends from a number of samples on: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], samples
     ascending. Every dataset goes on where it stood. Validation stays on the first blend. For pretraining."""
+    curriculum: list[Any] = field(default_factory=list)
+    """From easy to difficult: [{metric: seqlen_truncate, min_difficulty: 64, max_difficulty: 256, ...}, ...], the keys
+    of each entry below, under data.curriculum. Several metrics hold at once. Validation has no curriculum."""
     validation_prefixes: list[str] = field(default_factory=list)
     """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` is not used. For sft."""
     chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"

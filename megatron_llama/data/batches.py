@@ -13,15 +13,17 @@ from typing import Protocol
 
 import torch
 
-from megatron_llama.data.finetuning_set import PADDING, build_sft
+from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
+from megatron_llama.data.graded_order import Level, cut_sample, level_at, levels_from_json, levels_of, levels_to_json
 from megatron_llama.data.mock import MockDataset
-from megatron_llama.data.record import Record, advanced, make_record
+from megatron_llama.data.record import Record, advanced, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
 from megatron_llama.plan.attention_pattern import Pattern, pattern_of
-from megatron_llama.plan.batch_schedule import BatchSchedule
+from megatron_llama.plan.batch_schedule import BatchSchedule, Position
+from megatron_llama.plan.curriculum_steps import Cut, cut_at
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
@@ -50,6 +52,8 @@ class Batches:
     """The sizes of the global batches; all trainer.global_batch_size where there is none."""
     pin_memory: bool = False
     """Whether batches on the host are in pinned memory, from which the device copies while it computes."""
+    levels: Sequence[Level] = ()
+    """The levels of the curriculum, which may cut sequences short; none for validation."""
 
     def following(self, consumed_samples: int) -> int:
         """The position after the global batch that starts at ``consumed_samples``."""
@@ -68,14 +72,26 @@ class Batches:
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.dp_rank * size
         starts = range(first, self.following(consumed_samples), self.topology.dp * size)
-        return [self._micro_batch(range(start, start + size)) for start in starts]
+        cut = self._cut_at(consumed_samples)
+        return [self._micro_batch(range(start, start + size), cut) for start in starts]
+
+    def one_of_each_shape(self) -> dict[Cut | None, int]:
+        """Where a global batch of each shape of sequences begins: the largest batch, where all have one shape."""
+        largest = self.plan.batches.position_of_the_largest
+        found = {self._cut_at(level.samples): level.samples for level in reversed(self.levels)}
+        return found if len(found) > 1 else {self._cut_at(largest): largest}
+
+    def _cut_at(self, consumed_samples: int) -> Cut | None:
+        if not self.levels:
+            return None
+        return cut_at(self.plan.config.data, level_at(self.levels, consumed_samples).difficulties)
 
     def to_device(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro batches on the device. From pinned memory the copies are only begun."""
         return [batch.to(self.device) for batch in microbatches]
 
-    def _micro_batch(self, indices: range) -> MicroBatch:
-        samples = [self.samples[index] for index in indices]
+    def _micro_batch(self, indices: range, cut: Cut | None) -> MicroBatch:
+        samples = [piece for index in indices for piece in cut_sample(self.samples[index], cut)]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         pattern = pattern_of(self.plan.model)
@@ -106,15 +122,20 @@ class Data:
     validation: Batches | None
     """The same samples at each validation; None where the run doesn't validate."""
 
-    def resume(self, record: Record, consumed_samples: int) -> None:
-        """Goes on after ``consumed_samples`` as the record of a checkpoint says. All ranks must call it, before the
-        first batch. Raises ConfigError on all of them."""
-        train, validation = self.train, self.validation
+    def resume(self, record: Record, start: Position) -> None:
+        """Goes on from ``start`` as the record of a checkpoint says. All ranks must call it, before the first batch.
+        Raises ConfigError on all of them."""
+        validation = self.validation
+        past = () if changes_reading(record, self._record) else levels_from_json(record.get("levels", ()))
+        levels = levels_of(replace(self.train.plan, start=start), past)
+        self.train = train = replace(self.train, levels=levels)
+        if isinstance(train.samples, SFTDataset):
+            self.train = replace(train, samples=graded_examples(train.plan, train.samples, levels))
         if not isinstance(train.samples, SampleStream):  # made-up data and fine-tuning sets are the same at any length
             return
         held_out = validation.samples if validation else None
         assert held_out is None or isinstance(held_out, SampleStream)
-        streams = resume_streams(train.plan, record, consumed_samples, train.samples, held_out)
+        streams = resume_streams(train.plan, record, start.samples, train.samples, held_out, levels)
         self.train = replace(train, samples=streams[0])
         if validation is not None and streams[1] is not None:
             self.validation = replace(validation, samples=streams[1])
@@ -125,8 +146,13 @@ class Data:
         """What a checkpoint after ``consumed_samples`` keeps of the data."""
         samples = self.train.samples
         if isinstance(samples, SampleStream):
-            return advanced(self._record, samples.timeline, consumed_samples)
-        return {**self._record, "consumed_samples": consumed_samples}
+            return {**advanced(self._record, samples.timeline, consumed_samples), **self._levels(consumed_samples)}
+        return {**self._record, "consumed_samples": consumed_samples, **self._levels(consumed_samples)}
+
+    def _levels(self, consumed_samples: int) -> Record:
+        """The levels that have begun; nothing without a curriculum."""
+        begun = [level for level in self.train.levels if level.samples < max(1, consumed_samples)]
+        return {"levels": levels_to_json(begun)} if begun else {}
 
     @cached_property
     def _record(self) -> Record:
@@ -153,6 +179,6 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     else:
         train, validation = build_streams(plan)
     return Data(
-        train=Batches(train, plan, topology, device, plan.batches, pin_memory),
+        train=Batches(train, plan, topology, device, plan.batches, pin_memory, levels_of(plan)),
         validation=None if validation is None else Batches(validation, plan, topology, device, None, pin_memory),
     )

@@ -25,10 +25,11 @@ KEPT_WINDOWS = 4
 class Blend:
     """Samples of several datasets in the proportion of ``weights``, each above 0."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float], phases: Sequence[float] | None = None) -> None:
+        """``phases`` other than the ones above, each at least 0: a dataset with a smaller one comes sooner."""
         total = math.fsum(weights)
         self.shares = [weight / total for weight in weights]
-        self._phases = [(number + 0.5) / len(weights) for number in range(len(weights))]
+        self._phases = phases or [(number + 0.5) / len(weights) for number in range(len(weights))]
         self._window = lru_cache(KEPT_WINDOWS)(self._sort)
 
     def at(self, number: int) -> tuple[int, int]:
@@ -126,7 +127,13 @@ class Timeline:
     def read(self, number: int) -> dict[str, int]:
         """How many samples of each dataset are among the first ``number``, by prefix; of a blend in the old order,
         by its weights, which is right up to a sample or two an epoch."""
-        which = self.segment_of(max(0, number - 1))
+        return self._counts(self.segment_of(max(0, number - 1)), number)
+
+    def before(self, number: int) -> dict[str, int]:
+        """``read``, as the segment of sample ``number`` counts: with sequences of another length it counts anew."""
+        return self._counts(self.segment_of(number), number)
+
+    def _counts(self, which: int, number: int) -> dict[str, int]:
         segment, blend = self.segments[which], self._blends[which]
         counts = zip(segment.weights, blend.counts(number - segment.first), strict=True)
         return {**segment.starts, **{prefix: segment.starts.get(prefix, 0) + count for prefix, count in counts}}

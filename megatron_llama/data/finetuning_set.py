@@ -11,12 +11,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_llama.config import ConfigError
 from megatron_llama.config.data_prefixes import MASK_SUFFIX
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.data.checks import check_data, check_ids
+from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.packing import OneEach, Order, Packed
-from megatron_llama.parallel.agree import raise_together
+from megatron_llama.parallel.agree import raise_together, together
 from megatron_llama.plan import Plan
+from megatron_llama.plan.curriculum_steps import indexed_metrics
 from megatron_llama.plan.epochs import Part, parts_of
 
 PADDING = -1  # among the documents of a packed sequence
@@ -51,9 +55,9 @@ class Examples:
 class SFTDataset:
     """Samples of ``seq_length`` tokens made of whole examples, in the order that ``order`` says."""
 
-    def __init__(self, examples: Examples, order: Order, seq_length: int, once: bool = False) -> None:
-        """``once``: one epoch and no more."""
-        self.examples, self.order, self.seq_length, self.once = examples, order, seq_length, once
+    def __init__(self, examples: Examples, order: Order, seq_length: int, packed: bool, once: bool = False) -> None:
+        """``packed``: several examples in a sequence; ``once``: one epoch and no more."""
+        self.examples, self.order, self.seq_length, self.packed, self.once = examples, order, seq_length, packed, once
 
     def __len__(self) -> int:
         """Samples in an epoch; those that follow are the next epochs', or with ``once`` padding with nothing to learn,
@@ -73,7 +77,7 @@ class SFTDataset:
             documents[position:end] = number
             position = end
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
-        if isinstance(self.order, Packed):
+        if self.packed:
             sample["documents"] = documents
         else:
             sample["num_tokens"] = np.array(position)
@@ -86,14 +90,35 @@ def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
     Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
     """
     raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
-    return _split(plan, 0), _split(plan, 1) if plan.config.trainer.val_every_steps else None
+    training, validation = _split(plan, 0), _split(plan, 1) if plan.config.trainer.val_every_steps else None
+    return graded_examples(plan, training, levels_of(plan)), validation
+
+
+def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -> SFTDataset:
+    """The examples in the order of the plan's curriculum, if it has a metric with an index. All ranks must call it.
+
+    A group of examples (data/graded_order.py) is packed by itself. Raises ConfigError, on all ranks.
+    """
+    data, seed = plan.config.data, plan.config.trainer.seed
+    if not indexed_metrics(data):
+        return training
+    lengths = training.examples.lengths
+
+    def order_of(examples: np.ndarray, group: int) -> Order:
+        return _order(data, lengths[examples], group_seed(seed, group))
+
+    with together(ConfigError):
+        order = build_graded(plan, parts_of(data, 0), levels, [level.samples for level in levels], order_of)
+    return SFTDataset(training.examples, order, data.length, packed=data.pack)
 
 
 def _split(plan: Plan, number: int) -> SFTDataset:
     data, seed = plan.config.data, plan.config.trainer.seed + number
     examples = Examples(parts_of(data, number), plan.model.vocab_size)
-    order: Order = OneEach(len(examples), seed)
-    if data.pack:
-        order = Packed(examples.lengths - 1, data.length, seed)
     whole = number > 0 and plan.config.trainer.val_steps is None
-    return SFTDataset(examples, order, data.length, once=whole)
+    return SFTDataset(examples, _order(data, examples.lengths, seed), data.length, data.pack, once=whole)
+
+
+def _order(data: DataConfig, lengths: np.ndarray, seed: int) -> Order:
+    """The order of examples of ``lengths`` tokens."""
+    return Packed(lengths - 1, data.length, seed) if data.pack else OneEach(len(lengths), seed)

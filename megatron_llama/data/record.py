@@ -3,7 +3,8 @@
     {"order": "epochs",                          how sample n is found; "megatron" is the order of old runs
      "consumed_samples": 4096,
      "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
-     "chat_template": "own", "template": null,
+     "chat_template": "own", "template": null, "curriculum": [],
+     "levels": [[0, {"vocab_rarity": 20}]],       of a run with a curriculum: (first sample, difficulties) so far
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256"}},
      "training": [prefix],                        those that are not only validated on
      "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     data/blend.py's, the last one in effect
@@ -37,6 +38,7 @@ READING = {
     "pack": "data.pack",
     "chat_template": "data.chat_template",
     "template": "data.template",
+    "curriculum": "data.curriculum",
 }
 """Entries of a record by the settings that they come from."""
 _SAMPLED_BYTES = 1 << 20
@@ -140,6 +142,7 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
     data lies at the path of a dataset; ``blend``: other datasets or weights from here on, in which every dataset goes
     on where it stood; ``moved``: the same dataset lies elsewhere, which changes nothing.
     """
+    saved = {"curriculum": [], **saved}  # records of before there was one
     found = [
         (setting, saved[key], now[key], "reading")
         for key, setting in READING.items()
@@ -158,6 +161,11 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
     if not before and not after and [moved.get(path, path) for path in theirs] != ours:
         found.append(("data.prefixes", theirs, ours, "reading"))
     return found
+
+
+def changes_reading(saved: Record, now: Record) -> bool:
+    """Whether sample n is another one for all n."""
+    return any(kind == "reading" for *_, kind in differences(saved, now))
 
 
 def _blend_in_effect(record: Record, saved: Record) -> Mapping[str, float]:

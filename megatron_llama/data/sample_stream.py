@@ -7,9 +7,10 @@ in memory does not grow with the run: a window of the blend, and mapped files of
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,13 +24,17 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import named_paths
 from megatron_llama.data.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
 from megatron_llama.data.checks import check_data, check_ids
+from megatron_llama.data.difficulty_index import unit_range
 from megatron_llama.data.epoch_index import Epoch, open_epoch
+from megatron_llama.data.graded_order import GradedStretches, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.data.record import Record, differences, make_record, moved_datasets
+from megatron_llama.data.packing import OneEach
+from megatron_llama.data.record import Record, changes_reading, make_record, moved_datasets
 from megatron_llama.parallel.agree import raise_together, together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import SPLITS, open_part, planned_blends, planned_timeline
+from megatron_llama.plan.curriculum_steps import indexed_metrics
+from megatron_llama.plan.epochs import SPLITS, Part, open_part, planned_blends, planned_timeline
 
 KEPT_EPOCHS = 2  # a global batch may reach into the next
 
@@ -45,6 +50,20 @@ class EndlessDataset:
         part = open_part(data, prefix, number)
         self._span, self._length = (part.first, part.last), part.samples(data.length)
         self._epoch = lru_cache(KEPT_EPOCHS)(self._open)
+        self._graded: GradedStretches | None = None
+
+    def graded(self, levels: Sequence[Level], firsts: Sequence[int]) -> EndlessDataset:
+        """The same dataset in the order of the plan's curriculum, ``firsts`` its samples with which the levels begin.
+        Raises ConfigError."""
+        data, seed = self._plan.config.data, self._plan.config.trainer.seed
+        part = Part(self._dataset.prefix, self._dataset.index, *self._span)
+        order = build_graded(
+            self._plan, [part], levels, firsts, lambda units, group: OneEach(len(units), group_seed(seed, group))
+        )
+        first_unit, _ = unit_range(part.index, part.first, part.last, data.length)
+        found = copy.copy(self)
+        found._graded, found._length = GradedStretches(order, first_unit, data.length), len(order)
+        return found
 
     def __len__(self) -> int:
         """Samples in an epoch."""
@@ -52,11 +71,16 @@ class EndlessDataset:
 
     def sample(self, number: int) -> Mapping[str, torch.Tensor]:
         """A sample of any epoch, with what data.document_mask and data.eod_mask_loss ask for."""
-        epoch, number = divmod(number, self._length)
-        text, lengths = self._epoch(epoch).text(self._dataset, number)
+        source: Epoch | GradedStretches
+        if self._graded is not None:
+            source = self._graded
+        else:
+            epoch, number = divmod(number, self._length)
+            source = self._epoch(epoch)
+        text, lengths = source.text(self._dataset, number)
 
         def locate(position: int) -> tuple[str, int, int]:
-            return (self._dataset.prefix, *self._epoch(epoch).place(self._dataset, number, position))
+            return (self._dataset.prefix, *source.place(self._dataset, number, position))
 
         check_ids(text, self._plan.model.vocab_size, locate)
         sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": np.ones(len(text) - 1, dtype=np.float32)}
@@ -114,22 +138,31 @@ def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
     raise_together(problems)
     training, validation = splits
     assert training is not None
+    graded = graded_together(plan, training.timeline, training.datasets, levels_of(plan))
+    training = SampleStream(training.timeline, graded)
     return training, validation
 
 
 def resume_streams(
-    plan: Plan, record: Record, consumed_samples: int, training: SampleStream, validation: SampleStream | None
+    plan: Plan,
+    record: Record,
+    consumed_samples: int,
+    training: SampleStream,
+    validation: SampleStream | None,
+    levels: Sequence[Level] = (),
 ) -> tuple[SampleStream, SampleStream | None]:
     """The streams of ``build_streams``, going on after ``consumed_samples`` as ``record`` says. All ranks must call it.
 
-    Every dataset goes on where it stood, also where the plan's blend is another one.
+    Every dataset goes on where it stood, also where the plan's blend is another one. ``levels`` of the curriculum,
+    those before included.
     """
     trainer = plan.config.trainer
     with together(OSError, ValueError):
         timeline = _going_on(plan, record, consumed_samples)
+    datasets = graded_together(plan, timeline, training.datasets, levels)
     began, now = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
     if began.order != MEGATRON:
-        return SampleStream(timeline, training.datasets), validation
+        return SampleStream(timeline, datasets), validation
     assert began.shuffled is not None
     left = began.shuffled if now.order == MEGATRON else 0
     for name in ("document_mask", "eod_mask_loss"):
@@ -143,7 +176,26 @@ def resume_streams(
     old, old_validation = build_megatron(plan, left, held_out)
     if validation is not None:
         validation = SampleStream(Timeline([began]), {}, old_validation)
-    return SampleStream(timeline, training.datasets, old), validation
+    return SampleStream(timeline, datasets, old), validation
+
+
+def graded_together(
+    plan: Plan, timeline: Timeline, datasets: Mapping[str, EndlessDataset], levels: Sequence[Level]
+) -> Mapping[str, EndlessDataset]:
+    """The datasets in the order of the plan's curriculum, if it has a metric with an index. All ranks must call it.
+
+    Raises ConfigError, on all ranks.
+    """
+    if not indexed_metrics(plan.config.data):
+        return datasets
+    found, problems, before = {}, list[Problem](), [timeline.before(level.samples) for level in levels]
+    for prefix, dataset in datasets.items():
+        try:
+            found[prefix] = dataset.graded(levels, [counts.get(prefix, 0) for counts in before])
+        except ConfigError as error:
+            problems += error.problems
+    raise_together(problems)
+    return found
 
 
 def _going_on(plan: Plan, record: Record, consumed_samples: int) -> Timeline:
@@ -152,7 +204,7 @@ def _going_on(plan: Plan, record: Record, consumed_samples: int) -> Timeline:
     history = _history(record, now).up_to(consumed_samples)
     current = [weights for first, weights in blends if first <= consumed_samples][-1]
     changes = [(first, weights) for first, weights in blends if first > consumed_samples]
-    if any(kind == "reading" for *_, kind in differences(record, now)):
+    if changes_reading(record, now):
         # Samples of another length, seed or split are other samples: each dataset goes on after as many tokens.
         read = history.read(consumed_samples) if history.segments else {}
         tokens = {prefix: count * record["seq_length"] for prefix, count in read.items()}

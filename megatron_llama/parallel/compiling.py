@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 
@@ -25,6 +26,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.plan import Plan
 from megatron_llama.plan.attention_pattern import pattern_of
+from megatron_llama.plan.curriculum_steps import lengths
 from megatron_llama.system.files import wait_for_lock, write_atomically
 
 WARM_UP_BATCHES = 2
@@ -84,6 +86,9 @@ class Compiler:
         # CPU kernels read the number of threads when they run. Otherwise Inductor makes the compiling process's number
         # part of the kernel and of the cache key, and it differs between ranks and machines.
         inductor.cpp.dynamic_threads = True
+        # A block is compiled for each length of sequences that a curriculum has, to train and to validate.
+        shapes = 2 * (1 + len(lengths(self.plan.config.data, self.plan.config.trainer.steps)))
+        dynamo.recompile_limit = max(dynamo.recompile_limit, shapes)
 
     def compile(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """``function``, compiled at its first call for static shapes.
@@ -188,7 +193,8 @@ def may_compile(plan: Plan, step: int, first: int) -> bool:
 
     The watchdog is patient in such steps: a large model has compiled on Trainium for longer than a hang may last.
     """
-    if step < first + WARM_UP_BATCHES:
+    begins = [since for since, _ in lengths(plan.config.data, plan.config.trainer.steps)]
+    if any(since <= step < since + WARM_UP_BATCHES for since in (first, *begins)):
         return True
     every = plan.config.trainer.val_every_steps
     if not every or step % every:

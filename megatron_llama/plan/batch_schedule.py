@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config.settings import Config
+from megatron_llama.plan.curriculum_steps import lengths
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,15 @@ class BatchSchedule:
     seq_length: int
     start: Position = Position()
     """Where the run starts, or goes on from a checkpoint."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """(first step, tokens of each sequence that are trained on) while a curriculum makes them fewer."""
 
     @classmethod
     def of(cls, config: Config, start: Position = Position()) -> BatchSchedule:
         """The schedule of a config."""
-        trainer = config.trainer
-        return cls(all_sizes(trainer.global_batch_size, trainer.batch_schedule), config.data.length, start)
+        trainer, data = config.trainer, config.data
+        kept = tuple((step, cut.tokens) for step, cut in lengths(data, trainer.steps))
+        return cls(all_sizes(trainer.global_batch_size, trainer.batch_schedule), data.length, start, kept)
 
     @property
     def position_of_the_largest(self) -> int:
@@ -54,6 +58,19 @@ class BatchSchedule:
 
     def after(self, step: int) -> Position:
         """Where the run stands after ``step``, which is not before the start."""
+        samples, before = self._samples(step), self.start
+        tokens = before.tokens
+        firsts = [first for first, _ in self.kept]
+        for (_, kept), following in zip(self.kept, [*firsts, step + 1][1:], strict=True):
+            last = min(step, following - 1)  # of the steps with so many tokens
+            if last > before.step:
+                end = self._samples(last)
+                tokens += (end - before.samples) * kept
+                before = Position(last, end)
+        return Position(step, samples, tokens + (samples - before.samples) * self.seq_length)
+
+    def _samples(self, step: int) -> int:
+        """Samples consumed after ``step``."""
         left, samples = step - self.start.step, self.start.samples
         assert left >= 0, f"step {step} is before the run's start, step {self.start.step}"
         for number, (_, size) in enumerate(self.sizes):
@@ -62,8 +79,11 @@ class BatchSchedule:
                 until = self.sizes[number + 1][0]
                 steps = min(left, max(0, -(-(until - samples) // size)))
             samples, left = samples + steps * size, left - steps
-        tokens = self.start.tokens + (samples - self.start.samples) * self.seq_length
-        return Position(step, samples, tokens)
+        return samples
+
+    def kept_at(self, step: int) -> int:
+        """Tokens of a sequence that a step, counted from 1, trains on."""
+        return [self.seq_length, *(kept for first, kept in self.kept if first <= step)][-1]
 
     def size_from(self, samples: int) -> int:
         """Sequences of a step that begins when ``samples`` are consumed."""
@@ -73,4 +93,4 @@ class BatchSchedule:
         """The last step of a run that consumes no more than ``samples``."""
         first, smallest = self.start.step, min(size for _, size in self.sizes)
         steps = range(first, first + 1 + max(0, samples - self.start.samples) // smallest)
-        return first + max(0, bisect.bisect_right(steps, samples, key=lambda step: self.after(step).samples) - 1)
+        return first + max(0, bisect.bisect_right(steps, samples, key=self._samples) - 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_llama.config.curriculum import PERCENTILE, VALUE, metrics_of
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.plan.curriculum_steps import lengths
 from megatron_llama.plan.forecast.footprint import Footprint
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.plan.plan import Plan
@@ -16,6 +18,7 @@ WIDTH = 96
 LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
+MOST_SHAPES = 4
 MOST_LETTERS = 24  # of a dataset's path, from its end
 SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}
 
@@ -165,6 +168,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("", f"from {samples:,} samples on {size} × {data.length:,} = {size * data.length:,} per step")
     steps, tokens = f"{trainer.steps:,} {plural(trainer.steps, 'step')}", plan.batches.after(trainer.steps).tokens
     yield _line("", f"{steps} · {short_count(tokens)} tokens in all · data {data.name}")
+    yield from _curriculum(plan)
     precision = str(trainer.precision)
     yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))
@@ -189,6 +193,23 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("", " + ".join(["", *terms[3:]]).strip())
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
+
+
+def _curriculum(plan: Plan) -> Iterator[str]:
+    """How the difficulty rises, and with it the length of sequences."""
+    data, last = plan.config.data, max(1, plan.config.trainer.steps)
+    for metric in metrics_of(data.curriculum):
+        rises = metric.rises(last)
+        (_, least), (step, most) = rises[0], rises[-1]
+        unit = {VALUE: "", PERCENTILE: f"/{metric.highest} of the samples"}[metric.difficulty_type]
+        levels = f"{len(rises)} {plural(len(rises), 'level')}"
+        yield _line("curriculum", f"{metric.metric} {least:,} to {most:,}{unit} by step {step:,} · {levels}")
+        if metric.is_length:
+            cuts = [f"{cut.pieces} × {cut.length:,} from {since:,}" for since, cut in lengths(data, last)]
+            cuts = cuts if len(cuts) <= MOST_SHAPES else [*cuts[: MOST_SHAPES - 1], "…", cuts[-1]]
+            yield _line("", f"sequences are cut into (from step): {', '.join(cuts)}")
+            if plan.config.trainer.compile:
+                yield _line("", f"each of the {levels} compiles graphs of its own")
 
 
 def _readings(plan: Plan) -> list[str]:

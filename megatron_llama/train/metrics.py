@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_llama.config.curriculum import metrics_of
 from megatron_llama.devices import Device, Peak
 from megatron_llama.plan import Plan
+from megatron_llama.plan.curriculum_steps import difficulties_at
 from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
@@ -45,6 +47,16 @@ WARM_UP_STEPS = 3
 """First steps of a start that train_samples_per_second leaves out: --throughput_warmup_steps of published recipes."""
 
 
+CURRICULUM = "curriculum_"
+"""Before the name of a metric of data.curriculum, it is the name of its difficulty."""
+
+
+def metric_names(plan: Plan) -> list[str]:
+    """Every metric that a step of the plan may have, in their order."""
+    difficulties = [f"{CURRICULUM}{metric.metric}" for metric in metrics_of(plan.config.data.curriculum)]
+    return [*EVERY_STEP, *SOME_STEPS, *difficulties]
+
+
 def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
     """Peak FLOP/s of one device of this run, which MFU is a share of.
 
@@ -73,7 +85,7 @@ class MetricsLogger:
         self._file = MetricsFile(self._path, start_step)
         records = own_records(self._path)
         self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
-        self._sinks = open_sinks(plan, start_step, (*EVERY_STEP, *SOME_STEPS), records)
+        self._sinks = open_sinks(plan, start_step, metric_names(plan), records)
         self._first_warm_step = start_step + WARM_UP_STEPS + 1
         self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
@@ -114,7 +126,8 @@ class MetricsLogger:
         size, tokens = int(measured["global_batch_size"] or 0), int(measured["tokens"] or 0)
         self._step_times.append(seconds)
         self._sizes.append(size)
-        plan, world, padded = self.plan, self.plan.world_size, size * self.plan.config.data.length
+        plan, world, step = self.plan, self.plan.world_size, int(measured["step"] or 0)
+        padded = size * plan.batches.kept_at(step)
         tokens_per_second = tokens / seconds
         document_length = float(measured["attended"] or 0) / max(1, tokens)
         flops = flops_per_token(plan.model, document_length, plan.config.finetune)
@@ -132,13 +145,15 @@ class MetricsLogger:
         # What NeMo and the recipes built on it, and those built on transformers, call it (docs/metrics.md).
         derived |= {"global_step": measured["step"], "train_step_timing": seconds}
         derived["throughput_peak"] = self._throughput_peak
-        if int(measured["step"] or 0) >= self._first_warm_step:
+        if step >= self._first_warm_step:
             self._warm_samples, self._warm_seconds = self._warm_samples + size, self._warm_seconds + seconds
             derived["train_samples_per_second"] = self._warm_samples / self._warm_seconds
         if tokens != padded:
             derived["padded_tokens_per_second"] = padded / seconds
+        difficulties = difficulties_at(plan.config.data, step)
+        derived |= {f"{CURRICULUM}{name}": value for name, value in difficulties.items()}
         metrics = {**measured, **derived}
-        names = [*EVERY_STEP, *(name for name in SOME_STEPS if name in metrics)]
+        names = [name for name in metric_names(plan) if name in EVERY_STEP or name in metrics]
         return {name: _finite(metrics[name]) for name in names}
 
 

@@ -45,6 +45,7 @@ SFT = {"data.kind": "sft", "data.prefixes": ["a"]}
 VALIDATED = {"trainer.val_every_steps": 10}
 LORA = {"finetune.method": "lora", "init_from": "/models/one"}
 SCALED = {"model.rope_scaling.factor": 8.0}
+LENGTHS = {"metric": "seqlen_truncate", "schedule_type": "fixed_discrete", "difficulty": [8, 32], "max_step": [9]}
 BLOCKS = {"model.sparse_attention.block": 64}
 CHANGES: dict[str, Change] = {
     "model.name": Change("other"),
@@ -77,6 +78,7 @@ CHANGES: dict[str, Change] = {
     "data.mock": Change(True, also={"data.split": "969,30,1"}),
     "data.prefixes": Change([0.25, "a", 0.75, "b"]),
     "data.schedule": Change([{"samples": 1000, "prefixes": [0.25, "a", 0.75, "b"]}]),
+    "data.curriculum": Change([LENGTHS]),
     "data.validation_prefixes": Change(["b"], {**SFT, **VALIDATED}),
     "data.chat_template": Change("chatml", SFT, becomes={"data.prefixes": ["b"]}),
     "data.template": Change("qnli", SFT, becomes={"data.prefixes": ["b"]}),

@@ -16,6 +16,7 @@ from megatron_llama.data.batches import Data, build_data
 from megatron_llama.data.indexed_format import read_index
 from megatron_llama.data.record import Record, differences, make_record, old_record
 from megatron_llama.plan import Plan
+from megatron_llama.plan.batch_schedule import Position
 from megatron_llama.topology import build_topology
 from tests.config.helpers import make
 from tests.data.files import data_plan, numbered, write_indexed
@@ -49,7 +50,8 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
     for plan, record, consumed, has_checkpoint, count in parts:
         data = _data(plan, rank)
         if has_checkpoint:
-            data.resume(record or old_record(asdict(plan.config), consumed), consumed)
+            start = Position(consumed // GLOBAL_BATCH, consumed)
+            data.resume(record or old_record(asdict(plan.config), consumed), start)
         training = [text(data.train.samples[consumed + number]) for number in range(count)]
         validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []
         found.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))

@@ -66,11 +66,12 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         # No new graph after a first, a steady and a last micro batch, in whole pipeline rounds.
-        pp, position = plan.config.trainer.pp, plan.batches.position_of_the_largest
+        pp = plan.config.trainer.pp
         count = -(-3 // pp) * pp
-        for _ in range(STEPS):
-            model.forward_backward(data.train.at(position)[:count])
-            optimizer.step(optimizer.gradient_norm())
+        for position in data.train.one_of_each_shape().values():
+            for _ in range(STEPS):
+                model.forward_backward(data.train.at(position)[:count])
+                optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
             model.forward_backward(data.validation.at(0)[:count], train=False)
         return gathered(compiler.graphs)

@@ -124,7 +124,9 @@ class _Batches:
     def all_of_a_step(self) -> list[MicroBatch]:
         """The micro batches of the largest step, with values."""
         with _disable_current_modes():
-            return self._batches.on_host(self._batches.plan.batches.position_of_the_largest)
+            shapes = self._batches.one_of_each_shape()
+            largest = max(shapes, key=lambda cut: cut.tokens if cut else 0)
+            return self._batches.on_host(shapes[largest])
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
         self._alive = []

@@ -1,0 +1,262 @@
+"""A curriculum's samples: never more difficult than the step allows, all that are allowed alike, and the same whatever
+the layout and wherever the run stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep import analyze
+from megatron_llama.config import ConfigError
+from megatron_llama.data.batches import Batches, Data, build_data
+from megatron_llama.data.difficulty_index import open_measured
+from megatron_llama.data.graded_order import Turns, cut_sample, group_seed, levels_of
+from megatron_llama.data.record import Record
+from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
+from megatron_llama.plan import Plan
+from megatron_llama.plan.batch_schedule import Position
+from megatron_llama.plan.curriculum_steps import Cut
+from megatron_llama.topology import build_topology
+from tests.data.files import data_plan, numbered, write_indexed
+from tests.data.megatron import text
+from tests.model.llamas import CPU
+from tests.ranks import run_ranks
+
+LENGTH, GLOBAL_BATCH = 32, 8  # data_plan's
+Settings = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset whose samples are as difficult as their first token is large, and an index that says so."""
+    folder = tmp_path_factory.mktemp("graded")
+    found = write_indexed(folder / "a", numbered(200))
+    for name in ("first", "last_digit"):
+        analyze.main(
+            [found, "--metric", f"tests.data.test_graded_order.{name}", "--seq-length", "32", "--workers", "1"]
+        )
+    return found
+
+
+def first(ids: np.ndarray) -> float:
+    """A metric: the place in the file."""
+    return 2 + int(ids[0]) / 10
+
+
+def last_digit(ids: np.ndarray) -> int:
+    """A metric that has nothing to do with the other one."""
+    return 1 + int(ids[0]) // LENGTH * 7 % 10
+
+
+BY_VALUE = {
+    "metric": "first",
+    "min_difficulty": 100,
+    "max_difficulty": 400,
+    "difficulty_step": 50,
+    "total_curriculum_step": 20,
+}
+BY_SHARE = {
+    "metric": "last_digit",
+    "difficulty_type": "percentile",
+    "schedule_type": "fixed_root",
+    "min_difficulty": 20,
+    "max_difficulty": 100,
+    "total_curriculum_step": 30,
+}
+STEPS = {"trainer.steps": 60}
+
+
+def graded_plan(prefix: str, *metrics: Settings, world: int = 1, **changes: Any) -> Plan:
+    return data_plan([prefix], world, **{"data.curriculum": list(metrics), **STEPS, **changes})
+
+
+def stream_of(plan: Plan) -> SampleStream:
+    """A plan's training samples, without ranks."""
+    from megatron_llama.plan.epochs import planned_timeline
+
+    timeline, levels = planned_timeline(plan.config.data), levels_of(plan)
+    (prefix,) = timeline.segments[0].weights
+    firsts = [timeline.before(level.samples)[prefix] for level in levels]
+    return SampleStream(timeline, {prefix: EndlessDataset(plan, prefix, 0).graded(levels, firsts)})
+
+
+def test_no_sample_is_above_its_step(prefix: str) -> None:
+    plan = graded_plan(prefix, BY_VALUE, BY_SHARE)
+    stream, metrics = stream_of(plan), levels_of(plan)
+    assert len(metrics) > 10
+    units = [text(stream[number]) for number in range(60 * GLOBAL_BATCH)]
+    order = open_measured(Path(f"{prefix}_metrics/last_digit-32"), prefix).order
+    kept = [unit for unit in order if unit * LENGTH + LENGTH < 4950]  # of the split
+    for number, unit in enumerate(units):
+        step = number // GLOBAL_BATCH + 1
+        # The published arithmetic, by hand.
+        by_value = min(400, int(step / 20 * 300 + 100) // 50 * 50)
+        by_share = min(100, int((step / 30) ** 0.5 * 80 + 20))
+        assert 2 + unit[0] / 10 <= by_value, f"sample {number}"
+        assert len(unit) == LENGTH + 1 and (unit[0] - 1) % LENGTH == 0, "a unit is a stretch of the file"
+        rank = kept.index((unit[0] - 1) // LENGTH)
+        assert rank < by_share / 100 * len(kept), f"sample {number}"
+    assert max(unit[0] for unit in units) > 3500
+
+
+def test_after_the_curriculum_every_sample_is_seen(prefix: str) -> None:
+    # 150 of 154 samples are at most 480: all of these are drawn from step 20 on.
+    plan = graded_plan(prefix, {**BY_VALUE, "max_difficulty": 480}, **{"trainer.steps": 400})
+    stream, begin = stream_of(plan), 25 * GLOBAL_BATCH
+    count = len(stream)
+    allowed = {unit * LENGTH + 1 for unit in range(10**4) if unit * LENGTH + 1 <= 4780 and (unit + 1) * LENGTH < 4950}
+    assert count == len(allowed)
+    for first_sample in (begin, begin + 3 * count):
+        seen = Counter(text(stream[number])[0] for number in range(first_sample, first_sample + 2 * count))
+        assert seen.keys() == allowed and max(seen.values()) <= 3
+
+
+def test_turns_are_fair_however_short_the_levels() -> None:
+    chooser = random.Random(1)
+    for _ in range(30):
+        levels = chooser.randint(1, 40)
+        sizes = [chooser.randint(1, 50)] + [chooser.choice([0, 1, 5, 90]) for _ in range(levels - 1)]
+        firsts = [0, *sorted(chooser.randint(0, 300) for _ in range(levels - 1))]
+        turns, due, drawn = Turns(firsts, sizes), np.zeros(levels), np.zeros(levels, dtype=int)
+        for draw in range(400):
+            group, number = turns.at(draw)
+            now = max(level for level in range(levels) if firsts[level] <= draw)
+            assert group <= now and sizes[group] and number == drawn[group], "groups go on where they stood"
+            drawn[group] += 1
+            allowed = np.array([size if level <= now else 0 for level, size in enumerate(sizes)])
+            due += allowed / allowed.sum()
+            assert abs(drawn - due).max() < 1 + levels / 2
+        assert (turns.drawn(400) == drawn).all()
+
+
+def test_many_short_levels_do_not_starve_a_group() -> None:
+    sizes, firsts = [1] * 100, [0] + [400 + 3 * level for level in range(99)]
+    drawn = Turns(firsts, sizes).drawn(5000)
+    assert drawn[50:99].min() > 20, "the last groups wait for ever where each level begins with the first one"
+
+
+def test_groups_are_shuffled_unlike_each_other(prefix: str) -> None:
+    stream = stream_of(graded_plan(prefix, BY_VALUE))
+    other_seed = stream_of(graded_plan(prefix, BY_VALUE, **{"trainer.seed": 5}))
+    firsts = [[text(samples[number])[0] for number in range(60)] for samples in (stream, other_seed)]
+    assert firsts[0] != sorted(firsts[0]) and firsts[0] != firsts[1]
+    assert len({group_seed(1234, group) for group in range(1000)}) == 1000
+
+
+def test_batches_are_the_same_in_every_layout(prefix: str) -> None:
+    cut = {"metric": "seqlen_reshape", "schedule_type": "fixed_discrete", "difficulty": [8, 32], "max_step": [4]}
+    seen: dict[int, list[list[int]]] = {}
+    for world, changes in ((1, {}), (4, {"trainer.tp": 2}), (4, {"trainer.pp": 2, "trainer.micro_batch_size": 2})):
+        plan = graded_plan(prefix, cut, BY_VALUE, world=world, **changes)
+        for step in (3, 5):
+            rows = []
+            for rank in range(world):
+                topology = build_topology(plan, rank)
+                if topology.tp_rank == topology.pp_rank == 0:
+                    batches = Batches(stream_of(plan), plan, topology, CPU, plan.batches, levels=levels_of(plan))
+                    for batch in batches.on_host((step - 1) * GLOBAL_BATCH):
+                        assert batch.tokens.shape[1] == (8 if step < 5 else 32)
+                        assert batch.tokens.numel() == LENGTH * plan.config.trainer.micro_batch_size
+                        assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+                        rows += batch.tokens.tolist()
+            assert seen.setdefault(step, sorted(rows)) == sorted(rows)
+
+
+def test_what_is_cut() -> None:
+    sample = {
+        "tokens": torch.arange(10),
+        "documents": torch.tensor([0] * 7 + [-1] * 3),
+        "num_tokens": torch.tensor(7),
+    }
+    (short,) = cut_sample(sample, Cut(8, 1))
+    assert short["tokens"].tolist() == [*range(8)] and short["num_tokens"] == 7
+    pieces = cut_sample(sample, Cut(4, 2))
+    assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [int(piece["num_tokens"]) for piece in pieces] == [4, 3]
+    assert pieces[1]["documents"].tolist() == [0, 0, 0, -1]
+    assert cut_sample(sample, None) == [sample]
+
+
+# (plan, record of the checkpoint or None, position, samples to read)
+Part = tuple[Plan, Record | None, Position, int]
+
+
+def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[Any], Record]]:
+    """(samples, levels, record at their end) of runs that start or go on, one after the other."""
+    return run_ranks(_read, 1, parts)[0]
+
+
+def _read(rank: int, parts: Sequence[Part]) -> list[Any]:
+    found = []
+    for plan, record, start, count in parts:
+        data: Data = build_data(plan, build_topology(plan, rank), CPU)
+        if record is not None:
+            data.resume(record, start)
+        texts = [data.train.samples[start.samples + number]["tokens"].tolist() for number in range(count)]
+        levels = [(level.samples, dict(level.difficulties)) for level in data.train.levels]
+        found.append((texts, levels, json.loads(json.dumps(data.record(start.samples + count)))))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Path) -> None:
+    metrics, changes = [BY_VALUE, BY_SHARE], {}
+    if kind == "sft":
+        examples = [document for document in numbered(200) if 2 <= len(document) <= LENGTH]
+        prefix = write_indexed(tmp_path / "a", examples)
+        write_indexed(tmp_path / "a_mask", [[1] * len(example) for example in examples], kind="B")
+        analyze.main([prefix, "--metric", "length", "--workers", "1"])
+        metrics = [{**BY_VALUE, "metric": "length", "min_difficulty": 8, "max_difficulty": 32, "difficulty_step": 4}]
+        changes = {"data.kind": "sft", "data.pack": True}
+    plan = graded_plan(prefix, *metrics, **changes)
+    other = graded_plan(prefix, *metrics, world=4, **changes, **{"trainer.steps": 45, "trainer.tp": 2})
+    # Twice the batch from the 96th sample on: as many samples, at half the steps. What was drawn stays drawn.
+    larger = graded_plan(prefix, *metrics, **changes, **{"trainer.global_batch_size": 16})
+    ((whole, levels, record),) = read([(plan, None, Position(), 240)])
+    if kind == "sft":
+        assert max(len(set(sample)) for sample in whole[:8]) <= LENGTH
+    ((begun, _, stopped),) = read([(other, None, Position(), 96)])
+    assert begun == whole[:96]
+    parts: list[Part] = [(plan, stopped, Position(12, 96), 144), (larger, stopped, Position(12, 96), 96)]
+    (again, same_levels, ended), (faster, other_levels, _) = read(parts)
+    assert again == whole[96:] and same_levels == levels and ended == record
+    past = [level for level in levels if level[0] <= 96]
+    assert faster != whole[96:192] and other_levels[: len(past)] == past and other_levels != levels
+    assert faster[:8] == whole[96:104], "the level that holds goes on where it stood"
+
+
+def test_a_curriculum_that_begins_later_begins_anew(prefix: str) -> None:
+    plain, graded = data_plan([prefix], **STEPS), graded_plan(prefix, BY_VALUE)
+    ((_, _, record),) = read([(plain, None, Position(), 40)])
+    record.pop("curriculum")  # a checkpoint of before there was one
+    ((samples, levels, stopped),) = read([(graded, record, Position(5, 40), 80)])
+    assert levels[0] == (40, {"first": 150}) and stopped["levels"][0] == [40, {"first": 150}]
+    assert all(2 + sample[0] / 10 <= 400 for sample in samples)
+    ((rest, _, _),) = read([(graded, stopped, Position(15, 120), 8)])
+    ((whole, _, _),) = read([(graded, record, Position(5, 40), 88)])
+    assert [*samples, *rest] == whole
+
+
+def test_an_index_that_does_not_fit_is_refused(prefix: str, tmp_path: Path) -> None:
+    for metric, said in (
+        ({**BY_VALUE, "metric": "unknown"}, "there is no index in .*unknown-32.*data_prep/analyze.py"),
+        ({**BY_VALUE, "index": str(tmp_path)}, "there is no index"),
+        (
+            {"metric": "first", "schedule_type": "fixed_discrete", "difficulty": [2, 400], "max_step": [5]},
+            "no sample .* first is 2.1 or more",
+        ),
+    ):
+        with pytest.raises(ConfigError, match="(?s)" + said.replace(" ", r"\s+")):
+            stream_of(graded_plan(prefix, metric))
+    write_indexed(tmp_path / "b", numbered(100))
+    (tmp_path / "b_metrics").symlink_to(f"{prefix}_metrics")
+    with pytest.raises(ConfigError, match="another"):
+        stream_of(graded_plan(str(tmp_path / "b"), BY_VALUE))
