@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from megatron_llama.config.fields import settings_of
-from megatron_llama.config.limits import at_least, not_blank, one_of
+from megatron_llama.config.limits import at_least, one_of
 from megatron_llama.config.problems import Problem, nearest, shown
 
 SECTION = "data.curriculum"
@@ -30,7 +30,7 @@ BY_TYPE = {LINEAR: PACED, ROOT: (*PACED, "root_degree"), DISCRETE: ("difficulty"
 class CurriculumMetric:
     """An entry of data.curriculum: a mapping with these keys, of which it needs metric and those of its schedule."""
 
-    metric: Annotated[str, not_blank("must be the name of a metric", "vocab_rarity")] = ""
+    metric: str = ""
     """seqlen_truncate (sequences are cut off behind so many tokens), seqlen_reshape (cut into pieces of so many), or
     the name of an index that data_prep/analyze.py has written: vocab_rarity, length, or a function of your own."""
     index: str | None = None
@@ -145,7 +145,7 @@ def _problems(entry: Any) -> Iterator[tuple[str, str]]:
 def _contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What does not go together in an entry whose values are possible by themselves."""
     (metric,) = metrics_of([entry])
-    if not metric.metric:
+    if not metric.metric.strip():
         yield "has no metric", f"write metric: {TRUNCATE}, {RESHAPE} or the name of an index"
     wanted = BY_TYPE[metric.schedule_type]
     if missing := [name for name in wanted if getattr(metric, name) in (None, [])]:

@@ -36,7 +36,7 @@ CASES = [
             ({**LENGTHS, "min_difficulty": 64}, "leave out min_difficulty"),
             ({**LENGTHS, "difficulty_type": "percentile"}, "difficulty_type: value"),
             ({**LENGTHS, "index": "folder"}, "leave out index"),
-            ({**LENGTHS, "metric": " "}, "metric: vocab_rarity"),
+            ({**LENGTHS, "metric": " "}, "metric: seqlen_truncate"),
             ({**RARITY, "difficulty_step": 0}, "difficulty_step: 1"),
             ({**RARITY, "min_difficulty": 11}, "min_difficulty: 10"),
             ({**RARITY, "total_curriculum_step": None}, "total_curriculum_step: NUMBER"),
