@@ -22,8 +22,8 @@ class TuneConfig:
     """throughput (the most tokens a second), max_seq_len (the longest data.seq_length that fits) or min_devices (the
     fewest devices that do). Also written objective=..."""
     trials: Annotated[int, at_least(0)] = 8
-    """Runs of a few steps that are timed, the most promising first; as many more may run out of memory. 0 only
-    plans, as for machines that are not here."""
+    """Runs of a few steps that are timed, the most promising first; as many more may run out of memory, and the fastest
+    three, where they are close, run twice more in turn. 0 only plans, as for machines that are not here."""
     steps: Annotated[int, at_least(1)] = 5
     """Steps of a trial that are timed, after one that is not; their median counts."""
     trial_minutes: Annotated[float, above_zero()] = 10.0

@@ -14,9 +14,6 @@ from megatron_llama.config.problems import shown
 from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.derive import derive_optimizer
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.step_time import step_time
-from megatron_llama.plan.forecast.training_job import job_of_plan
 from megatron_llama.plan.memory import SURE, stage_footprints
 from megatron_llama.plan.shapes import can_cut
 from megatron_llama.plan.variation import varied
@@ -48,14 +45,21 @@ class Candidate:
     ranks: int
     peak: int
     """Bytes of the heaviest rank."""
+    states: int
+    """Those of them that are weights, gradients and optimizer states, which the forecast knows exactly."""
     first_peak: int
     """Bytes of the first rank, which is the one that reports."""
+    first_states: int
     needs: int
     """Bytes of a device or host (``Target.needs``)."""
     seconds: float
     """Of a step."""
     key: str
     """The settings as they are typed."""
+
+    def grown_peak(self, scale: float) -> float:
+        """Bytes of the heaviest rank if activations and buffers take ``scale`` times what is forecast."""
+        return self.states + scale * (self.peak - self.states)
 
     @property
     def order(self) -> tuple[float, int, int, int]:
@@ -107,10 +111,19 @@ class Tuned:
     def candidate(self, settings: Mapping[str, Any], ranks: int) -> Candidate:
         """Their forecast. Raises ConfigError."""
         plan = self.plan(settings, ranks)
-        stages = [stage.total for stage in stage_footprints(plan)]
-        seconds = step_time(job_of_plan(plan), self.target.rank_device(ranks), fitted()).total
-        needs = self.target.needs(max(stages), ranks)
-        return Candidate(settings, ranks, max(stages), stages[0], needs, seconds, typed_settings(settings))
+        stages = stage_footprints(plan)
+        first, most = stages[0], max(stages, key=lambda stage: stage.total)
+        return Candidate(
+            settings,
+            ranks,
+            most.total,
+            most.states,
+            first.total,
+            first.states,
+            self.target.needs(most.total, ranks),
+            self.target.seconds(plan, ranks),
+            typed_settings(settings),
+        )
 
     def space(self, *, sure: float = SURE, progress: Callable[[int], None] = lambda done: None) -> Space:
         """All candidates that may fit: those of which ``sure`` times the forecast does. ``progress`` is told how many

@@ -15,10 +15,13 @@ from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, Outcome
 if TYPE_CHECKING:
     import numpy as np
 
+NOISE = 1.1
+"""Times of two trials of the same settings may differ by so much."""
+FINALISTS = 3
 DOUBT = 1.0
 """Trials' worth of belief that a setting's value needs no correction (the ridge of the regression)."""
 
-UNKNOWN_LIMIT = 2.0
+UNKNOWN_LIMIT = 3.0
 
 
 @dataclass
@@ -39,43 +42,52 @@ class Knowledge:
         done = [(each, out) for each, out in self.tried.values() if out.status == DONE and out.seconds]
         return min(done, key=lambda trial: trial[1].seconds or 0.0, default=None)
 
+    def close(self) -> list[Candidate]:
+        """The fastest, and others that may be as fast, as far as one trial of each can tell: to be tried again."""
+        done = [(out.seconds, each) for each, out in self.tried.values() if out.status == DONE and out.seconds]
+        done.sort(key=lambda trial: trial[0])
+        return [each for seconds, each in done[:FINALISTS] if seconds <= NOISE * done[0][0]]
+
     @property
     def timed(self) -> int:
         """Trials of which a time is known."""
         return sum(out.seconds is not None for _, out in self.tried.values())
 
-    @property
-    def smallest_failure(self) -> int | None:
-        """Forecast bytes of the least that ran out of memory."""
-        return min((each.needs for each, out in self.tried.values() if out.status == MEMORY), default=None)
+    def smallest_failure(self, ranks: int) -> int | None:
+        """Bytes, by the corrected forecast, of the least that ran out of memory with so many ranks. What a rank needs
+        before it has a tensor is known less well than what its tensors need: other numbers are not compared."""
+        failed = (each for each, out in self.tried.values() if out.status == MEMORY and each.ranks == ranks)
+        return min(map(self.needs, failed), default=None)
 
     @property
     def memory_scale(self) -> float:
-        """By what the forecast of a rank's peak is to be multiplied: the middle of what runs reported over it, and at
-        least what it takes for those that ran out of memory not to fit. Never below 1: a peak may be missed."""
+        """By what the forecast of a rank's activations and buffers is to be multiplied: the middle of what runs
+        reported over it, and at least what it takes for those that ran out of memory not to fit. Never below 1: a peak
+        may be missed."""
         target, scale = self.target, 1.0
         ratios, bounds = [], []
         for each, out in self.tried.values():
             beside, sharers = target.beside(each.ranks), target.sharers(each.ranks)
             if out.status == DONE and out.memory:
-                ratios.append((target.measured(out.memory, each.ranks) - beside) / (sharers * each.first_peak))
+                peak = (target.measured(out.memory, each.ranks) - beside) / sharers
+                ratios.append((peak - each.first_states) / max(1, each.first_peak - each.first_states))
             elif out.status == MEMORY:
-                bounds.append((target.room - beside) / (sharers * each.peak))
+                peak = (target.room - beside) / sharers
+                bounds.append((peak - each.states) / max(1, each.peak - each.states))
         if ratios:
             scale = max(scale, statistics.median(ratios))
-        # What fails at less than half of what there is has met a limit of which nothing is known.
+        # What fails at a third of what there is has met a limit of which nothing is known.
         return max([scale, *(bound for bound in bounds if bound < UNKNOWN_LIMIT)])
 
     def needs(self, candidate: Candidate) -> int:
         """The corrected forecast, bytes of a device or host."""
-        return self.target.needs(self.memory_scale * candidate.peak, candidate.ranks)
+        return self.target.needs(candidate.grown_peak(self.memory_scale), candidate.ranks)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether it is worth a trial: less than what ran out of memory, and not sure to be too much."""
-        failure = self.smallest_failure
-        if failure is not None and candidate.needs >= failure:
-            return False
-        return SURE * self.needs(candidate) <= self.target.room
+        failure = self.smallest_failure(candidate.ranks)
+        needs = self.needs(candidate)
+        return SURE * needs <= self.target.room and (failure is None or needs < failure)
 
     def seconds(self, candidates: Sequence[Candidate]) -> list[float]:
         """Of a step of each: the forecast times what trials say about it.

@@ -19,7 +19,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bar import bar
 from megatron_llama.tools.mock_run import NO_FILES
 from megatron_llama.tools.tune import fewest, sequences
-from megatron_llama.tools.tune.candidates import Space, Tuned, kept_settings
+from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned, kept_settings
 from megatron_llama.tools.tune.experiment import check_name, experiment_path, experiment_text
 from megatron_llama.tools.tune.journal import Journal
 from megatron_llama.tools.tune.page import comment, table
@@ -82,6 +82,7 @@ def tune(words: Sequence[str]) -> None:
     """Does what a command line asks for. Raises ConfigError and NothingWorks."""
     asked = read(words)
     _say([f"{asked.config.model.name}: {asked.tune.objective} on {asked.target}"])
+    _say([f"forecasts of time: {asked.target.basis}"])
     trials = asked.tune.trials
     if trials and not (asked.target.here or asked.tune.jobs):
         trials = 0
@@ -106,8 +107,7 @@ def _max_seq_len(asked: Asked, tuned: Tuned, trials: int) -> None:
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
         with bar("forecast", "layouts") as shown:
-            fits = partial(_fits, target, scale)
-            tokens = sequences.longest_of_all(tuned, fits, shown.show)
+            tokens = sequences.longest_of_all(tuned, partial(_fits, target, scale), shown.show)
         if not tokens:
             raise NothingWorks(f"Not even {sequences.STEP} tokens fit on {target}.")
         capped = min(tokens, positions)
@@ -123,8 +123,8 @@ def _max_seq_len(asked: Asked, tuned: Tuned, trials: int) -> None:
     raise NothingWorks("\n".join(why_nothing(found)))
 
 
-def _fits(target: Target, scale: float, peak: int, ranks: int) -> bool:
-    return target.needs(scale * peak, ranks) <= target.room
+def _fits(target: Target, scale: float, each: Candidate) -> bool:
+    return target.needs(each.grown_peak(scale), each.ranks) <= target.room
 
 
 def _min_devices(asked: Asked, tuned: Tuned, trials: int) -> None:

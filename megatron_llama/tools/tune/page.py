@@ -64,7 +64,7 @@ def reasons(found: Found) -> Iterator[str]:
         dropped["does not fit, as trials show"] = after
     yield from (f"  {count:>7,}  {reason}" for reason, count in dropped.items())
     if known.tried:
-        yield f"  forecasts of memory are multiplied by {known.memory_scale:.2f}, which follows from the trials"
+        yield f"  forecasts of activations are multiplied by {known.memory_scale:.2f}, which follows from the trials"
 
 
 def comment(found: Found, config: Config, objective: str) -> list[str]:

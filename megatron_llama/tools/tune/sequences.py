@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError
 from megatron_llama.config.fields import get
 from megatron_llama.system.text_table import text_table
-from megatron_llama.tools.tune.candidates import TUNED, Tuned
+from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
 from megatron_llama.tools.tune.target import Target
 
 STEP = 64
@@ -23,8 +24,7 @@ METHODS = {"full": "every weight trained", "lora": "LoRA"}
 SAVING = {"trainer.micro_batch_size": 1, "trainer.recompute": "full", "trainer.vpp": 1}
 """What a sequence is longest with, where the user does not say otherwise."""
 
-Fits = Callable[[int, int], bool]
-"""Whether a rank's peak, in bytes, fits in a run of so many ranks."""
+Fits = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def longest(tuned: Tuned, settings: Mapping[str, Any], ranks: int, fits: Fits) -
     unit = math.lcm(STEP, settings["trainer.tp"])
 
     def fit(count: int) -> bool:
-        return fits(tuned.candidate({**settings, **of_length(tuned.config, count * unit)}, ranks).peak, ranks)
+        return fits(tuned.candidate({**settings, **of_length(tuned.config, count * unit)}, ranks))
 
     low, high = 0, 1
     while high * unit <= LONGEST and fit(high):
@@ -96,10 +96,14 @@ def stage_table(config: Config, kept: Mapping[str, Any], target: Target, progres
         for zero in [kept["trainer.zero"]] if "trainer.zero" in kept else range(4):
             for ranks in counts(target, tp * pp):
                 settings = _plain(config, kept, tp, pp, ranks // (tp * pp), zero)
-                tokens = longest(tuned, settings, ranks, lambda peak, n: target.part(n).needs(peak, n) <= target.room)
+                tokens = longest(tuned, settings, ranks, partial(_fits_on, target.part(ranks)))
                 found.append(Cell(method, zero, ranks, tokens))
                 progress(len(found))
     return found
+
+
+def _fits_on(target: Target, each: Candidate) -> bool:
+    return target.needs(each.peak, each.ranks) <= target.room
 
 
 def counts(target: Target, block: int) -> list[int]:

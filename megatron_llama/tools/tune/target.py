@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,12 @@ from megatron_llama.config import Problem
 from megatron_llama.config.cluster import ClusterConfig
 from megatron_llama.config.problems import nearest
 from megatron_llama.config.settings import Config
+from megatron_llama.plan import Plan
+from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.hardware import Device, devices, find_device
+from megatron_llama.plan.forecast.step_time import step_time
+from megatron_llama.plan.forecast.this_machine import Machine, NotMeasured, load, step_here
+from megatron_llama.plan.forecast.training_job import job_of_plan
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.units import GIB, gib, plural
 
@@ -56,6 +62,8 @@ class Target:
     here: bool
     """Whether it is this machine."""
     cluster: ClusterConfig
+    machine: Machine | None = None
+    """What was measured of this host, where it was."""
 
     @property
     def host(self) -> bool:
@@ -97,6 +105,21 @@ class Target:
         cores, core = self.per_node / self.sharers(ranks), self.device
         peaks = {form: peak * cores for form, peak in core.peaks.items()}
         return replace(core, peaks=peaks, bandwidth=core.bandwidth * cores, per_node=self.sharers(ranks))
+
+    def seconds(self, plan: Plan, ranks: int) -> float:
+        """Forecast of a step of ``plan``."""
+        if self.machine is not None:
+            return step_here(plan, self.machine).total
+        return step_time(job_of_plan(plan), self.rank_device(ranks), fitted()).total
+
+    @property
+    def basis(self) -> str:
+        """What forecasts of time stand on."""
+        if self.machine is not None:
+            return f"measured on {self.machine.host}, {self.machine.date}, load {self.machine.load:g}"
+        if self.host and self.here:
+            return f"{self.device.source}; scripts/plan.py --calibrate measures this machine"
+        return self.device.source
 
     def worlds(self) -> list[int]:
         """Numbers of ranks that use all of it: all devices; of hosts, any number that divides their cores evenly."""
@@ -157,7 +180,11 @@ def _here(config: Config, cluster: ClusterConfig) -> tuple[Target | None, list[P
     if not found.is_accelerator:
         ranks = asked or count
         core = CORE if ranks <= count else replace(CORE, peaks={f: p * count / ranks for f, p in CORE.peaks.items()})
-        return Target(HOST, ranks, 1, core, memory, True, replace(cluster, device=HOST, nodes=1)), []
+        machine = None
+        with contextlib.suppress(NotMeasured):
+            machine = load()
+        here = replace(cluster, device=HOST, nodes=1)
+        return Target(HOST, ranks, 1, core, memory, True, here, machine), []
     row = _row_of(found)
     if row is None:
         rule = f"this machine's {found.name} is not in the hardware table"

@@ -64,6 +64,8 @@ class Outcome:
     """Bytes that the first rank has reported: of a device the most allocated, of a host's rank the resident set."""
     said: str = ""
     """Of a trial that failed: why, in a line."""
+    times: int = 1
+    """How often it was tried; ``seconds`` are those of the fastest time, since other work can only add to them."""
 
 
 class Attempt(Protocol):

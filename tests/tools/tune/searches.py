@@ -37,12 +37,12 @@ def space_of(of: Tuned, **sure: float) -> Space:
 
 def with_memory(target: Target, memory: int) -> Target:
     """The same with another memory."""
-    return replace(target, memory_bytes=memory)
+    return replace(target, memory_bytes=memory, machine=None)
 
 
 class Machine:
-    """A machine on which a step takes the forecast times a factor for each setting's value, and a rank's peak is the
-    forecast times ``memory``."""
+    """A machine on which a step takes the forecast times a factor for each setting's value, and a rank's activations
+    the forecast times ``memory``."""
 
     def __init__(self, target: Target, factors: Mapping[str, float], memory: float = 1.0) -> None:
         self.target, self.factors, self.memory = target, factors, memory
@@ -57,7 +57,7 @@ class Machine:
 
     def fits(self, each: Candidate) -> bool:
         """Whether a run comes to an end."""
-        return self.target.needs(self.memory * each.peak, each.ranks) <= self.target.room
+        return self.target.needs(each.grown_peak(self.memory), each.ranks) <= self.target.room
 
     def attempt(self, each: Candidate, best: float | None) -> Outcome:
         """A trial."""
@@ -65,7 +65,8 @@ class Machine:
         if not self.fits(each):
             return Outcome(MEMORY)
         seconds = self.seconds(each)
-        reported = round(self.memory * each.first_peak) + (365 << 20)
+        first = each.first_states + self.memory * (each.first_peak - each.first_states)
+        reported = round(first) + (365 << 20)
         return Outcome(SLOW if best and seconds > SLOWER * best else DONE, seconds, reported)
 
 

@@ -16,7 +16,7 @@ from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, Outcome, judge, run_trial
 from tests.processes import gone
 
-CANDIDATE = Candidate({}, 1, 1, 1, 1, 1.0, "trainer.tp=1")
+CANDIDATE = Candidate({}, 1, 1, 0, 1, 0, 1, 1.0, "trainer.tp=1")
 HEAD = """
 import json, os, sys, time
 from pathlib import Path
