@@ -26,8 +26,8 @@ OPERATIONS = {"eager": 40, "compiled": 8, "fused": 16}
 """Kernels of a block's forward pass beside its products and attention: norms, rotations, residuals, copies."""
 SCORES_OPERATIONS = 9
 """Kernels of attention that computes the square of scores: two products, scale, mask, softmax, dropout, copies."""
-CORE_OPERATIONS = {"eager": 16, "compiled": 4, "fused": 4}
-"""Kernels that selective recomputation repeats in a block: rotations, attention, a copy, the activation."""
+REPEATED_OPERATIONS = 0.7
+"""Share of them that elementwise recomputation repeats: the norms, rotations and activation, no residuals."""
 COLLECTIVE_OPERATIONS = 4
 LOSS_BYTES = 24
 """Bytes for each logit that a loss of few kernels reads and writes: in 32 bits, three times each."""
@@ -162,12 +162,7 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     passes = (whole + inside) * job.inner_bytes * constants[f"passes.{kernels}"]
     if job.format in NARROW:
         passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
-    repeated = passes * again
-    if job.program.repeats_activation:
-        repeated = max(repeated, inside * job.inner_bytes * constants[f"passes.{kernels}"] * _core_again(job))
-    if job.recompute == "elementwise":
-        repeated = passes / job.recompute_every
-    memory += (2.5 * passes + repeated) / (device.bandwidth * MEMORY_REACH)
+    memory += passes * (2.5 + max(again, _between_again(job))) / (device.bandwidth * MEMORY_REACH)
     gaps = operations(job) * constants[f"gap.{kernels}"]
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
@@ -180,8 +175,14 @@ def _again(job: Job) -> float:
 def _core_again(job: Job) -> float:
     """The same of what lies between the products of attention, which selective recomputation repeats in Megatron-LM
     (arXiv:2205.05198) and here."""
-    repeats = job.program.attention in ("scores", "tuned") or job.program.repeats_activation
+    repeats = job.program.attention in ("scores", "tuned") or job.program.repeats_elementwise
     return repeats * (job.recompute == "selective") / job.recompute_every
+
+
+def _between_again(job: Job) -> float:
+    """The same of norms, rotations and the activation: elementwise repeats them, and here selective does too."""
+    repeats = job.recompute == "elementwise" or (job.recompute == "selective" and job.program.repeats_elementwise)
+    return repeats / job.recompute_every
 
 
 def operations(job: Job) -> float:
@@ -196,8 +197,7 @@ def operations(job: Job) -> float:
     forward += 6 * len(job.adapted)
     again = _again(job)
     found = forward * (3 + again)
-    if program.repeats_activation:
-        found += CORE_OPERATIONS[program.kernels] * _core_again(job)
+    found += OPERATIONS[program.kernels] * _between_again(job) * REPEATED_OPERATIONS
     if job.tp > 1:
         found += COLLECTIVE_OPERATIONS * (4 + (2 * _again(job) if job.recompute == "full" else 0))
     return found

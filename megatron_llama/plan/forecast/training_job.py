@@ -107,8 +107,8 @@ class Program:
     """ZeRO 3 shards weights again after each block, in a pipeline too."""
     shards_frozen: bool = False
     """ZeRO shards the weights that LoRA leaves frozen too, and gathers them in each step."""
-    repeats_activation: bool = False
-    """Selective recomputation repeats the feed-forward's activation, beside attention between its products."""
+    repeats_elementwise: bool = False
+    """Selective recomputation repeats norms, rotations and the activation too, beside attention."""
     stages_by_cost: bool = False
     """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
     loss_in_steps: bool = False
@@ -127,7 +127,7 @@ OURS = Program(
     chunks_logits=True,
     reshards=True,
     shards_frozen=True,
-    repeats_activation=True,
+    repeats_elementwise=True,
     loss_in_steps=True,
 )
 PROGRAMS = {

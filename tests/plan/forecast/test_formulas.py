@@ -96,12 +96,14 @@ def test_work_is_paid_for() -> None:
     assert seconds(frozen).matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05)
 
 
-def test_selective_recomputation_repeats_attention_between_its_products_and_the_activation() -> None:
+def test_selective_recomputation_repeats_attention_and_what_is_elementwise() -> None:
     base, again = seconds(PLAIN), seconds(replace(PLAIN, recompute="selective"))
     assert again.matmul == base.matmul and again.head == base.head
     assert again.attention == pytest.approx(base.attention * 4.5 / 3.5)
     full = seconds(replace(PLAIN, recompute="full"))
-    assert base.memory_bound < again.memory_bound < full.memory_bound and base.total < again.total < full.total
+    assert base.memory_bound < again.memory_bound == full.memory_bound and base.total < again.total < full.total
+    elementwise = seconds(replace(PLAIN, recompute="elementwise"))
+    assert elementwise.memory_bound == again.memory_bound and elementwise.attention == base.attention
     third = seconds(replace(PLAIN, recompute="selective", recompute_every=3))
     assert third.attention - base.attention == pytest.approx((again.attention - base.attention) / 3)
 

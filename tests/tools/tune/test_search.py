@@ -129,7 +129,7 @@ def test_a_trial_that_fails_is_no_measurement(tmp_path: Path) -> None:
 
 def test_what_is_close_is_tried_again_in_turn(tmp_path: Path) -> None:
     """Each first trial is disturbed, the fastest settings' most: tried once, the second would be chosen."""
-    of = tuned("trainer.zero=1", "trainer.recompute=none")
+    of = tuned("trainer.zero=1", "trainer.recompute=none", cores=1)
     machine, seen = Machine(of.target, {}), list[str]()
     fastest = min(space_of(of).candidates, key=machine.seconds)
 
@@ -138,7 +138,7 @@ def test_what_is_close_is_tried_again_in_turn(tmp_path: Path) -> None:
         out, disturbed = machine.attempt(each, best), seen.count(each.key) == 1
         return replace(out, seconds=(out.seconds or 0) * (1 + disturbed * (0.06 if each is fastest else 0.02)))
 
-    found = search(of, space_of(of), 6, Journal(tmp_path, {}), attempt)
+    found = search(of, space_of(of), 4, Journal(tmp_path, {}), attempt)
     again = seen[len(set(seen)) :]
     assert found.best is fastest and len(again) == 2 * len(set(again)) and again[: len(again) // 2] * 2 == again
     saved = {each["settings"]: each["outcome"] for each in json.loads((tmp_path / FILE).read_text())["trials"]}
