@@ -3,7 +3,8 @@
     make demo-data
     python scripts/prove_recipes.py --output runs/recipes
 
-Any further words are overrides for each of the runs. Finished runs are not done again.
+A recipe with a pipeline has one here too, of two stages. Any further words are overrides for each of the runs. Finished
+runs are not done again.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_llama.config.load_config import from_yaml  # noqa: E402 (the tree need not be installed)
+from megatron_llama.config.load_config import from_yaml, load_config  # noqa: E402 (the tree need not be installed)
+from megatron_llama.launch.cli import CONF_DIR  # noqa: E402
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
 from scripts.results import commit, markdown_table, run_program  # noqa: E402
 
 
 def trained(recipe: str, folder: Path, overrides: list[str]) -> Iterator[str]:
     """A row of the table; trains where the run is not there."""
-    run_program("train.py", f"experiment={recipe}", "scaled=laptop", f"run.dir={folder}", *overrides)
+    published = load_config([f"experiment={recipe}"], CONF_DIR).trainer
+    pipeline = ["trainer.pp=2", f"trainer.vpp={min(2, published.vpp)}", "trainer.dp=1"] if published.pp > 1 else []
+    run_program("train.py", f"experiment={recipe}", "scaled=laptop", f"run.dir={folder}", *pipeline, *overrides)
     steps = list(read_metrics(folder / METRICS_FILE))
     config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     trainer = config.trainer
     yield f"`{recipe}`"
-    yield f"tp {trainer.tp} dp {trainer.dp}, zero {trainer.zero}, {trainer.precision}, recompute {trainer.recompute}"
+    layout = f"tp {trainer.tp} pp {trainer.pp} x {trainer.vpp} dp {trainer.dp}"
+    yield f"{layout}, zero {trainer.zero}, {trainer.precision}, recompute {trainer.recompute}"
     yield "inside documents" if config.data.document_mask else "causal"
     yield str(len(steps))
     yield f"{steps[0]['reduced_train_loss']:.3f}"

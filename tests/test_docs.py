@@ -17,6 +17,7 @@ PAGES = [
 ]
 # Other programs' files.
 FOREIGN = {"preprocess_data.py", "test_llama.sh", "train_setup.sh"}
+FOREIGN |= {"gaudi_spawn.py", "convert_nemo_checkpoint_to_hf_llama.py", "checkpoint_converter.py"}
 FOLDERS = ("megatron_llama", "data_prep", "scripts", "tests", "conf", "docs")
 THERE = {f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("*.*")}
 THERE |= {f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
