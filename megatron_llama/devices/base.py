@@ -41,6 +41,8 @@ class Device(ABC):
     """Whether it copies from pinned host memory while it computes; batches are then built there."""
     variable_prefixes: tuple[str, ...] = ()
     """What the names of its environment variables begin with; ssh passes these on to other machines."""
+    interface_variable: str = "GLOO_SOCKET_IFNAME"
+    """The variable that names the network interfaces which its backend may use."""
 
     @abstractmethod
     def probe(self) -> str | None:
@@ -56,6 +58,11 @@ class Device(ABC):
     @abstractmethod
     def memory_bytes(self) -> int:
         """Memory of one device, bytes; for the CPU that of the machine, which all its ranks share."""
+
+    def hardware(self) -> dict[str, str]:
+        """What must be alike on all machines of a run, by name: the kind of the devices, their driver. Reads the
+        system's files: no torch, and no device is acquired."""
+        return {}
 
     @abstractmethod
     def environment(self, plan: Plan) -> dict[str, str]:

@@ -38,6 +38,16 @@ class Cpu(Device):
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([physical, *_memory_limits()])
 
+    def hardware(self) -> dict[str, str]:
+        found = {}
+        with suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    found["processor"] = value.strip()
+                    break
+        return found
+
     def environment(self, plan: Plan) -> dict[str, str]:
         return {}  # a rank's number of threads depends on the ranks of its machine, which ``enter`` knows
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import Device, Peak, device_index
@@ -30,6 +33,7 @@ _PEAKS = (
 
 
 # Where a driver shows itself on Linux: a GPU of its own, one lent by Windows, a Jetson's.
+DRIVER = Path("/proc/driver/nvidia")
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 
 
@@ -47,6 +51,7 @@ class Cuda(Device):
     forkable = False  # a CUDA context does not survive a fork
     pins_memory = True
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
+    interface_variable = "NCCL_SOCKET_IFNAME"
 
     def probe(self) -> str | None:
         if not _driver_present():
@@ -68,6 +73,20 @@ class Cuda(Device):
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory
+
+    def hardware(self) -> dict[str, str]:
+        found = {}
+        with suppress(OSError):
+            text = (DRIVER / "version").read_text(encoding="utf-8")
+            if version := re.search(r"Kernel Module\D*(\d[\d.]*)", text):
+                found["driver"] = version[1]
+        models: list[str] = []
+        for path in sorted(DRIVER.glob("gpus/*/information")):
+            with suppress(OSError):
+                models += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if models:
+            found["devices"] = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
+        return found
 
     def environment(self, plan: Plan) -> dict[str, str]:
         variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}

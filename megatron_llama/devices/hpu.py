@@ -7,6 +7,7 @@ starter reads the driver's files, because a process that uses the bridge acquire
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class Hpu(Device):
     is_accelerator = True
     forkable = False  # an acquired card does not survive a fork
     variable_prefixes = ("HABANA_", "PT_HPU_", "HLS_")
+    interface_variable = "HCCL_SOCKET_IFNAME"
 
     def probe(self) -> str | None:
         no_card = None if _cards() else "this machine has no Intel Gaudi driver or card"
@@ -74,6 +76,14 @@ class Hpu(Device):
     def memory_bytes(self) -> int:
         name = _cards()[0]
         return next((gibibytes for card, _, _, gibibytes in _CARDS if card in name), _CARDS[-1][-1]) * 2**30
+
+    def hardware(self) -> dict[str, str]:
+        found, cards = {}, _cards()
+        with suppress(OSError):
+            found["driver"] = (ROOT / "sys/module/habanalabs/version").read_text(encoding="utf-8").strip()
+        if cards:
+            found["devices"] = ", ".join(f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards))
+        return found
 
     def environment(self, plan: Plan) -> dict[str, str]:
         return {"PT_HPU_LAZY_MODE": "0"}  # torch.compile needs it, and the bridge reads it when torch is imported

@@ -112,6 +112,14 @@ class Neuron(Device):
     def memory_bytes(self) -> int:
         return _CHIPS[_target() or "trn2"].gibibytes * _cores_per_device() * 2**30 // _CORES_PER_CHIP
 
+    def hardware(self) -> dict[str, str]:
+        found, chips = {}, _chips()
+        if driver := _read(ROOT / "sys/module/neuron/version"):
+            found["driver"] = driver
+        if chips:
+            found["devices"] = f"{len(chips)} chips"
+        return found
+
     def environment(self, plan: Plan) -> dict[str, str]:
         # A graph that does not compile must be an error: run by operations, it would only look like a slow run.
         variables = {"TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1"}

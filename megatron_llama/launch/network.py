@@ -44,14 +44,19 @@ def interface_of(address: str) -> str | None:
             lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
             return next((line.split()[-1] for line in lines if line.startswith(wanted.packed.hex())), None)
         return None
+    named = (name for _, name in socket.if_nameindex())
+    return next((name for name in named if address_of_interface(name) == str(wanted)), None)
+
+
+def address_of_interface(name: str) -> str | None:
+    """The first IPv4 address of an interface; None where it has none, or the system does not say."""
+    if sys.platform != "linux":
+        return None
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an address
-                continue
-            if answer[20:24] == wanted.packed:
-                return name
-    return None
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

@@ -53,7 +53,7 @@ class Rendezvous:
         def connect() -> Any:
             if context.rank > 0 or context.has_store:
                 return TCPStore(context.master_addr, context.master_port, is_master=False)
-            with _listen(context) as listener:
+            with listen(context) as listener:
                 host, port, file = listener.getsockname()[0], context.master_port, os.dup(listener.fileno())
                 everywhere = ipaddress.ip_address(host).is_unspecified
                 self._listens = "all its addresses" if everywhere else f"{host} alone"
@@ -61,7 +61,7 @@ class Rendezvous:
                 return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
         if context.rank > 0 and not context.has_store:
-            _wait_until_reachable(context, limit_seconds)
+            wait_until_reachable(context, limit_seconds)
         try:
             job = f"{context.job}/{context.starter}"
             self._store = JobStore(connect, job, secret, _SPEAK_SECONDS)
@@ -233,7 +233,7 @@ def _answers(context: ProcessContext) -> bool:
     return True
 
 
-def _listen(context: ProcessContext) -> socket.socket:
+def listen(context: ProcessContext) -> socket.socket:
     """The first process's port, on the address that the others were told, and on no other where that can be."""
     own = addresses_of(context.master_addr)
     # As a name it may be the loopback here only (Debian's 127.0.1.1), and as an address that of a router: then on all.
@@ -258,7 +258,7 @@ def _listen_on(address: str, context: ProcessContext) -> socket.socket:
         raise ConfigError([Problem("MASTER_PORT", context.master_port, rule, instead)]) from error
 
 
-def _wait_until_reachable(context: ProcessContext, limit_seconds: float) -> None:
+def wait_until_reachable(context: ProcessContext, limit_seconds: float) -> None:
     """Returns once the first process, which may start later than this one, accepts a connection."""
     begin = time.monotonic()
     while True:

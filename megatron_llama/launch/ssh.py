@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 
 from megatron_llama.config import ConfigError, Host, Problem
 from megatron_llama.devices import variable_prefixes
@@ -126,8 +127,9 @@ def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
         raise ConfigError([Problem("launch.ssh", plan.config.launch.ssh, rule, "write another")]) from error
 
 
+@cache
 def secret_from_starter() -> str:
-    """On a host: the job's secret, the first word that comes down the control line."""
+    """On a host: the job's secret, the first word that comes down the control line; once, however often it is asked."""
     word = sys.stdin.readline().strip()
     if not word:
         raise LaunchFailed("the command that started this one has ended, or its ssh does not pass on standard input")

@@ -1,4 +1,8 @@
-"""Latency and bandwidth of the collectives that a step uses, over the process groups of each parallel axis."""
+"""Latency and bandwidth of the collectives that a step uses, over the process groups of each parallel axis.
+
+scripts/bench.py comm prints them, and scripts/doctor.py judges them by group. scripts/plan.py --calibrate measures
+something else: by how much a collective makes ranks slower that compute (tools/plan/measure_machine.py).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,6 +21,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
+from megatron_llama.tools.bench.rate import Rate
 from megatron_llama.topology import build_topology
 
 # What a step sends along each axis (docs/traffic.md).
@@ -26,101 +31,104 @@ KINDS = {
     "pp": ("send_recv",),
 }
 RESULT = "collectives.json"
-WARM_UP, LEAST_CALLS, SECONDS = 3, 5, 0.5
-
-
-@dataclass(frozen=True)
-class Rate:
-    """One collective of one size."""
-
-    axis: str
-    kind: str
-    ranks: int
-    size: int
-    """Bytes, as the NCCL tests count: inputs of all_reduce and reduce_scatter, outputs of all_gather, messages."""
-    seconds: float
-    """Of a call, on the slowest rank; a median."""
-
-    @property
-    def algorithm_bandwidth(self) -> float:
-        """Bytes per second of what is asked for."""
-        return self.size / self.seconds
-
-    @property
-    def bus_bandwidth(self) -> float:
-        """Bytes per second that a link carries where the algorithm is optimal, so that it does not depend on the ranks:
-        the factors of the NCCL tests (doc/PERFORMANCE.md there)."""
-        return self.algorithm_bandwidth * bus_factor(self.kind, self.ranks)
-
-
-def bus_factor(kind: str, ranks: int) -> float:
-    """Bytes that a link carries for each byte of the algorithm's."""
-    once = (ranks - 1) / ranks
-    return {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "send_recv": 1.0}[kind]
+WARM_UP, LEAST_CALLS, MOST_CALLS, SECONDS = 3, 5, 1000, 0.5
 
 
 def measure_collectives(sizes: Sequence[int], folder: str, plan: Plan) -> None:
-    """What each rank does: all sizes over each axis with more than one rank. Rank 0 writes RESULT into ``folder``."""
+    """What each rank does: all sizes over each axis with more than one rank. Rank 0 writes RESULT into ``folder``, of
+    each collective its time in the slowest group."""
     device, topology = get_device(plan.config.device.name), build_topology(plan, int(os.environ["RANK"]))
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
-        groups = {
-            "tp": parallel_state.get_tensor_model_parallel_group(),
-            "dp": parallel_state.get_data_parallel_group(),
-            "pp": parallel_state.get_pipeline_model_parallel_group(),
-        }
-        rates = []
-        for axis, group in groups.items():
-            if (ranks := dist.get_world_size(group)) < 2:
-                continue
-            for kind in KINDS[axis]:
-                for size in sizes:
-                    call = _call(kind, size, group, torch_device)
-                    rates.append(Rate(axis, kind, ranks, size, _seconds(call, device.synchronize, torch_device)))
+        rates = rates_of_groups(sizes, device.synchronize, torch_device)
         if topology.rank == 0:
-            write_atomically(Path(folder) / RESULT, json.dumps([asdict(rate) for rate in rates]))
+            slowest: dict[tuple[str, str, int], Rate] = {}
+            for rate in rates:
+                key = (rate.axis, rate.kind, rate.size)
+                if key not in slowest or rate.seconds > slowest[key].seconds:
+                    slowest[key] = rate
+            write_atomically(Path(folder) / RESULT, json.dumps([asdict(rate) for rate in slowest.values()]))
 
 
 def read_rates(folder: Path) -> Iterator[Rate]:
     """What ``measure_collectives`` wrote."""
     for fields in json.loads((folder / RESULT).read_text(encoding="utf-8")):
-        yield Rate(**fields)
+        yield Rate(**fields | {"group": ()})
 
 
-def _call(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """One collective of ``size`` bytes in fp32, ready to be called on all ranks."""
+def rates_of_groups(
+    sizes: Sequence[int], synchronize: Callable[[], object], device: torch.device, seconds: float = SECONDS
+) -> list[Rate]:
+    """The rates of every group of each axis that has more than one rank, on all ranks; each lasts so many ``seconds``.
+
+    A collective of the whole world: the groups of an axis are measured at once, as they are used.
+    """
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+    }
+    mine = []
+    for axis, group in groups.items():
+        members = tuple(dist.get_process_group_ranks(group))
+        if len(members) < 2:
+            continue
+        for kind in KINDS[axis]:
+            for size in sizes:
+                dist.barrier()
+                call = collective(kind, size, group, device)
+                times = times_of_calls(call, group, synchronize, device, seconds)
+                mine.append(Rate(axis, kind, len(members), size, times[len(times) // 2], members))
+    world: list[list[Rate]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(world, mine)
+    return [rate for rank, rates in enumerate(world) for rate in rates if rate.group[0] == rank]
+
+
+def collective(
+    kind: str, size: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Callable[[], object]:
+    """One collective of ``size`` bytes, ready to be called on all ranks of the group. In ``send_recv`` each rank with
+    an even number in the group sends to the next one."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.ones(max(ranks, size // 4 // ranks * ranks), device=device)
-    part = torch.ones(whole.numel() // ranks, device=device)
+    whole = torch.ones(max(ranks, size // dtype.itemsize // ranks * ranks), device=device, dtype=dtype)
+    part = torch.ones(whole.numel() // ranks, device=device, dtype=dtype)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)  # stays 1, however often
     if kind == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
     if kind == "reduce_scatter":
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
-    if rank == 0:
-        return lambda: dist.send(whole, group=group, group_dst=1)
-    if rank == 1:
-        return lambda: dist.recv(whole, group=group, group_src=0)
+    if rank % 2:
+        return lambda: dist.recv(whole, group=group, group_src=rank - 1)
+    if rank + 1 < ranks:
+        return lambda: dist.send(whole, group=group, group_dst=rank + 1)
     return lambda: None
 
 
-def _seconds(call: Callable[[], object], synchronize: Callable[[], object], device: torch.device) -> float:
-    """The median of calls that last half a second, each that of the slowest rank. All ranks call it together."""
+def times_of_calls(
+    call: Callable[[], object],
+    group: dist.ProcessGroup,
+    synchronize: Callable[[], object],
+    device: torch.device,
+    seconds: float = SECONDS,
+) -> list[float]:
+    """Seconds of each of the calls that are made for so long, that of the group's slowest rank, the shortest first. All
+    ranks of the group call it together."""
+    took = 0.0
     for _ in range(WARM_UP):
         start = time.perf_counter()
         call()
         synchronize()
         took = time.perf_counter() - start
-    calls = torch.tensor([max(LEAST_CALLS, SECONDS / max(took, 1e-6))], device=device).clamp(max=1000)
-    dist.all_reduce(calls, op=dist.ReduceOp.MIN)
+    calls = torch.tensor([max(LEAST_CALLS, seconds / max(took, 1e-6))], device=device).clamp(max=MOST_CALLS)
+    dist.all_reduce(calls, op=dist.ReduceOp.MIN, group=group)
     times = []
     for _ in range(int(calls.item())):
-        dist.barrier()
+        dist.barrier(group)
         start = time.perf_counter()
         call()
         synchronize()
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.median().item()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return sorted(slowest.tolist())

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_llama.system.errors import UserError
 from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
-from megatron_llama.tools.bench.collectives import Rate
 from megatron_llama.tools.bench.contest import Layout
 from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
+from megatron_llama.tools.bench.rate import Rate
 from megatron_llama.tools.bench.turns import Course, compete
 from tests.paths import ROOT
 
