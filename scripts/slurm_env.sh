@@ -40,6 +40,14 @@ tasks_per_node() {
     else echo "${SLURM_GPUS_ON_NODE:-${#devices[@]}}"; fi
 }
 
+# examine ARGUMENT...: the quick part of scripts/doctor.py, on all nodes. Returns 2 where a run is sure to break. Whatever
+# else becomes of it is no reason not to start. DOCTOR=0 leaves it out.
+examine() {
+    [ "${DOCTOR:-1}" = 0 ] || [ "$asked" = 1 ] && return 0
+    timeout 180 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+        "$PYTHON" scripts/doctor.py --quick "$@"
+}
+
 # run_step PROGRAM ARGUMENT...: runs PROGRAM on all nodes and waits for it. Sets
 #   status  srun's      said  what the first rank left: its own exit status, or "running", or nothing
 #   asked   1 where a signal asked for the end; the ranks have got it too      logs  the folder of what they printed

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.config import ConfigError, Problem
 
@@ -107,6 +108,14 @@ class Device(ABC):
     def finish_compute(self) -> None:
         """Waits for the work of the current stream alone, where transfers run beside it on others."""
         self.synchronize()
+
+    def mark(self) -> Any:
+        """A moment in what this process has the device do, for ``seconds_between``. Never waits."""
+        return time.perf_counter()
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Between two marks that the device has passed."""
+        return float(end - start)
 
     def compiler_missing(self) -> str | None:
         """None if torch.compile works here, else the reason in one sentence."""

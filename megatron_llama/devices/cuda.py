@@ -135,5 +135,15 @@ class Cuda(Device):
 
         torch.cuda.current_stream().synchronize()
 
+    def mark(self) -> torch.cuda.Event:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
 
 DEVICE = Cuda()

@@ -143,6 +143,10 @@ class Rank(Child):
         return self.phase_file.read()
 
     @property
+    def awaited(self) -> str:
+        return self.phase_file.awaited
+
+    @property
     def stopped(self) -> bool:
         return is_stopped(self.pid)
 

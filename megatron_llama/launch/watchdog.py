@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -46,6 +47,10 @@ class Watched(Protocol):
         """What it does."""
 
     @property
+    def awaited(self) -> str:
+        """The collective in which it waits for others; empty where it does not."""
+
+    @property
     def stopped(self) -> bool:
         """Whether the system says that it is stopped."""
 
@@ -70,6 +75,9 @@ class Position:
     """Why it can't go on by itself; empty where it can."""
     stacks: str = ""
     ended: bool = False
+    awaited: str = ""
+    """The collective in which it waits for others, such as "tp all_reduce"."""
+    host: str = ""
 
 
 class Hang(Exception):
@@ -118,11 +126,11 @@ class Watch:
         if self.board is None or self.limit is None or self._clock < self._next_word or not self.board.answers:
             return False
         self._next_word = self._clock + min(10.0, self.limit / 4)
-        return self.board.alarmed(_as_text([Position(r.number, r.phase.number, r.phase.name, None) for r in running]))
+        return self.board.alarmed(_as_text([self._position(rank) for rank in running]))
 
     def _give_up(self, running: Sequence[Watched]) -> None:
         positions = self._examine(running)
-        positions += [Position(r.number, r.phase.number, r.phase.name, None, ended=True) for r in self.ranks if r.ended]
+        positions += [self._position(rank) for rank in self.ranks if rank.ended]
         if self.board is not None:
             gathered = self.board.gather(_as_text(positions))
             if gathered is None:
@@ -153,8 +161,13 @@ class Watch:
             if last := collectives(rank.number):
                 stacks = f"{stacks}\n\nIts last collectives, the first of them finished:\n{last}".strip()
             remove_recordings(rank.number)
-            found.append(Position(rank.number, rank.phase.number, rank.phase.name, self._seconds(rank), fault, stacks))
+            found.append(self._position(rank, self._seconds(rank), fault, stacks))
         return found
+
+    @staticmethod
+    def _position(rank: Watched, seconds: float | None = None, fault: str = "", stacks: str = "") -> Position:
+        now, host = rank.phase, socket.gethostname()
+        return Position(rank.number, now.number, now.name, seconds, fault, stacks, rank.ended, rank.awaited, host)
 
 
 class ThisProcess:
@@ -169,6 +182,10 @@ class ThisProcess:
     @property
     def phase(self) -> Phase:
         return phase.current()
+
+    @property
+    def awaited(self) -> str:
+        return phase.awaited()
 
     def ask_for_stacks(self) -> None:
         faulthandler.dump_traceback(self._file, all_threads=True)
@@ -221,24 +238,34 @@ def culprits(positions: Sequence[Position]) -> list[Position]:
 
 
 def describe(positions: Sequence[Position], world_size: int) -> str:
-    """All stacks, a table of where the ranks are, and last who is to blame."""
+    """All stacks, a table of where the ranks are and what they wait for, and last who is to blame."""
     known = {position.rank: position for position in positions}
     everybody = [known.get(rank) or Position(rank, -1, "unknown", None, _SILENT) for rank in range(world_size)]
     lines = [f"Rank {position.rank}'s stacks:\n\n{position.stacks}\n" for position in everybody if position.stacks]
-    rows = [("rank", "phase", "for", "state")]
+    rows = [("rank", "host", "phase", "for", "waits in", "state")]
     for position in everybody:
         seconds = "" if position.seconds is None else f"{position.seconds:.0f} s"
         state = "it has ended" if position.ended else position.fault or "it runs"
-        rows.append((str(position.rank), position.name, seconds, state))
+        rows.append((str(position.rank), position.host, position.name, seconds, position.awaited, state))
     blamed = culprits(everybody)
     lines += [*text_table(rows), ""]
     if len(blamed) == world_size > 1 and not blamed[0].fault:
-        return "\n".join([*lines, f"All {world_size} ranks failed: no progress in {blamed[0].name}"])
+        in_which = _waits(blamed, "they wait")
+        return "\n".join([*lines, f"All {world_size} ranks failed: no progress in {blamed[0].name}{in_which}"])
+    several = len({position.host for position in everybody} - {""}) > 1
+    waiting = _waits([position for position in everybody if position not in blamed], "others wait for it")
     for position in blamed:
         fault = position.fault or ("it runs" if world_size == 1 else "it runs, and the others are further")
         seconds = "" if position.seconds is None else f" for {position.seconds:.0f} s"
-        lines.append(f"Rank {position.rank} of {world_size} failed: no progress{seconds} in {position.name}; {fault}")
+        where = f"{position.name} on {position.host}" if several and position.host else position.name
+        lines.append(f"Rank {position.rank} of {world_size} failed: no progress{seconds} in {where}; {fault}{waiting}")
     return "\n".join(lines)
+
+
+def _waits(positions: Sequence[Position], who: str) -> str:
+    """The end of a sentence about the collectives in which ranks wait; empty where none is known to."""
+    found = list(dict.fromkeys(position.awaited for position in positions if position.awaited))
+    return f"; {who} in {' and '.join(found)}" if found else ""
 
 
 def _as_text(positions: Sequence[Position]) -> str:

@@ -6,6 +6,7 @@ stopped, holds the interpreter's lock, or has not imported torch yet.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import IO
 # taken more than an hour.
 PATIENT = 8.0
 UNWATCHED = float("inf")
-_RECORD_BYTES = 200
+_RECORD_BYTES, _WAIT_BYTES = 200, 56
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class PhaseFile:
         self.file: IO[bytes] = (
             os.fdopen(os.memfd_create("phase"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
         )
+        os.ftruncate(self.file.fileno(), _RECORD_BYTES + _WAIT_BYTES)
         _write(self.file.fileno(), Phase(0, "the start of its process", PATIENT))
 
     def read(self) -> Phase:
@@ -44,15 +46,22 @@ class PhaseFile:
         number, patience, name = os.pread(self.file.fileno(), _RECORD_BYTES, 0).decode(errors="replace").split(" ", 2)
         return Phase(int(number), name.rstrip(), float(patience))
 
+    @property
+    def awaited(self) -> str:
+        """The collective in which the process waits for others; empty where it does not."""
+        return os.pread(self.file.fileno(), _WAIT_BYTES, _RECORD_BYTES).rstrip(b"\0").decode(errors="replace")
+
 
 _current = Phase(0, "the start of its process", PATIENT)
 _descriptor: int | None = None
+_awaited = ""
+_shared_wait: mmap.mmap | None = None
 
 
 def share(descriptor: int) -> None:
     """From now on this process writes its phases to its starter's PhaseFile, open under ``descriptor``."""
-    global _descriptor
-    _descriptor = descriptor
+    global _descriptor, _shared_wait
+    _descriptor, _shared_wait = descriptor, mmap.mmap(descriptor, _RECORD_BYTES + _WAIT_BYTES)
 
 
 def current() -> Phase:
@@ -71,6 +80,20 @@ def enter(name: str, patience: float = 1.0) -> None:
 def advance(detail: str) -> None:
     """Progress inside a phase: its time begins anew. ``detail`` replaces an earlier one."""
     enter(f"{_current.name.partition(': ')[0]}: {detail}", _current.patience)
+
+
+def wait_for(collective: str) -> None:
+    """From now on this process waits for others in a collective, such as "tp all_reduce"; for "" it does not. Memory,
+    and no call of the system: a step has hundreds of them."""
+    global _awaited
+    _awaited = collective
+    if _shared_wait is not None:
+        _shared_wait[_RECORD_BYTES:] = collective.encode()[:_WAIT_BYTES].ljust(_WAIT_BYTES, b"\0")
+
+
+def awaited() -> str:
+    """What this process waits for; empty where it does not."""
+    return _awaited
 
 
 def _write(descriptor: int, phase: Phase) -> None:

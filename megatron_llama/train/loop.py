@@ -25,6 +25,7 @@ from megatron_llama.train.profile.profiler import StepProfiler
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import StopSignals
+from megatron_llama.train.stragglers import StragglerWatch
 
 
 def train(
@@ -46,18 +47,20 @@ def train(
     peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
     profiler = StepProfiler(plan, topology, device, model, optimizer)
+    stragglers = StragglerWatch(plan, device, model)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
-    with StopSignals() as signals, metrics_logger as logger, prefetcher as batches:
+    with StopSignals() as signals, metrics_logger as logger, prefetcher as batches, stragglers.watching():
         for step in range(first, trainer.steps + 1):
             patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0
             phase.enter(f"step {step}", patience)
-            with profiler.step(step, batches) as waited:
+            with profiler.step(step, batches) as waited, stragglers.step():
                 start = time.perf_counter()
                 metrics = training_step(step, plan, model, optimizer, batches, finite)
                 device.synchronize()
                 metrics["step_time_s"] = time.perf_counter() - start
             metrics.update(waited)
+            stragglers.after_step(step, metrics, logger)
             consumed_tokens += int(metrics["tokens"])
             metrics["consumed_tokens"] = consumed_tokens
             metrics["peak_memory_bytes"] = device.peak_memory_bytes()

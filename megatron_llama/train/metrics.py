@@ -41,7 +41,10 @@ EVERY_STEP = (
     "train_step_timing",
     "throughput_peak",
 )
-SOME_STEPS = ("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm", *WAITED)
+SOME_STEPS = (
+    *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm", *WAITED),
+    *("slowest_rank", "slowest_rank_ratio"),
+)
 THROUGHPUT_STEPS = 10
 WARM_UP_STEPS = 3
 """First steps of a start that train_samples_per_second leaves out: --throughput_warmup_steps of published recipes."""

@@ -16,6 +16,7 @@ from tests.processes import environment
 
 # Leaves what the first rank would have left, prints its arguments, and ends as it is told to.
 SRUN = """#!/bin/bash
+[[ " $* " != *" scripts/doctor.py "* ]] || { printf '%s\\n' "$@" >"$FOLDER/examined"; exit "${FINDS:-0}"; }
 printf '%s\\n' "$@" >"$FOLDER/arguments"
 [ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
 [ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
@@ -112,6 +113,19 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
     assert (end.status, end.requeued) == (1, False)
     assert "3 times without a new checkpoint" in end.printed
     assert job.run(1, "1").requeued, "another job with this number starts anew"
+
+
+def test_nodes_are_examined_and_only_what_is_sure_to_break_ends_the_job(job: Job) -> None:
+    end = job.run(0, "0", FINDS="2")
+    assert (end.status, end.requeued) == (2, False) and "DOCTOR=0 tries it" in end.printed
+    assert not (job.folder / "arguments").exists(), "nothing is trained"
+    examined = (job.folder / "examined").read_text().splitlines()
+    assert examined[-4:] == ["scripts/doctor.py", "--quick", "a=b c", "it's"]
+    assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(examined), "one process on each node"
+    (job.folder / "examined").unlink()
+    assert job.run(0, "0", FINDS="2", DOCTOR="0").status == 0 and not (job.folder / "examined").exists()
+    for strange in ("1", "124", "137"):  # it failed, took too long, was killed
+        assert job.run(0, "0", FINDS=strange).status == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import re
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -39,7 +41,7 @@ class Simulated:
 
     def __init__(self, number: int, *, stopped: bool = False, answers: bool = True) -> None:
         self.number, self.stopped, self.answers = number, stopped, answers
-        self.phase = Phase(1, "step 1")
+        self.phase, self.awaited = Phase(1, "step 1"), ""
 
     def enter(self, name: str, patience: float = 1.0) -> None:
         self.phase = Phase(self.phase.number + 1, name, patience)
@@ -106,7 +108,10 @@ def test_who_is_stopped_is_blamed_and_not_who_waits_for_it(clock: Clock) -> None
     for one in (waits, waits_too):
         one.enter("step 2")
     said = look(Watch([waits, stopped, waits_too], 3, 10.0), 30)
-    assert "0     step 2  11 s  it runs\n1     step 1  11 s  it is stopped (by SIGSTOP or a debugger)" in said
+    rows = [line.split() for line in said.splitlines()]
+    host = socket.gethostname()
+    assert ["0", host, "step", "2", "11", "s", "it", "runs"] in rows
+    assert f"1 {host} step 1 11 s it is stopped (by SIGSTOP or a debugger)".split() in rows
     assert "in the stack of 0" in said and "in the stack of 2" in said
     assert said.splitlines()[-1].startswith("Rank 1 of 3 failed: no progress for 11 s in step 1; it is stopped")
 
@@ -124,11 +129,30 @@ def test_who_does_not_answer_is_blamed_else_who_is_behind_else_all(clock: Clock)
     assert said == "All 2 ranks failed: no progress in step 2"
 
 
+def test_the_collective_is_named_in_which_the_others_wait(clock: Clock) -> None:
+    first, second = Simulated(0), Simulated(1)
+    first.awaited = "dp reduce_scatter"
+    first.enter("step 2")
+    said = look(Watch([first, second], 2, 10.0), 30).splitlines()
+    assert said[-1].endswith("it runs, and the others are further; others wait for it in dp reduce_scatter")
+    assert any("dp reduce_scatter" in line and line.startswith("0 ") for line in said), "and in the table"
+    second.enter("step 2")
+    second.awaited = "dp all_gather"
+    said = look(Watch([first, second], 2, 10.0), 30).splitlines()
+    assert said[-1] == "All 2 ranks failed: no progress in step 2; they wait in dp reduce_scatter and dp all_gather"
+
+
+def test_of_several_machines_the_one_is_named() -> None:
+    positions = [watchdog.Position(rank, 1 + (rank != 1), "step 7", 9.0, host=f"n{rank}") for rank in range(3)]
+    last = watchdog.describe(positions, 3).splitlines()[-1]
+    assert last.startswith("Rank 1 of 3 failed: no progress for 9 s in step 7 on n1; it runs")
+
+
 def test_a_rank_that_has_ended_is_not_to_blame(clock: Clock) -> None:
     first, second = Simulated(0), Simulated(1)
     first.ended = True
     said = look(Watch([first, second], 2, 10.0), 30)
-    assert "0     step 1        it has ended" in said
+    assert re.search(r"^0 .* step 1 +it has ended$", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith("Rank 1 of 2 failed")
 
 
@@ -146,6 +170,7 @@ def stop_in(name: str, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             break
     phase.enter("what follows")
+    phase.wait_for("tp all_reduce")
     time.sleep(600)
 
 
@@ -167,6 +192,7 @@ def test_a_stopped_rank_is_named_with_its_phase(
     assert job.wait() == 1
     assert job.last_line.startswith("Rank 1 of 2 failed: no progress for ")
     assert f"in {name}; it is stopped" in job.last_line
+    assert job.last_line.endswith("; others wait for it in tp all_reduce"), "which is seen from outside"
     assert "Rank 0's stacks" in job.errors and "in stop_in" in job.errors
     assert "Rank 1's stacks" not in job.errors
 

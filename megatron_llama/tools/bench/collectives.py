@@ -120,7 +120,8 @@ def times_of_calls(
         call()
         synchronize()
         took = time.perf_counter() - start
-    calls = torch.tensor([max(LEAST_CALLS, seconds / max(took, 1e-6))], device=device).clamp(max=MOST_CALLS)
+    wanted = min(max(LEAST_CALLS, seconds / max(took, 1e-6)), MOST_CALLS)
+    calls = torch.tensor([wanted], dtype=torch.float32, device=device)  # named: a whole number would make it int64
     dist.all_reduce(calls, op=dist.ReduceOp.MIN, group=group)
     times = []
     for _ in range(int(calls.item())):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from megatron_llama.launch.environment import ProcessContext
     from megatron_llama.launch.world import World
     from megatron_llama.tools.doctor.examination import Case
+    from megatron_llama.tools.doctor.examination_report import Report
     from megatron_llama.tools.doctor.finding import Finding
     from megatron_llama.tools.doctor.meeting import Meeting
-    from megatron_llama.tools.doctor.page import Report
 
 QUICK, JSON = "--quick", "--json"
 USAGE = """\
@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
             return _on_hosts(config, argv)
         return _examine(config, context, quick=QUICK in argv, as_json=JSON in argv)
     except ConfigError as error:
+        if QUICK in argv:  # train.py says it itself, a moment later
+            return 0
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
     except LaunchFailed as error:
@@ -95,8 +97,8 @@ def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
     from megatron_llama.tools.doctor.examination import Case, examine_nodes, say
+    from megatron_llama.tools.doctor.examination_report import Report
     from megatron_llama.tools.doctor.finding import BREAKS, Finding, of_problem, severest
-    from megatron_llama.tools.doctor.page import Report
 
     begin, wanted = time.monotonic(), config.device.name
     findings, plan, world = list[Finding](), None, None
@@ -148,7 +150,11 @@ def _meet(context: ProcessContext | None) -> tuple[Meeting | None, list[Finding]
 
 def _show(report: Report, *, as_json: bool) -> None:
     sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
-    text = json.dumps(report.as_json(), indent=1) + "\n" if as_json else report.page(colour=sys.stdout.isatty())
+    text = (
+        json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
+        if as_json
+        else report.page(colour=sys.stdout.isatty())
+    )
     sys.stdout.write(text)
     sys.stdout.flush()
 

@@ -15,7 +15,7 @@ from megatron_llama.config import Config
 from megatron_llama.devices import get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Plan
-from megatron_llama.tools.doctor import clocks, disks, hardware_check, interfaces, limits, pairs, versions
+from megatron_llama.tools.doctor import clocks, disks, hardware_check, interfaces, pairs, process_limits, versions
 from megatron_llama.tools.doctor.finding import BREAKS, Finding, Node
 from megatron_llama.tools.doctor.meeting import ClockReading, Meeting
 from megatron_llama.tools.doctor.need import folders_of, need_of
@@ -99,7 +99,7 @@ def _report(case: Case, address: str, port: int) -> dict[str, Any]:
     seen = {
         versions.CHECK: versions.observe(),
         hardware_check.CHECK: hardware_check.observe(device, count=not case.quick),
-        limits.CHECK: limits.observe(),
+        process_limits.CHECK: process_limits.observe(),
         disks.CHECK: disks.observe(folders_of(case.config)),
     }
     name = seen[hardware_check.CHECK].get("device")
@@ -146,7 +146,7 @@ def _judge(
     yield from clocks.judge(nodes, readings)
     yield from disks.judge(nodes, looks, None if case.plan is None else need_of(case.plan))
     found = nodes[0].seen[hardware_check.CHECK].get("device")
-    yield from limits.judge(nodes, accelerator=bool(found) and get_device(found).is_accelerator)
+    yield from process_limits.judge(nodes, accelerator=bool(found) and get_device(found).is_accelerator)
 
 
 def _missing(case: Case, meeting: Meeting) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ SECONDS = 0.3
 PRODUCT, LARGE_PRODUCT = 384, 4096
 """Rows and columns of the matrices, on a CPU small enough for many products within a core's turn."""
 LINK_BYTES, LARGE_LINK_BYTES = 2 << 20, 64 << 20
-LINK_CALLS = 3
+LINK_CALLS = 6
 MOST_ROUNDS = 31
 """Each round every node has one partner, so up to 32 nodes try all others."""
 

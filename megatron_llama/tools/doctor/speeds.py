@@ -10,7 +10,7 @@ from typing import Any
 from megatron_llama.tools.doctor.finding import WARNS, Finding
 
 RANKS, LINKS, GROUPS = "ranks", "links", "collectives"
-SLOW_RANK, SLOW_LINK, SLOW_GROUP = 0.7, 0.4, 0.4
+SLOW_RANK, SLOW_LINK, SLOW_GROUP = 0.7, 0.25, 0.25
 """Shares of the middle one's speed below which a rank, a link or a group is named."""
 
 
@@ -57,21 +57,25 @@ def _slow_links(links: Sequence[tuple[int, int, float]], nodes: Sequence[str]) -
 
 
 def _slow_groups(rates: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Among the groups of one axis, by the largest message."""
+    """Among the groups of one axis, by the largest message; each group once, with its slowest collective."""
     largest = max((rate["size"] for rate in rates), default=0)
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for rate in rates:
         if rate["size"] == largest:
             alike[rate["axis"], rate["kind"]].append(rate)
+    worst: dict[tuple[str, tuple[int, ...]], tuple[float, str, str]] = {}
     for (axis, kind), groups in alike.items():
         usual = median_high(largest / rate["seconds"] for rate in groups)
         for rate in groups:
-            found = largest / rate["seconds"]
+            found, members = largest / rate["seconds"], tuple(rate["group"])
             if found < SLOW_GROUP * usual:
-                members = dict.fromkeys(hosts[rank] for rank in rate["group"])
-                where = f"{axis} group of ranks {', '.join(map(str, rate['group']))} ({', '.join(members)})"
                 what = f"its {kind} takes {_mega(found)}, and that of the middle group {_mega(usual)}"
-                yield Finding(GROUPS, WARNS, where, what, "look at the slow ranks and links of its nodes first")
+                share, _, _ = worst.get((axis, members), (1.0, "", ""))
+                if found / usual < share:
+                    worst[axis, members] = found / usual, what, ", ".join(dict.fromkeys(hosts[r] for r in members))
+    for (axis, members), (_, what, nodes) in worst.items():
+        where = f"{axis} group of ranks {', '.join(map(str, members))} ({nodes})"
+        yield Finding(GROUPS, WARNS, where, what, "look at the slow ranks and links of its nodes first")
 
 
 def _mega(rate: float) -> str:

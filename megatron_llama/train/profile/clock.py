@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 FORWARD, BACKWARD, DATA, NORM, OPTIMIZER, REST = "forward", "backward", "data", "gradient norm", "optimizer", "rest"
@@ -52,6 +52,10 @@ class Clock:
         if self.moves is not None:
             self.moves.append((now, zone))
         return left
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """The present zone, in which a wait for ``name`` lasts as long as the context."""
+        return self.inside(self.zone._replace(wait=name))
 
     @contextmanager
     def inside(self, zone: Zone) -> Iterator[None]:

@@ -85,7 +85,7 @@ class StepProfiler:
                 timed = _inside(clock, Zone(name), getattr(owner, method))
                 stack.enter_context(patch.object(owner, method, timed))
             stack.enter_context(step.modules.following())
-            stack.enter_context(watching_waits(clock, axes_of(model), compiled=model.compiler is not None))
+            stack.enter_context(watching_waits(clock.waiting, axes_of(model), compiled=model.compiler is not None))
             clock.start()
             yield
             clock.move(clock.zone)

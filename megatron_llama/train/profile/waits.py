@@ -1,14 +1,14 @@
-"""Tells the clock when a rank waits for others, and in which collective of which axis.
+"""Tells when a rank waits for others, and in which collective of which axis.
 
 Whatever starts a collective in Python goes through the process group's methods, and waits by ``Work.wait``; both are
-replaced while a step is profiled. Compiled blocks start and await theirs by operators instead, which a dispatch mode
-sees; only then is there one, as it costs some microseconds for each operator.
+replaced meanwhile. Compiled blocks start and await theirs by operators instead, which a dispatch mode sees; there is
+one only where it is asked for, in profiled steps, as it costs some microseconds for each operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.parallel.axes import axis_of
-from megatron_llama.train.profile.clock import DATA, Clock
+from megatron_llama.train.profile.clock import DATA
 
 # torch has more than one name for some of them; which ones exist depends on its version.
 _METHODS = {
@@ -51,16 +51,20 @@ WAITED = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
 """The metrics of a profiled step."""
 
 
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""What is entered for as long as a wait lasts; it is given "axis kind", such as "tp all_reduce"."""
+
+
 @contextmanager
-def watching_waits(clock: Clock, axes: Mapping[str, str], *, compiled: bool) -> Iterator[None]:
-    """Charges waits to the clock's zone with "axis kind". ``axes``: see ``parallel.axes.axes_of``."""
+def watching_waits(waiting: Waiting, axes: Mapping[str, str], *, compiled: bool) -> Iterator[None]:
+    """Enters ``waiting`` around each wait. ``axes``: see ``parallel.axes.axes_of``."""
     started: WeakKeyDictionary[dist.Work, str] = WeakKeyDictionary()
     wait = dist.Work.wait
 
     def waited(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         if (name := started.get(work)) is None:
             return wait(work, *args, **kwargs)
-        with clock.inside(clock.zone._replace(wait=name)):
+        with waiting(name):
             return wait(work, *args, **kwargs)
 
     with ExitStack() as stack:
@@ -69,7 +73,7 @@ def watching_waits(clock: Clock, axes: Mapping[str, str], *, compiled: bool) -> 
                 stack.enter_context(patch.object(dist.ProcessGroup, method, _starting(original, kind, started, axes)))
         stack.enter_context(patch.object(dist.Work, "wait", waited))
         if compiled:
-            stack.enter_context(_Operators(clock, axes))
+            stack.enter_context(_Operators(waiting, axes))
         yield
 
 
@@ -103,9 +107,9 @@ class _Operators(TorchDispatchMode):
         """Keeps compiled blocks compiled under this mode; by default a mode disables them."""
         return True
 
-    def __init__(self, clock: Clock, axes: Mapping[str, str]) -> None:
+    def __init__(self, waiting: Waiting, axes: Mapping[str, str]) -> None:
         super().__init__()
-        self._clock, self._axes = clock, axes
+        self._waiting, self._axes = waiting, axes
         self._started: dict[int, str] = {}  # by the result's data
 
     def __torch_dispatch__(
@@ -115,7 +119,7 @@ class _Operators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         operator = func._schema.name.split("::")[1]
         if operator == "wait_tensor" and (name := self._started.pop(args[0].data_ptr(), None)) is not None:
-            with self._clock.inside(self._clock.zone._replace(wait=name)):
+            with self._waiting(name):
                 return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if (kind := _OPERATORS.get(operator)) is not None:

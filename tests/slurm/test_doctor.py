@@ -1,0 +1,193 @@
+"""The doctor on four nodes into which faults are put: each is named, with what to do.
+
+$SLURM_REPORT's neighbour $DOCTOR_REPORT names a file that takes what was printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+from tests.slurm.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+FAULTS = ROOT / "tests" / "slurm" / "faulty_nodes"
+SETTINGS = ["model=llama_2m", "trainer.tp=2", "trainer.dp=2", "device=cpu"]
+
+
+class Doctor:
+    """``scripts/doctor.py`` on the lab, and its pages for the report."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.pages: list[str] = []
+
+    def __call__(self, title: str, *words: str, **variables: str) -> tuple[int, list[dict[str, Any]]]:
+        """The exit status and the findings of one examination."""
+        shown, begin = self._run(words, variables), time.monotonic()
+        found = self._run([*words, "--json"], variables)
+        assert shown.returncode == found.returncode, shown.stdout + shown.stderr + found.stderr
+        seconds = time.monotonic() - begin
+        command = " ".join(["srun --nodes 4 python scripts/doctor.py", *words])
+        self.pages.append(f"## {title}\n\n    {command}\n\n```\n{shown.stdout.strip()}\n```\n")
+        assert seconds < 300
+        return found.returncode, json.loads(found.stdout)["findings"]
+
+    def _run(self, words: Any, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        variables = self.lab.variables | {
+            "SLURM_CONF": f"{self.lab.home}/etc/slurm.conf",
+            "PATH": f"{self.lab.home}/bin:{self.lab.variables['PATH']}",
+            "PYTHONPATH": f"{FAULTS}:{ROOT}",
+            **more,
+        }
+        command = ["srun", "--nodes=4", "--ntasks-per-node=1", str(self.lab.python), "scripts/doctor.py", *words]
+        return subprocess.run(
+            command, env=variables, cwd=self.lab.checkout, capture_output=True, text=True, timeout=280
+        )
+
+
+@pytest.fixture(scope="module")
+def doctor(lab: Lab) -> Iterator[Doctor]:
+    made = Doctor(lab)
+    yield made
+    if path := os.environ.get("DOCTOR_REPORT"):
+        Path(path).write_text("\n".join(made.pages))
+
+
+@contextmanager
+def on_node(lab: Lab, node: str, put_in: str, take_out: str) -> Iterator[None]:
+    """A command inside a node's network while the block runs, and another one after it."""
+    prefix = ["ip", "netns", "exec", f"{lab.variables['SLURM_LAB_NS']}-{node}"]
+    subprocess.run([*prefix, *put_in.split()], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*prefix, *take_out.split()], check=True, capture_output=True)
+
+
+@contextmanager
+def blocked(lab: Lab, node: str, address: str) -> Iterator[None]:
+    """A firewall on ``node`` that drops what comes from ``address`` to the ports of programs."""
+    if shutil.which("nft") is None:
+        subprocess.run(["apt-get", "install", "-y", "-qq", "nftables"], capture_output=True, check=False)
+    if shutil.which("nft") is None:
+        pytest.skip("there is no nft to block a port with, and it can't be installed")
+    with ExitStack() as stack:
+        stack.enter_context(on_node(lab, node, "nft add table inet faults", "nft delete table inet faults"))
+        chain = "nft add chain inet faults input { type filter hook input priority 0 ; }"
+        stack.enter_context(on_node(lab, node, chain, "true"))
+        rule = f"nft add rule inet faults input ip saddr {address} tcp dport 1024-65535 ct state new drop"
+        stack.enter_context(on_node(lab, node, rule, "true"))
+        yield
+
+
+@contextmanager
+def small_disk(lab: Lab, node: str, folder: Path) -> Iterator[None]:
+    """``folder`` is a disk of 1 MiB on ``node``, and there alone: that is what node-local caches are."""
+    inside = ["nsenter", "-t", _node_pid(lab, node), "-m"]
+    subprocess.run([*inside, "mount", "-t", "tmpfs", "-o", "size=1m", "full", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*inside, "umount", str(folder)], check=True)
+
+
+def _node_pid(lab: Lab, node: str) -> str:
+    """A process inside the node's own mounts: its slurmd."""
+    command = ["pgrep", "-f", f"slurmd -D -N {node} -f {lab.home}/etc/slurm.conf"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+
+
+Check = Callable[[dict[str, Any]], bool]
+
+
+def only(findings: list[dict[str, Any]], check: str, severity: str, where: str) -> dict[str, Any]:
+    """The one finding of a check."""
+    (found,) = [finding for finding in findings if finding["check"] == check]
+    assert (found["severity"], found["where"]) == (severity, where), found
+    assert found["remedy"]
+    return found
+
+
+def test_healthy_nodes(doctor: Doctor) -> None:
+    status, findings = doctor("Nothing put in", *SETTINGS, "--quick")
+    assert status == 0
+    assert not [finding for finding in findings if finding["severity"] == "breaks"]
+
+
+def test_a_blocked_port(doctor: Doctor, lab: Lab) -> None:
+    with blocked(lab, "n3", "10.77.0.2"):
+        status, findings = doctor("A port that is blocked, from n2 to n3", *SETTINGS, "--quick")
+    assert status == 2, "no run would get further"
+    found = only(findings, "pairs", "breaks", "n2 → n3")
+    assert "10.77.0.2 can't connect to 10.77.0.3" in found["what"] and "no answer within" in found["what"]
+    assert "firewall" in found["remedy"]
+
+
+def test_a_blocked_meeting(doctor: Doctor, lab: Lab) -> None:
+    """Who can't even come is named by the first node."""
+    with blocked(lab, "n1", "10.77.0.4"):
+        shown = doctor._run([*SETTINGS, "--quick", "--json"], {})
+    assert shown.returncode == 2, shown.stdout + shown.stderr
+    assert shown.stdout.count("n4 → n1") == 2, "it says so itself, and the first node too"
+    assert "firewall" in shown.stdout
+
+
+def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
+    slow = "tc qdisc add dev eth0 root tbf rate 40mbit burst 64kb latency 400ms"
+    with on_node(lab, "n3", slow, "tc qdisc del dev eth0 root"):
+        status, findings = doctor("n3 sends no more than 40 Mbit/s", *SETTINGS)
+    assert status == 0, "slow is not broken"
+    (found,) = [finding for finding in findings if finding["check"] == "links" and finding["where"] == "n3"]
+    assert "all its links are slow" in found["what"] and "--exclude=n3" in found["remedy"]
+
+
+def test_a_full_disk(doctor: Doctor, lab: Lab) -> None:
+    cache = lab.checkout / "cache"
+    cache.mkdir()
+    words = ["trainer.compile=true", f"trainer.compile_cache={cache}"]
+    with small_disk(lab, "n3", cache):
+        status, findings = doctor("The disk of n3's compile cache is full", *SETTINGS, *words, "--quick")
+    assert status == 2
+    found = only([each for each in findings if "compile_cache" in each["what"]], "disks", "breaks", "n3")
+    assert "No space left on device" in found["what"] and "trainer.compile_cache=PATH" in found["remedy"]
+
+
+def test_a_disk_too_small_for_what_the_run_writes(doctor: Doctor) -> None:
+    words = ["trainer.steps=10000000", "checkpoint.every_steps=1"]
+    status, findings = doctor("More checkpoints than the disk takes", *SETTINGS, *words, "--quick")
+    assert status == 0, "they may be removed meanwhile"
+    (found,) = [each for each in findings if each["check"] == "disks" and "a checkpoint takes" in each["what"]]
+    assert found["severity"] == "warns" and "checkpoint.keep=" in found["remedy"]
+
+
+def test_a_wrong_clock(doctor: Doctor) -> None:
+    faults = {"FAULTY_NODE": "n4", "FAULTY_CLOCK": "37.5"}
+    status, findings = doctor("n4's clock is 37.5 s ahead", *SETTINGS, "--quick", **faults)
+    assert status == 0
+    found = only(findings, "clocks", "warns", "n4")
+    assert "37.5 s ahead of n1's" in found["what"] and "chrony" in found["remedy"]
+
+
+def test_two_versions_of_torch(doctor: Doctor) -> None:
+    faults = {"FAULTY_NODE": "n2", "FAULTY_TORCH": "2.11.0"}
+    status, findings = doctor("n2 has another torch", *SETTINGS, "--quick", **faults)
+    assert status == 2
+    found = only(findings, "versions", "breaks", "n2")
+    assert found["what"].startswith("torch 2.11.0, and n1 has ") and "pip install 'torch==" in found["remedy"]
+
+
+def test_a_batch_job_is_ended_by_what_is_sure_to_break_it(lab: Lab) -> None:
+    faults = {"PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTY_NODE": "n2", "FAULTY_TORCH": "2.11.0"}
+    job = lab.submit(["--nodes=4"], [*SETTINGS, "data=mock", "trainer.steps=2"], **faults)
+    assert job.wait_for_end() == "FAILED" and job.facts["ExitCode"] == "2:0", job.log
+    assert "torch 2.11.0, and n1 has" in job.log and "step 1" not in job.log

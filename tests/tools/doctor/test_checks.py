@@ -1,0 +1,215 @@
+"""Each check of the doctor finds its fault in nodes that are otherwise well, names it, and is silent without one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.plan import resolve
+from megatron_llama.tools.bench.rate import bus_factor
+from megatron_llama.tools.doctor import (
+    clocks,
+    disks,
+    hardware_check,
+    interfaces,
+    need,
+    pairs,
+    process_limits,
+    speeds,
+    versions,
+)
+from megatron_llama.tools.doctor.disks import RUN, Need
+from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, Node
+from megatron_llama.tools.doctor.meeting import ClockReading
+from megatron_llama.tools.doctor.rank_measurements import first_ranks, rounds
+from tests.config.helpers import make
+from tests.tools.doctor.nodes import GIB, healthy, one
+
+NEED = Need(checkpoint=100 * GIB, kept=3)
+JUDGES: dict[str, Callable[[list[Node]], Iterable[Finding]]] = {
+    versions.CHECK: versions.judge,
+    hardware_check.CHECK: hardware_check.judge,
+    interfaces.CHECK: interfaces.judge,
+    process_limits.CHECK: lambda nodes: process_limits.judge(nodes, accelerator=True),
+    disks.CHECK: lambda nodes: disks.judge(nodes, [None] * len(nodes), NEED),
+}
+
+
+@pytest.mark.parametrize("check", JUDGES)
+def test_nodes_that_are_well(check: str) -> None:
+    assert not list(JUDGES[check]([healthy(number) for number in range(4)]))
+
+
+FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
+    (versions.CHECK, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0, and n1 has 2.13.0+cu130"),
+    (versions.CHECK, {"torch": None}, BREAKS, "torch is not installed"),
+    (versions.CHECK, {"python": "3.11.7"}, WARNS, "python 3.11.7, and n1 has 3.12.1"),
+    (versions.CHECK, {versions.PROGRAM: "bad", "commit": "old"}, BREAKS, "(commits old and abc)"),
+    (hardware_check.CHECK, {"missing": "no driver"}, BREAKS, "no driver"),
+    (hardware_check.CHECK, {"device": "cpu"}, BREAKS, "its device is cpu, and n1 has gpu"),
+    (hardware_check.CHECK, {"count": 7}, WARNS, "7, and n1 has 8"),
+    (hardware_check.CHECK, {"driver": "550"}, WARNS, "its driver is 550"),
+    (interfaces.CHECK, {"own": ["127.0.1.1"]}, NOTES, "its name n3 means 127.0.1.1"),
+    (interfaces.CHECK, {"asked": {interfaces.GLOO: "eth7"}}, BREAKS, "chooses none of its interfaces"),
+    (interfaces.CHECK, {"asked": {interfaces.GLOO: "lo"}}, BREAKS, "chooses only the loopback"),
+    (interfaces.CHECK, {"asked": {"X_IFNAME": "^eth,lo"}}, BREAKS, "chooses none of its interfaces; it has lo"),
+    (process_limits.CHECK, {"files": 1024}, WARNS, "1,024 open files"),
+    (process_limits.CHECK, {"locked": 65536}, WARNS, "InfiniBand"),
+    (process_limits.CHECK, {"shared": 64 << 20}, WARNS, "/dev/shm has 64 MiB"),
+]
+
+
+@pytest.mark.parametrize(("check", "fault", "severity", "said"), FAULTS, ids=lambda value: str(value)[:40])
+def test_one_node_with_a_fault_is_named(check: str, fault: dict[str, Any], severity: str, said: str) -> None:
+    nodes = [healthy(number) for number in range(4)]
+    nodes[2].seen[check].update(fault)
+    found = one(list(JUDGES[check](nodes)))
+    assert (found.check, found.severity, found.where) == (check, severity, "n3")
+    assert said in found.what
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "severity", "said"),
+    [
+        (RUN, {"fault": "Permission denied"}, BREAKS, "/shared/runs can't be written"),
+        ("trainer.compile_cache", {"fault": "No space left on device", "free": 0}, BREAKS, "0 MiB are free"),
+        (RUN, {"locks": None}, WARNS, "has no locks"),
+        (RUN, {"renames": False}, BREAKS, "did not replace"),
+        (RUN, {"seconds": 0.2}, WARNS, "takes 41.9 MB/s, and most nodes write 838.9"),
+        (RUN, {"free": 90 * GIB}, BREAKS, "has 90 GiB free, and one checkpoint of this run takes 100 GiB"),
+        (RUN, {"free": 250 * GIB}, WARNS, "3 of them 300 GiB: 2 fit"),
+    ],
+)
+def test_a_disk_with_a_fault(name: str, fault: dict[str, Any], severity: str, said: str) -> None:
+    nodes = [healthy(number) for number in range(4)]
+    nodes[1].seen[disks.CHECK][name].update(fault)
+    found = one(list(disks.judge(nodes, [None] * 4, NEED)))
+    assert (found.severity, found.where) == (severity, "n2") and said in found.what
+    assert f"{name}=PATH" in found.remedy
+
+
+def test_a_folder_that_is_not_shared_and_locks_that_do_not_hold() -> None:
+    nodes = [healthy(number) for number in range(3)]
+    there = {"seen": True, "locked_out": True}
+    assert not list(disks.judge(nodes, [None, there, there], NEED))
+    found = one(list(disks.judge(nodes, [None, there, {"seen": False, "locked_out": None}], NEED)))
+    assert (found.severity, found.where) == (BREAKS, "n3") and "not shared" in found.what
+    found = one(list(disks.judge(nodes, [None, {"seen": True, "locked_out": False}, there], NEED)))
+    assert (found.severity, found.where) == (WARNS, "n2") and "does not keep others out" in found.what
+
+
+def test_this_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    seen = disks.observe({RUN: tmp_path / "runs" / "new"})[RUN]
+    assert seen["folder"] == str(tmp_path) and seen["fault"] is None and seen["renames"] and seen["locks"]
+    mark = disks.leave_mark(tmp_path)
+    assert mark is not None and disks.look_for(str(mark.path)) == {"seen": True, "locked_out": True}
+    mark.remove()
+    assert not list(tmp_path.iterdir())
+    if os.geteuid():
+        tmp_path.chmod(0o555)
+        assert disks.observe({RUN: tmp_path})[RUN]["fault"] == "Permission denied"
+
+
+def test_what_a_run_writes() -> None:
+    settings: dict[str, Any] = {"checkpoint.every_steps": 10, "trainer.steps": 95, "checkpoint.keep": 2}
+    plan = resolve(make(**settings), 1)
+    wanted = need.need_of(plan)
+    assert wanted == Need(plan.whole.trained * (4 + 2 * 4), 3), "two, and the one that is being written"
+    settings["checkpoint.keep"] = None
+    assert need.need_of(resolve(make(**settings), 1)).kept == 10, "at 10, 20 ... 90 and at the end"
+
+
+def test_clocks() -> None:
+    nodes = [healthy(number) for number in range(3)]
+    assert not list(clocks.judge(nodes, [None, ClockReading(0.4, 0.001), ClockReading(-1.2, 0.9)])), "or so it may be"
+    found = one(list(clocks.judge(nodes, [None, ClockReading(-37.2, 0.001), ClockReading(0.0, 0.001)])))
+    assert found.where == "n2" and "37.2 s behind n1's" in found.what
+
+
+def test_pairs() -> None:
+    nodes = [healthy(number) for number in range(3)]
+
+    def tried(slow: float = 0.0002, fault: str = "") -> dict[int, list[dict[str, Any]]]:
+        results = {n: [{"to": m, "seconds": 0.0002, "fault": ""} for m in range(3) if m != n] for n in range(3)}
+        results[1][1] = {"to": 2, "seconds": None if fault else slow, "fault": fault, "port": 40001}
+        return results
+
+    assert not list(pairs.judge(nodes, tried()))
+    found = one(list(pairs.judge(nodes, tried(fault="no answer within 4 s"))))
+    assert (found.severity, found.where) == (BREAKS, "n2 → n3")
+    assert found.what == "10.0.0.2 can't connect to 10.0.0.3, port 40001: no answer within 4 s"
+    assert one(list(pairs.judge(nodes, tried(slow=0.05)))).severity == WARNS
+
+
+def test_a_port_that_answers_and_one_that_does_not() -> None:
+    echo = pairs.Echo()
+    answered = pairs.reach("127.0.0.1", echo.port)
+    assert answered["seconds"] > 0 and not answered["fault"]
+    echo.close()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        closed = probe.getsockname()[1]
+    assert pairs.reach("127.0.0.1", closed) == {"seconds": None, "fault": "Connection refused", "port": closed}
+
+
+def measured(products: list[float], slow: Callable[[int, int], bool] = lambda one, other: False) -> dict[str, Any]:
+    """Of four nodes with two ranks each."""
+    hosts = [f"n{1 + rank // 2}" for rank in range(8)]
+    links = [(a, b, 1e7 if slow(a, b) else 1e9) for a in range(4) for b in range(4) if a != b]
+    return {"hosts": hosts, "products": products, "links": links, "collectives": []}
+
+
+def test_slow_ranks_and_links() -> None:
+    assert not list(speeds.judge(measured([1e12] * 8)))
+    found = one(list(speeds.judge(measured([1e12] * 5 + [6e11] + [1e12] * 2))))
+    assert found.where == "rank 5 on n3" and "600.0 GFLOP/s" in found.what and "--exclude=n3" in found.remedy
+    found = one(list(speeds.judge(measured([1e12] * 8, lambda a, b: (a, b) == (1, 3)))))
+    assert found.where == "n2 → n4" and "10.0 MB/s, and most links 1,000.0 MB/s" in found.what
+    found = one(list(speeds.judge(measured([1e12] * 8, lambda a, b: a == 2))))
+    assert found.where == "n3" and "all its links are slow" in found.what
+
+
+def test_a_slow_group() -> None:
+    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    rates = [
+        {"axis": "tp", "kind": "all_reduce", "ranks": 2, "size": 1 << 24, "seconds": 0.1 if group[0] == 4 else 0.01}
+        | {"group": group}
+        for group in groups
+    ]
+    found = one(list(speeds.judge(measured([1e12] * 8) | {"collectives": rates})))
+    assert found.where == "tp group of ranks 4, 5 (n3)"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_every_pair_of_nodes_meets_once(count: int) -> None:
+    played = [list(pairs) for pairs in rounds(count)]
+    assert all(len({n for pair in pairs for n in pair}) == 2 * len(pairs) for pairs in played), "one partner at a time"
+    met = [pair for pairs in played for pair in pairs]
+    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert first_ranks(["a", "a", "b", "b"]) == [0, 2]
+
+
+def test_bus_bandwidth_is_that_of_the_nccl_tests() -> None:
+    # doc/PERFORMANCE.md there: 2(n-1)/n, (n-1)/n, (n-1)/n, 1.
+    factors = {"all_reduce": 1.75, "all_gather": 0.875, "reduce_scatter": 0.875, "send_recv": 1.0}
+    assert {kind: bus_factor(kind, 8) for kind in factors} == factors
+
+
+@pytest.mark.parametrize(
+    ("text", "exact", "chosen"),
+    [
+        ("eth0", True, {"eth0"}),
+        ("eth", True, set()),
+        ("eth", False, {"eth0", "eth1"}),
+        ("=eth1", False, {"eth1"}),
+        ("^lo,docker", False, {"eth0", "eth1"}),
+        ("^=eth1", False, {"lo", "docker0", "eth0"}),
+    ],
+)
+def test_what_a_variable_chooses(text: str, exact: bool, chosen: set[str]) -> None:
+    known = ["lo", "docker0", "eth0", "eth1"]
+    assert {name for name in known if interfaces.matches(text, name, exact=exact)} == chosen
