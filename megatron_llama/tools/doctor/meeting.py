@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_llama.launch.environment import ProcessContext
@@ -142,6 +143,8 @@ class Meeting:
             return cls()
         meeting = cls(context.rank, context.world_size)
         check_first_address(context)
+        if context.has_store:
+            context = _beside_store(context)
         if context.rank == 0:
             with listen(context) as listener:
                 meeting._gather(listener, secret, seconds)
@@ -152,6 +155,19 @@ class Meeting:
         meeting.own_address = _plain(connection.getsockname()[0])
         meeting._first.send({"number": context.rank})
         return meeting
+
+
+def _beside_store(context: ProcessContext) -> ProcessContext:
+    """torchrun's agent has the port itself; another one, which the first process chooses, stands in the agent's
+    store."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(context.master_addr, context.master_port, is_master=False)
+    key = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if context.rank == 0:
+        with socket.create_server(("", 0)) as probe:
+            store.set(key, str(probe.getsockname()[1]))
+    return replace(context, master_port=int(store.get(key)), has_store=False)
 
 
 def _read_clock(line: _Line) -> ClockReading:
