@@ -38,7 +38,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     add("--smallest", type=int, default=4096, help="bytes (default %(default)s)")
     add("--largest", type=int, default=64 << 20, help="bytes (default %(default)s)")
     add("--factor", type=int, default=8, help="from one size to the next (default %(default)s)")
-    add("--device", default="cpu", help="its backend is measured: gloo on a CPU")
+    add("--device", default="cpu", help="its backend is measured: shared memory and gloo on a CPU")
     add("--output", type=Path, default=ROOT / f"docs/results/bench-comm-{date.today()}.md")
 
 

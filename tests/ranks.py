@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 import tests.warm  # noqa: F401  before the first fork
+from megatron_llama.devices.cpu import DEVICE
+from megatron_llama.devices.shared_memory import register
 
 
 class RankFailed(AssertionError):
@@ -55,7 +57,8 @@ def _rank(function: Callable[..., Any], rank: int, world: int, folder: str, writ
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        register(DEVICE.backend)
+        dist.init_process_group(DEVICE.backend, store=store, rank=rank, world_size=world)
         result, error = function(rank, *args), None
     except BaseException:
         result, error = None, traceback.format_exc()

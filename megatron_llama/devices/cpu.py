@@ -1,4 +1,4 @@
-"""The CPU, the device that is always there: ranks are processes connected by gloo, and share the machine's cores."""
+"""The CPU, the device that is always there: ranks are processes that share the machine's cores and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cpu(Device):
     """One rank per process; its threads are the cores divided by the ranks on this machine."""
 
     name = "cpu"
-    backend = "gloo"
+    backend = "gloo_shared_memory"
     is_accelerator = False
     forkable = True
 
@@ -54,10 +54,13 @@ class Cpu(Device):
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
 
+        from megatron_llama.devices.shared_memory import register
+
         asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is about nested threads
         threads = int(asked) if asked.isdecimal() and int(asked) else max(1, self.count() // local_ranks)
         torch.set_num_threads(threads)
         _keep_freed_memory()
+        register(self.backend)
         return torch.device("cpu")
 
     def peak_flops(self, precision: str) -> Peak:

@@ -39,7 +39,12 @@ _FUNCTIONAL: dict[str, tuple[str, int, int]] = {
     "reduce_scatter_tensor": ("reduce_scatter", 0, 3),
     "reduce_scatter_tensor_out": ("reduce_scatter", 0, 3),
 }
-_OPERATORS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
+_SHARED_MEMORY: dict[str, tuple[str, int, int]] = {
+    "all_reduce_": ("all_reduce", 0, 1),
+    "all_gather_": ("all_gather", 0, 2),
+    "reduce_scatter_": ("reduce_scatter", 1, 2),
+}
+_OPERATORS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL, "shared_memory": _SHARED_MEMORY}
 _NO_PAYLOAD = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 
 

@@ -1,8 +1,8 @@
 """Tells when a rank waits for others, and in which collective of which axis.
 
-Whatever starts a collective in Python goes through the process group's methods, and waits by ``Work.wait``; both are
-replaced meanwhile. Compiled blocks start and await theirs by operators instead, which a dispatch mode sees; there is
-one only where it is asked for, in profiled steps, as it costs some microseconds for each operator.
+Whatever starts a collective in Python goes through the process group's methods, and waits there or by ``Work.wait``;
+both are replaced meanwhile. Compiled blocks start and await theirs by operators instead, which a dispatch mode sees;
+there is one only where it is asked for, in profiled steps, as it costs some microseconds for each operator.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def watching_waits(waiting: Waiting, axes: Mapping[str, str], *, compiled: bool)
             return wait(work, *args, **kwargs)
 
     with ExitStack() as stack:
-        for method, kind in _METHODS.items():
-            if (original := getattr(dist.ProcessGroup, method, None)) is not None:
-                stack.enter_context(patch.object(dist.ProcessGroup, method, _starting(original, kind, started, axes)))
+        for group in (dist.ProcessGroup, *dist.ProcessGroup.__subclasses__()):
+            for method in _METHODS.keys() & vars(group).keys():
+                starting = _starting(getattr(group, method), method, waiting, started, axes)
+                stack.enter_context(patch.object(group, method, starting))
         stack.enter_context(patch.object(dist.Work, "wait", waited))
         if compiled:
             stack.enter_context(_Operators(waiting, axes))
@@ -78,15 +79,25 @@ def watching_waits(waiting: Waiting, axes: Mapping[str, str], *, compiled: bool)
 
 
 def _starting(
-    original: Callable[..., dist.Work], kind: str, started: WeakKeyDictionary[dist.Work, str], axes: Mapping[str, str]
+    original: Callable[..., dist.Work],
+    method: str,
+    waiting: Waiting,
+    started: WeakKeyDictionary[dist.Work, str],
+    axes: Mapping[str, str],
 ) -> Callable[..., dist.Work]:
     def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        name = _name(kind, group, axes)
-        work = original(group, *args, **kwargs)
-        if work is not None and group.size() > 1:
+        if group.size() == 1:
+            return original(group, *args, **kwargs)
+        name = _name(_METHODS[method], group, axes)
+        with waiting(name):  # groups that share memory are done when it returns
+            work = original(group, *args, **kwargs)
+        if work is not None:
             started[work] = name
         return work
 
+    # pybind11 takes this function for an override of the method, as a class in Python may have one, and would call it
+    # from itself, did it not have the method's name.
+    start.__code__ = start.__code__.replace(co_name=method)
     return start
 
 
@@ -121,11 +132,14 @@ class _Operators(TorchDispatchMode):
         if operator == "wait_tensor" and (name := self._started.pop(args[0].data_ptr(), None)) is not None:
             with self._waiting(name):
                 return func(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        if (kind := _OPERATORS.get(operator)) is not None:
-            group = next(value for value in reversed(args) if isinstance(value, str | dist.ProcessGroup))
-            if isinstance(group, str):
-                group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-            for tensor in tree_leaves(out):
-                self._started[tensor.data_ptr()] = _name(kind, group, self._axes)
+        if (kind := _OPERATORS.get(operator)) is None:
+            return func(*args, **(kwargs or {}))
+        group = next(value for value in reversed(args) if isinstance(value, str | dist.ProcessGroup))
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        name = _name(kind, group, self._axes)
+        with self._waiting(name):
+            out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            self._started[tensor.data_ptr()] = name
         return out

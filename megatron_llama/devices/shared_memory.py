@@ -1,0 +1,312 @@
+"""Collectives between ranks of one machine through memory that they share; gloo copies the same bytes through sockets.
+
+``SharedMemoryGroup`` is a gloo process group whose all-reduce, all-gather and reduce-scatter go through shared memory
+where all its ranks can map it. Everything else, and every group that reaches another machine, is gloo's.
+
+A rank writes its part into its own slot, tells the others, and reads theirs. Sums are taken in the order of ranks, so
+that all ranks get the same bits each time; 16-bit floats are added in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from io import FileIO
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+_MOST_RANKS = 256
+"""A rank's number is a byte. There are hardly more cores."""
+_MOST_SLOT, _MOST_MEMORY = 2 << 20, 64 << 20
+"""Bytes that a rank shows the others at a time, which cores' common cache can hold; and of all slots of a group."""
+
+
+def _slot(size: int) -> int:
+    """Bytes of a slot in a group of ``size`` ranks."""
+    return min(_MOST_SLOT, _MOST_MEMORY // (2 * size))
+
+
+def register(name: str) -> None:
+    """Makes the groups known to torch.distributed as a backend of this name."""
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, SharedMemoryGroup, devices=["cpu"])
+
+
+class PeerLost(RuntimeError):
+    """A rank ended while this one waited for it. Worded as gloo words it, which launch/rank_process.py looks for."""
+
+
+class _Opened(NamedTuple):
+    """What the ranks of a group share. None of it has a name in a file system: rank 0 makes it, and the others open it
+    through /proc/PID/fd. So nothing is left behind however a rank ends, and a small /dev/shm does not matter."""
+
+    memory: FileIO
+    """Two halves of a slot for each rank."""
+    inboxes: list[FileIO]
+    """A pipe for each rank, into which the others write their number."""
+
+
+class _Channel:
+    """Memory and messages between the ranks of a group."""
+
+    def __init__(self, opened: _Opened, processes: list[int], rank: int, timeout: timedelta) -> None:
+        self.rank, self.size = rank, len(processes)
+        self.slot = _slot(self.size)
+        # Two halves in turn: while some ranks still read one, others may write their next message into the other.
+        self._memory = mmap.mmap(opened.memory.fileno(), 2 * self.size * self.slot)
+        self._turn = 0
+        self._inbox = opened.inboxes[rank]
+        self._others = [inbox for peer, inbox in enumerate(opened.inboxes) if peer != rank]
+        self._arrived: Counter[int] = Counter()  # messages of each rank that nobody has waited for yet
+        self._timeout = timeout.total_seconds()
+        self._poll = select.poll()
+        self._poll.register(self._inbox, select.POLLIN)
+        # Readable when the process has ended.
+        self._ends = {peer: FileIO(os.pidfd_open(pid)) for peer, pid in enumerate(processes) if peer != rank}
+        for end in self._ends.values():
+            self._poll.register(end, select.POLLIN)
+
+    def next_slots(self, dtype: torch.dtype) -> Tensor:
+        """All ranks' slots [ranks, elements] for the next message."""
+        self._turn = 1 - self._turn
+        half = self.size * self.slot
+        slots = torch.frombuffer(self._memory, dtype=dtype, count=half // dtype.itemsize, offset=self._turn * half)
+        return slots.view(self.size, -1)
+
+    def meet(self) -> None:
+        """Returns when all ranks have called it: what they wrote into their slots before can be read.
+
+        Raises PeerLost if a rank has ended instead, and RuntimeError after the group's timeout.
+        """
+        for inbox in self._others:
+            inbox.write(bytes([self.rank]))
+        missing = set(self._ends)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            self._arrived.update(self._inbox.read(4096) or b"")
+            for peer in [peer for peer in missing if self._arrived[peer]]:
+                self._arrived[peer] -= 1
+                missing.discard(peer)
+            if not missing:
+                return
+            self._sleep(missing, deadline)
+
+    def _sleep(self, missing: set[int], deadline: float) -> None:
+        """Until there is a message."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            waited = f"wait timeout of {self._timeout:.0f} s"
+            raise RuntimeError(f"{waited}: rank {min(missing)} of a group of {self.size} did not come to a collective")
+        ready = {descriptor for descriptor, _ in self._poll.poll(min(left, 3600) * 1000)}
+        if self._inbox.fileno() in ready:
+            return
+        for peer, end in self._ends.items():
+            if end.fileno() in ready and peer in missing:
+                raise PeerLost(f"Connection closed by peer: rank {peer} of a group of {self.size} has ended")
+            if end.fileno() in ready:  # after its last message
+                self._poll.unregister(end)
+
+
+def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _Channel | None:
+    """The channel of a group, or None where its ranks can't share memory: on other machines, in other containers, on
+    another system than Linux. A collective: all ranks get one, or none does."""
+    if rank == 0:
+        token = secrets.token_bytes(16)
+        opened = _make(size, token)
+        where = [] if opened is None else [os.getpid(), *(file.fileno() for file in (opened.memory, *opened.inboxes))]
+        store.set("where", " ".join(map(str, where)))
+        store.set("token", token)
+    else:
+        opened = _open([int(number) for number in store.get("where").split()], store.get("token"))
+    store.set(f"process{rank}", str(os.getpid() if opened else 0))
+    processes = [int(store.get(f"process{each}")) for each in range(size)]
+    if opened is None or not all(processes):
+        return None
+    channel = _Channel(opened, processes, rank, timeout)
+    channel.meet()  # now all have mapped it
+    return channel
+
+
+def _make(size: int, token: bytes) -> _Opened | None:
+    """New memory that begins with ``token``, and inboxes; None where the system has none of that to give."""
+    try:
+        memory = FileIO(os.memfd_create("megatron_llama"), "r+")
+        os.posix_fallocate(
+            memory.fileno(), 0, 2 * size * _slot(size)
+        )  # a lack of memory shows here, not as a bus error
+        memory.write(token)
+        pipes = [[FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)] for _ in range(size)]
+        # An end of a pipe that is opened anew reads and writes.
+        return _Opened(memory, [_reopen(os.getpid(), write.fileno()) for _, write in pipes])
+    except (OSError, AttributeError):
+        return None
+
+
+def _open(where: list[int], token: bytes) -> _Opened | None:
+    """The same, opened by another rank; None if it is not within reach."""
+    if not where:
+        return None
+    process, *descriptors = where
+    try:
+        memory, *inboxes = (_reopen(process, descriptor) for descriptor in descriptors)
+        found = memory.read(len(token))
+    except OSError:
+        return None
+    return _Opened(memory, inboxes) if found == token else None  # on another machine the process is a stranger
+
+
+def _reopen(process: int, descriptor: int) -> FileIO:
+    path = f"/proc/{process}/fd/{descriptor}"
+    return FileIO(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC), "r+")
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """See above. The memory is set up by the first collective that can use it."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._gloo._set_sequence_number_for_group()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._rendezvous = dist.PrefixStore("shared_memory", store), timeout
+        self._channel: _Channel | None = None
+        self._asked = False
+
+    def _channel_for(self, *tensors: Tensor) -> _Channel | None:
+        """The channel, if there is one and these tensors can go through it."""
+        if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+            return None
+        if not self._asked and 1 < self.size() <= _MOST_RANKS:
+            store, timeout = self._rendezvous
+            self._channel = _open_channel(store, self.rank(), self.size(), timeout)
+        self._asked = True
+        return self._channel
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """In place: the sum, or another combination, of all ranks' tensors."""
+        opts = opts or dist.AllreduceOptions()
+        combine = _combination(opts, tensors[0])
+        channel = self._channel_for(*tensors) if combine else None
+        if channel is None or combine is None:
+            return self._gloo.allreduce(tensors, opts)
+        for tensor in tensors:
+            _all_reduce(tensor.detach(), self.group_name, combine)
+        return _done(tensors)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """[n] of each rank to [ranks * n]."""
+        channel = self._channel_for(output, input)
+        if channel is None:
+            return self._gloo._allgather_base(output, input, opts or dist.AllgatherOptions())
+        _all_gather(output.detach(), input.detach(), self.group_name)
+        return _done([output])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """The sum of all ranks' [ranks * n], of which each gets its [n]."""
+        opts = opts or dist.ReduceScatterOptions()
+        combine = _combination(opts, input)
+        channel = self._channel_for(output, input) if combine else None
+        if channel is None or combine is None:
+            return self._gloo._reduce_scatter_base(output, input, opts)
+        _reduce_scatter(output.detach(), input.detach(), self.group_name, combine)
+        return _done([output])
+
+    # What torch before 2.13 calls them.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+
+def _done(tensors: list[Tensor]) -> dist.Work:
+    future: Future[list[Tensor]] = Future()
+    future.set_result(tensors)
+    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
+    return work
+
+
+_COMBINE = ((dist.ReduceOp.SUM, "add"), (dist.ReduceOp.MAX, "maximum"), (dist.ReduceOp.MIN, "minimum"))
+
+
+def _combination(opts: Any, tensor: Tensor) -> str | None:
+    """The name of torch's function that combines two ranks' values; None where gloo has to."""
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        return None
+    return next((name for operation, name in _COMBINE if opts.reduceOp == operation), None)
+
+
+def _combined(parts: list[Tensor], combine: str) -> Tensor:
+    """The ranks' values in their order."""
+    total = parts[0].float() if parts[0].dtype.itemsize == 2 else parts[0]
+    for part in parts[1:]:
+        total = getattr(torch, combine)(total, part)
+    return total
+
+
+def _channel_of(group: str) -> _Channel:
+    found = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    assert isinstance(found, SharedMemoryGroup) and found._channel is not None
+    return found._channel
+
+
+def _pieces(total: int, most: int) -> Iterator[slice]:
+    return (slice(start, min(start + most, total)) for start in range(0, total, most))
+
+
+# Operators, as torch's own collectives are: profilers and whoever counts traffic see them, with their group's name.
+
+
+@torch.library.custom_op("shared_memory::all_reduce_", mutates_args=("tensor",))
+def _all_reduce(tensor: Tensor, group: str, combine: str) -> None:
+    """Each rank combines its part of a piece for all."""
+    channel, flat = _channel_of(group), tensor.view(-1)
+    size, rank = channel.size, channel.rank
+    for piece in _pieces(flat.numel(), channel.slot // flat.element_size()):
+        own = flat[piece]
+        count = own.numel()
+        slots = channel.next_slots(flat.dtype)[:, :count]
+        slots[rank].copy_(own)
+        channel.meet()
+        parts = [slice(count * each // size, count * (each + 1) // size) for each in range(size)]
+        mine = parts[rank]
+        # Into its own slot: until they meet again, nobody else reads this part of it.
+        slots[rank, mine].copy_(_combined([slot[mine] for slot in slots], combine))
+        channel.meet()
+        for slot, part in zip(slots, parts, strict=True):
+            own[part].copy_(slot[part])
+
+
+@torch.library.custom_op("shared_memory::all_gather_", mutates_args=("output",))
+def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
+    channel, own = _channel_of(group), input.view(-1)
+    whole = output.view(channel.size, -1)
+    for piece in _pieces(own.numel(), channel.slot // own.element_size()):
+        slots = channel.next_slots(own.dtype)[:, : piece.stop - piece.start]
+        slots[channel.rank].copy_(own[piece])
+        channel.meet()
+        whole[:, piece].copy_(slots)
+
+
+@torch.library.custom_op("shared_memory::reduce_scatter_", mutates_args=("output",))
+def _reduce_scatter(output: Tensor, input: Tensor, group: str, combine: str) -> None:
+    channel, flat = _channel_of(group), output.view(-1)
+    size, rank = channel.size, channel.rank
+    by_rank = input.view(size, -1)
+    for piece in _pieces(flat.numel(), channel.slot // flat.element_size() // size):
+        count = piece.stop - piece.start
+        slots = channel.next_slots(flat.dtype)[:, : size * count].view(size, size, count)  # from, to, elements
+        for peer in range(size):
+            if peer != rank:
+                slots[rank, peer].copy_(by_rank[peer, piece])
+        channel.meet()
+        parts = [by_rank[rank, piece] if each == rank else slots[each, rank] for each in range(size)]
+        flat[piece].copy_(_combined(parts, combine))

@@ -1,0 +1,180 @@
+"""Collectives through shared memory: the sums of ranks in their order, in pieces, and gloo for the rest."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from io import FileIO
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from megatron_llama.devices import shared_memory
+from megatron_llama.devices.shared_memory import SharedMemoryGroup
+from megatron_llama.launch.rank_process import _PEER_LOST
+from tests.ranks import RankFailed, run_ranks
+
+SLOT = 240
+"""Bytes: divisible by the sizes of all dtypes and by 3 ranks, so that a test's tensors need several messages."""
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's tensor."""
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
+    return drawn.to(dtype)
+
+
+def in_order(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Their sum from the first rank to the last, 16-bit floats in fp32."""
+    total = tensors[0].float() if tensors[0].dtype.itemsize == 2 else tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total.to(tensors[0].dtype)
+
+
+def _every_collective(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert isinstance(group, SharedMemoryGroup)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        for size in (1, 7, 400):
+            each = [values(other, size * world, dtype) for other in range(world)]
+            mine = each[rank].clone()
+            dist.all_reduce(mine)
+            assert torch.equal(mine, in_order(each)), (dtype, size)
+            part = torch.empty(size, dtype=dtype)
+            dist.reduce_scatter_tensor(part, each[rank].clone())
+            assert torch.equal(part, in_order(each)[rank * size : (rank + 1) * size]), (dtype, size)
+            whole = torch.empty(size * world, dtype=dtype)
+            work = dist.all_gather_into_tensor(whole, each[rank][:size], async_op=True)
+            work.wait()
+            assert torch.equal(whole, torch.cat([other[:size] for other in each])), (dtype, size)
+    largest = values(rank, 50, torch.float32)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    assert torch.equal(largest, torch.stack([values(other, 50, torch.float32) for other in range(world)]).amax(0))
+    # What compiled blocks call.
+    summed = functional.all_reduce(torch.full((3,), float(rank)), "sum", group)
+    assert summed.tolist() == [world * (world - 1) / 2] * 3
+    assert group._channel is not None
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_collective_adds_in_the_order_of_ranks(world: int) -> None:
+    with patch.object(shared_memory, "_MOST_SLOT", SLOT):
+        run_ranks(_every_collective, world, world)
+
+
+def _by_gloo(rank: int) -> None:
+    transposed = torch.full((2, 4), rank + 1.0).t()
+    dist.all_reduce(transposed)
+    assert torch.equal(transposed, torch.full((4, 2), 3.0))
+    product = torch.tensor([rank + 2.0])
+    dist.all_reduce(product, op=dist.ReduceOp.PRODUCT)
+    assert product.item() == 6
+    flags = torch.tensor([rank == 0])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    assert flags.item()
+    received = torch.zeros(3)
+    work = dist.isend(torch.ones(3), 1) if rank == 0 else dist.irecv(received, 0)
+    work.wait()
+    assert rank == 0 or received.sum() == 3
+    told: list[Any] = [rank * 11]
+    dist.broadcast_object_list(told, 1)
+    assert told == [11]
+    assert getattr(dist.group.WORLD, "_channel", None) is None
+
+
+def test_the_rest_is_gloo() -> None:
+    run_ranks(_by_gloo, 2)
+
+
+def _out_of_reach(rank: int) -> None:
+    def refused(*_: int) -> FileIO:
+        raise PermissionError
+
+    _sums_by_gloo(rank, refused)
+
+
+def _a_stranger(rank: int) -> None:
+    """Where rank 0 is said to be there is another process's file, as on another machine."""
+    _sums_by_gloo(rank, lambda *_: FileIO("/dev/zero", "r+"))
+
+
+def _sums_by_gloo(rank: int, reopen: Callable[..., FileIO]) -> None:
+    total = torch.ones(2)
+    with patch.object(shared_memory, "_reopen", reopen if rank == 1 else shared_memory._reopen):
+        dist.all_reduce(total)
+    assert total.tolist() == [2, 2]
+    assert dist.group.WORLD._channel is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", [_out_of_reach, _a_stranger])
+def test_ranks_that_cannot_share_memory_use_gloo(how: Any) -> None:
+    run_ranks(how, 2)
+
+
+def _slow_reader(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))
+    channel = dist.group.WORLD._channel  # type: ignore[union-attr]
+    meet = channel.meet
+
+    def late() -> None:
+        meet()
+        time.sleep(0.05 * rank)  # rank 0 goes on to write its next message
+
+    found = torch.empty(3, 2)
+    with patch.object(channel, "meet", late):
+        for number, row in enumerate(found):
+            dist.all_gather_into_tensor(row, torch.tensor([float(number)]))
+    assert found.tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_a_message_waits_for_its_readers() -> None:
+    run_ranks(_slow_reader, 2)
+
+
+def _dies(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os._exit(9)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        assert _PEER_LOST.search(str(error)), error
+        assert "rank 1 of a group of 2 has ended" in str(error)
+        raise
+
+
+def test_a_rank_that_died_is_reported_at_once() -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 of a group of 2 has ended"):
+        run_ranks(_dies, 2, timeout=60)
+    assert time.monotonic() - begun < 50
+
+
+def _leaves(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))  # the last message is not lost
+    if rank == 0:
+        time.sleep(0.2)
+
+
+def test_a_rank_may_end_after_its_last_collective() -> None:
+    run_ranks(_leaves, 2)
+
+
+def _waits(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))
+    channel = dist.group.WORLD._channel  # type: ignore[union-attr]
+    if rank == 0:
+        channel._timeout = 0.1
+        with pytest.raises(RuntimeError, match="wait timeout .* rank 1 of a group of 2"):
+            dist.all_reduce(torch.ones(1))
+    dist.barrier()  # gloo's: the other rank lives as long
+
+
+def test_a_rank_that_does_not_come() -> None:
+    run_ranks(_waits, 2)
