@@ -111,7 +111,7 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
         if tamper is not None:
             tamper(model)
         samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-        batches = Batches(samples, plan, topology, torch.device("cpu"))
+        batches = Batches(samples, plan, topology, torch.device("cpu"), random_ltd=plan.random_ltd)
         initial = rectangles(model, lambda shard: shard.local)
         losses, norms, grads = [], [], []
         for step in range(steps):

@@ -10,7 +10,7 @@ from megatron_llama.config.load_config import from_yaml, load_config, to_yaml
 from megatron_llama.config.model_settings import ModelConfig, RopeScaling, SparseAttention
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
-from megatron_llama.config.settings import Config, DataConfig, DeviceConfig, FinetuneConfig, TrainerConfig
+from megatron_llama.config.settings import Config, DataConfig, DeviceConfig, FinetuneConfig, RandomLTD, TrainerConfig
 
 __all__ = [
     "PRECISIONS",
@@ -22,6 +22,7 @@ __all__ = [
     "Host",
     "ModelConfig",
     "Problem",
+    "RandomLTD",
     "RopeScaling",
     "SparseAttention",
     "TrainerConfig",

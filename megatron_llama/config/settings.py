@@ -108,6 +108,23 @@ class DataConfig:
 
 
 @dataclass
+class RandomLTD:
+    """Random layer-wise token dropping (Yao et al. 2022, arXiv:2211.11586), under DeepSpeed's names: in training, the
+    layers between the first and the last see a random part of each sequence, which grows. docs/random_ltd.md"""
+
+    min_value: Annotated[int, at_least(1)] = 128
+    """Tokens of a sequence that these layers see in the first step; a multiple of seq_per_step."""
+    max_value: Annotated[int | None, at_least(1)] = None
+    """Tokens after require_steps. Derived: data.seq_length, where no token is dropped any more."""
+    require_steps: Annotated[int | None, at_least(1)] = None
+    """Steps in which the length grows from min_value to max_value. Derived: two thirds of the steps."""
+    seq_per_step: Annotated[int, at_least(1)] = 16
+    """It grows by multiples of this many tokens. With trainer.compile each length is a graph of its own."""
+    layers: list[int] | None = None
+    """Numbers of these layers, counted from 0. Derived: all but the first and the last."""
+
+
+@dataclass
 class TrainerConfig:
     """Layout over devices, batch, length and numerics of the run."""
 
@@ -148,6 +165,8 @@ class TrainerConfig:
     batch_schedule: Annotated[list[Any], rising_samples()] = field(default_factory=list)
     """Later sizes of the global batch, [[consumed samples, sequences], ...]: a step that begins at so many samples or
     more takes so many sequences. Until then it is global_batch_size, which validation always takes."""
+    random_ltd: RandomLTD | None = None
+    """Random layer-wise token dropping; null: every layer sees every token."""
     steps: Annotated[int, at_least(0)] = 100
     """Optimizer steps of the whole run; 0 initialises (or loads), saves and ends."""
     epochs: Annotated[int | None, at_least(1)] = None

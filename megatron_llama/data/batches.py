@@ -19,11 +19,13 @@ from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.random_ltd import Subsets, draw, subsets
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
 from megatron_llama.plan.attention_pattern import Pattern, pattern_of
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.curriculum_steps import Cut, cut_at
+from megatron_llama.plan.token_schedule import TokenSchedule
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
@@ -50,10 +52,18 @@ class Batches:
     device: torch.device
     schedule: BatchSchedule | None = None
     """The sizes of the global batches; all trainer.global_batch_size where there is none."""
+    random_ltd: TokenSchedule | None = None
+    """How many tokens some layers see, in training."""
     pin_memory: bool = False
     """Whether batches on the host are in pinned memory, from which the device copies while it computes."""
     levels: Sequence[Level] = ()
     """The levels of the curriculum, which may cut sequences short; none for validation."""
+
+    def with_length(self, length: int | None = None) -> Batches:
+        """The same where random-LTD's layers see ``length`` tokens in every step, the most that they see if None; no
+        change without it."""
+        ltd = self.random_ltd
+        return self if ltd is None else replace(self, random_ltd=ltd.always(length or ltd.max_value))
 
     def following(self, consumed_samples: int) -> int:
         """The position after the global batch that starts at ``consumed_samples``."""
@@ -72,8 +82,8 @@ class Batches:
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.dp_rank * size
         starts = range(first, self.following(consumed_samples), self.topology.dp * size)
-        cut = self._cut_at(consumed_samples)
-        return [self._micro_batch(range(start, start + size), cut) for start in starts]
+        cut, kept = self._cut_at(consumed_samples), self._kept(consumed_samples)
+        return [self._micro_batch(range(start, start + size), cut, kept) for start in starts]
 
     def one_of_each_shape(self) -> dict[Cut | None, int]:
         """Where a global batch of each shape of sequences begins: the largest batch, where all have one shape."""
@@ -90,13 +100,33 @@ class Batches:
         """The micro batches on the device. From pinned memory the copies are only begun."""
         return [batch.to(self.device) for batch in microbatches]
 
-    def _micro_batch(self, indices: range, cut: Cut | None) -> MicroBatch:
+    def _kept(self, consumed_samples: int) -> int | None:
+        """Tokens of a sequence that random-LTD's layers see in the step from ``consumed_samples`` on; None for all."""
+        if self.random_ltd is None:
+            return None
+        kept = self.random_ltd.length((self.schedule or self.plan.batches).last_step_within(consumed_samples) + 1)
+        return kept if kept < self.plan.config.data.length else None
+
+    def _micro_batch(self, indices: range, cut: Cut | None, kept: int | None) -> MicroBatch:
         samples = [piece for index in indices for piece in cut_sample(self.samples[index], cut)]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         pattern = pattern_of(self.plan.model)
         sizes = torch.tensor([_sizes(sample, pattern) for sample in samples]).sum(dim=0)
-        return MicroBatch(tokens, labels, loss_mask, sizes.pin_memory() if self.pin_memory else sizes, documents)
+        seen = None if kept is None else self._subsets(indices, kept, documents)
+        if self.pin_memory:
+            sizes, seen = sizes.pin_memory(), seen and seen.on(torch.Tensor.pin_memory)
+        return MicroBatch(tokens, labels, loss_mask, sizes, documents, seen)
+
+    def _subsets(self, samples: range, kept: int, documents: Documents | None) -> Subsets:
+        """The ``kept`` tokens of each sample that each of this rank's layers sees, of those that don't see all."""
+        assert self.random_ltd is not None
+        topology, length = self.topology, self.plan.config.data.length
+        stages = range(topology.pp_rank, topology.pp * topology.vpp, topology.pp)
+        own = [layer for stage in stages for layer in self.plan.stage_layers[stage]]
+        layers = [layer for layer in own if layer in self.random_ltd.layers]
+        drawn = draw(self.plan.config.trainer.seed, samples, layers, kept, length)
+        return subsets(drawn, layers, length, documents, (topology.tp_rank, topology.tp) if self.plan.sp else (0, 1))
 
     def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
         rows = [sample[key] for sample in samples]
@@ -125,6 +155,8 @@ class Data:
     def resume(self, record: Record, start: Position) -> None:
         """Goes on from ``start`` as the record of a checkpoint says. All ranks must call it, before the first batch.
         Raises ConfigError on all of them."""
+        if self.train.schedule is not None:
+            self.train = replace(self.train, schedule=replace(self.train.schedule, start=start))
         validation = self.validation
         past = () if changes_reading(record, self._record) else levels_from_json(record.get("levels", ()))
         levels = levels_of(replace(self.train.plan, start=start), past)
@@ -179,6 +211,6 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     else:
         train, validation = build_streams(plan)
     return Data(
-        train=Batches(train, plan, topology, device, plan.batches, pin_memory, levels_of(plan)),
-        validation=None if validation is None else Batches(validation, plan, topology, device, None, pin_memory),
+        train=Batches(train, plan, topology, device, plan.batches, plan.random_ltd, pin_memory, levels_of(plan)),
+        validation=None if validation is None else Batches(validation, plan, topology, device, pin_memory=pin_memory),
     )

@@ -27,6 +27,7 @@ from megatron_llama.model.attention import Seen, attend, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import Head
+from megatron_llama.model.random_ltd import Subsets, through
 from megatron_llama.model.recompute import REMAKING, made_again
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
 from megatron_llama.plan.attention_pattern import pattern_of
@@ -269,6 +270,7 @@ class Llama(nn.Module):
         loss_weights: Tensor | None = None,
         documents: Documents | None = None,
         cache: KVCache | None = None,
+        subsets: Subsets | None = None,
     ) -> Tensor:
         """The forward pass of this chunk for token ids [b, s], int64.
 
@@ -277,7 +279,8 @@ class Llama(nn.Module):
         [s, b, vocabulary/t], fp32.
 
         ``documents`` tells which tokens belong together where a sequence holds several documents. With a ``cache``, for
-        generation without sequence parallelism, the tokens follow those in the cache.
+        generation without sequence parallelism, the tokens follow those in the cache. ``subsets`` are what some layers
+        see of the tokens, in random-LTD.
         """
         if self.is_first:
             # [b, s] to [s(/t), b, h]. With sequence parallelism megatron-core transposes, and scatters the sequence.
@@ -287,7 +290,7 @@ class Llama(nn.Module):
             # megatron-core sets requires_grad on received activations in validation too; there the first block would
             # compile to another graph than the following ones.
             x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
-        cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
+        table = cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
         what = None
         if cache is None or cache.from_the_start:
             what = seen(tokens, documents, pattern_of(self.model), self.kernel, self.compiled)
@@ -295,7 +298,12 @@ class Llama(nn.Module):
             positions = documents.positions()
             cos, sin = at_positions(cos, positions), at_positions(sin, positions)
         for number, block in self.layers.items():
-            x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])
+            subset = None if subsets is None else subsets.of(int(number))
+            if subset is not None:
+                some = subset.seen(tokens.shape[1], pattern_of(self.model), self.kernel, self.compiled)
+                x = through(block, x, subset, table, some)
+            else:
+                x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])
         if cache is not None:
             x = cache.select(x)
         if not self.is_last:

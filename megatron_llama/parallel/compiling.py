@@ -69,7 +69,9 @@ class Compiler:
     keep_going: bool = False
     """Record a failed compilation and run that graph uncompiled, instead of raising."""
     graphs: list[Graph] = field(default_factory=list)
-    _batches: dict[str, int] = field(default_factory=dict)
+    length: int | None = None
+    """Tokens that random-LTD's layers see in the batch; a new length needs a new graph. None: all."""
+    _batches: dict[tuple[str, int | None], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if reason := self.device.compiler_missing():
@@ -86,9 +88,12 @@ class Compiler:
         # CPU kernels read the number of threads when they run. Otherwise Inductor makes the compiling process's number
         # part of the kernel and of the cache key, and it differs between ranks and machines.
         inductor.cpp.dynamic_threads = True
-        # A block is compiled for each length of sequences that a curriculum has, to train and to validate.
-        shapes = 2 * (1 + len(lengths(self.plan.config.data, self.plan.config.trainer.steps)))
+        # A block is compiled for each length of sequences that a curriculum has, to train and to validate, and for each
+        # that random-LTD's layers see. Beyond its limit Dynamo runs a new shape uncompiled.
+        steps, ltd = self.plan.config.trainer.steps, self.plan.random_ltd
+        shapes = 2 * (1 + len(lengths(self.plan.config.data, steps)) + (0 if ltd is None else len(ltd.lengths(steps))))
         dynamo.recompile_limit = max(dynamo.recompile_limit, shapes)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, shapes)
 
     def compile(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """``function``, compiled at its first call for static shapes.
@@ -109,14 +114,14 @@ class Compiler:
                 f"trainer.compile_strict: {late[0].what} was compiled again after {WARM_UP_BATCHES} batches of "
                 f"{late[0].mode}, for {late[0].shapes}"
             )
-        mode = _mode(train)
-        self._batches[mode] = self._batches.get(mode, 0) + 1
+        key = _mode(train), self.length
+        self._batches[key] = self._batches.get(key, 0) + 1
 
     def _backend(self, what: str, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Called by Dynamo for each new graph: compiles it, or takes it from the cache."""
         mode = _mode(torch.is_grad_enabled())
         key, shapes = _key(graph, inputs, mode), _shapes(graph, inputs)
-        late = self._batches.get(mode, 0) >= WARM_UP_BATCHES
+        late = self._batches.get((mode, self.length), 0) >= WARM_UP_BATCHES
         with _lock(self._notes.parent / "locks" / key):
             before, start = self._cache_state(), time.perf_counter()
             failure, compiled = None, graph.forward
@@ -133,7 +138,7 @@ class Compiler:
             why = None if cached or failure else self._why_new(key, what, mode)
             self.graphs.append(Graph(what, mode, key, shapes, cached, seconds, late, why, failure))
             if failure is None and not self._note_of(key).exists():
-                note = {"what": what, "mode": mode, "settings": settings_of_graphs(self.plan)}
+                note = {"what": what, "mode": mode, "settings": self._settings}
                 write_atomically(self._note_of(key), json.dumps(note, indent=1))
         if late:
             sys.stderr.write(f"compiled after warm-up: {what}, {mode}, for {shapes}\n")
@@ -148,6 +153,11 @@ class Compiler:
         counters = torch._dynamo.utils.counters["inductor"]
         return int(counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]), 0
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the graphs of this batch depend on."""
+        return {**settings_of_graphs(self.plan), "random-LTD's length": self.length}
+
     def _note_of(self, key: str) -> Path:
         """The file that says what a graph was compiled for."""
         return self._notes / f"{key}.json"
@@ -156,7 +166,7 @@ class Compiler:
         """The settings that differ from those of the most similar graph in the cache, as text."""
         if self._note_of(key).exists():
             return "it was compiled here before, but the compiler's cache has lost it"
-        mine = settings_of_graphs(self.plan)
+        mine = self._settings
         nearest: dict[str, Any] | None = None
         for path in self._notes.glob("*.json"):
             note = _read(path)
@@ -194,6 +204,8 @@ def may_compile(plan: Plan, step: int, first: int) -> bool:
     The watchdog is patient in such steps: a large model has compiled on Trainium for longer than a hang may last.
     """
     begins = [since for since, _ in lengths(plan.config.data, plan.config.trainer.steps)]
+    if plan.random_ltd is not None:
+        begins += plan.random_ltd.lengths(plan.config.trainer.steps)
     if any(since <= step < since + WARM_UP_BATCHES for since in (first, *begins)):
         return True
     every = plan.config.trainer.val_every_steps

@@ -61,6 +61,9 @@ class ParallelModel:
         fp32 scalar, the same on all ranks.
         """
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
+        if self.compiler is not None:
+            subsets = microbatches[0].subsets if train else None
+            self.compiler.length = None if subsets is None else subsets.length
         loss = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.schedules import (
 
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.llama import Llama
+from megatron_llama.model.random_ltd import Subsets
 from megatron_llama.parallel.data import before_last_microbatch
 from megatron_llama.plan import Plan
 
@@ -39,6 +40,8 @@ class MicroBatch:
     """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) [2], int64."""
     documents: Documents | None = None
     """Which tokens belong together in packed sequences. Every pipeline stage has it, like the tokens."""
+    subsets: Subsets | None = None
+    """In random-LTD, the tokens that layers of this rank see in training; None where all see all."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
@@ -47,7 +50,8 @@ class MicroBatch:
     def on(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """The micro batch on a device to which ``move`` takes tensors."""
         tokens, labels, loss_mask, sizes = map(move, (self.tokens, self.labels, self.loss_mask, self.sizes))
-        return MicroBatch(tokens, labels, loss_mask, sizes, self.documents and self.documents.on(move))
+        documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
+        return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
 
 
 class Counts(NamedTuple):
@@ -76,7 +80,7 @@ def run_schedule(
         """This chunk's output, and a function from the loss to (loss, tokens with loss, what the schedule returns)."""
         batch = next(batches)
         wanted = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
-        output = chunk(batch.tokens, *wanted, batch.documents)
+        output = chunk(batch.tokens, *wanted, batch.documents, subsets=batch.subsets if train else None)
         return output, lambda loss: (loss, batch.loss_mask.sum().int(), loss.detach())
 
     for chunk in chunks:

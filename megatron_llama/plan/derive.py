@@ -37,6 +37,8 @@ COSINE = {
 LONGEST_WARMUP_STEPS = 2000
 ONEBIT_WARM_UP = 0.15
 """Share of the steps before 1-bit Adam exchanges signs: 15 to 25 % in its paper, arXiv:2102.02888, section 4."""
+RANDOM_LTD_STEPS = 2 / 3
+"""Share of the steps in which random-LTD drops tokens."""
 VALIDATION_STEPS = 4
 
 
@@ -73,6 +75,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     if trainer.epochs is not None:
         notes.append(_derive_steps(config, trainer.epochs))
     derive_optimizer(config)
+    _derive_random_ltd(config)
     return Plan(
         config=config,
         asked=asked,
@@ -103,6 +106,16 @@ def _derive_steps(config: Config, epochs: int) -> str:
     passes = f"{epochs} {plural(epochs, 'epoch')}"
     sizes = " to ".join(str(size) for size in dict.fromkeys((trainer.global_batch_size, batches.sizes[-1][1])))
     return f"{passes} of {samples:,} sequences in batches of {sizes}: {trainer.steps:,} steps"
+
+
+def _derive_random_ltd(config: Config) -> None:
+    """Fills in what follows from the sequence length, the steps and the layers, in place."""
+    ltd = config.trainer.random_ltd
+    if ltd is None:
+        return
+    ltd.max_value = ltd.max_value or config.data.length
+    ltd.require_steps = ltd.require_steps or max(1, math.ceil(RANDOM_LTD_STEPS * config.trainer.steps))
+    ltd.layers = list(range(1, config.model.num_hidden_layers - 1)) if ltd.layers is None else sorted(ltd.layers)
 
 
 def derive_optimizer(config: Config) -> None:

@@ -9,10 +9,11 @@ not counted either. A weight that LoRA leaves frozen takes 4 FLOPs, not 6: it ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.plan.shapes import head_dim, lora_parameters, matrices_per_layer
+from megatron_llama.plan.token_schedule import Kept
 
 FORWARD_AND_BACKWARD = 3  # the backward pass has two products for each one of the forward pass
 CAUSAL, FULL = 6, 12
@@ -47,6 +48,30 @@ def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneCon
         products += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune, model.num_hidden_layers)
     attention = model.num_hidden_layers * model.num_attention_heads * head_dim(model) * seq_length
     return FlopsPerToken(products + CAUSAL * attention, products + FULL * attention)
+
+
+def with_random_ltd(
+    model: ModelConfig, seq_length: float, finetune: FinetuneConfig, kept: Kept | None
+) -> FlopsPerToken:
+    """``flops_per_token`` in a step in which some layers see ``kept`` of each sequence; None: all see all.
+
+    It is what a token of the batch costs on average, so that tokens per second count the dropped ones and FLOPs don't.
+    Documents lose tokens at random; what is counted of attention is its expected value.
+    """
+    whole = flops_per_token(model, seq_length, finetune)
+    if kept is None:
+        return whole
+    others = replace(model, num_hidden_layers=model.num_hidden_layers - kept.layers)
+    rest = flops_per_token(others, seq_length, finetune)
+    products = flops_per_token(model, 0, finetune).full - flops_per_token(others, 0, finetune).full
+    attention = kept.pairs(1, seq_length) / seq_length if seq_length else 0.0
+    causal, full = (
+        getattr(rest, convention)
+        + kept.share * products
+        + attention * (getattr(whole, convention) - getattr(rest, convention) - products)
+        for convention in ("causal", "full")
+    )
+    return FlopsPerToken(causal, full)
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float, world_size: int) -> float:

@@ -8,7 +8,10 @@ from megatron_llama.config.curriculum import PERCENTILE, VALUE, metrics_of
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.plan.attention_pattern import pattern_of
+from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.plan.curriculum_steps import lengths
+from megatron_llama.plan.flops import with_random_ltd
 from megatron_llama.plan.forecast.footprint import Footprint
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.plan.plan import Plan
@@ -169,6 +172,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     steps, tokens = f"{trainer.steps:,} {plural(trainer.steps, 'step')}", plan.batches.after(trainer.steps).tokens
     yield _line("", f"{steps} · {short_count(tokens)} tokens in all · data {data.name}")
     yield from _curriculum(plan)
+    yield from _random_ltd(plan)
     precision = str(trainer.precision)
     yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))
@@ -210,6 +214,35 @@ def _curriculum(plan: Plan) -> Iterator[str]:
             yield _line("", f"sequences are cut into (from step): {', '.join(cuts)}")
             if plan.config.trainer.compile:
                 yield _line("", f"each of the {levels} compiles graphs of its own")
+
+
+def _random_ltd(plan: Plan) -> Iterator[str]:
+    """Which layers see how many tokens, and what that saves."""
+    ltd, steps = plan.random_ltd, plan.config.trainer.steps
+    if ltd is None:
+        return
+    lengths, of = list(ltd.lengths(steps).items()), f"{ltd.seq_length:,} tokens"
+    names = ", ".join(_span(list(run)) for run in _runs(ltd.layers))
+    yield _line("random-LTD", f"layers {names} see {lengths[0][1]:,} of {of} at first")
+    if len(lengths) > 1:
+        yield _line("", f"{lengths[-1][1]:,} from step {lengths[-1][0]:,} on, {len(lengths)} lengths in all")
+    model, finetune, span = plan.model, plan.config.finetune, pattern_of(plan.model).span(ltd.seq_length)
+    found = list(ltd.sequences(steps, BatchSchedule.of(plan.config)))
+    spent = sum(count * with_random_ltd(model, span, finetune, kept).causal for kept, count in found)
+    whole = sum(count for _, count in found) * with_random_ltd(model, span, finetune, None).causal
+    if whole:
+        yield _line(
+            "", f"{1 - spent / whole:.1%} fewer FLOPs in {steps:,} {plural(steps, 'step')} than with all tokens"
+        )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Ascending numbers, cut where one is missing."""
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield numbers[start:end]
+            start = end
 
 
 def _readings(plan: Plan) -> list[str]:

@@ -44,6 +44,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
             f"{trainer.steps:,} steps on the demo's data are a trial of {plan.model.name}; python train.py --help "
             "lists the recipes that pretrain, experiment=pretrain_..."
         )
+    yield from _random_ltd(plan)
     if data.mock:
         if data.prefixes:
             yield "data.mock=true makes tokens up: data.prefixes is not read"
@@ -56,6 +57,23 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
     weights, paths = weights_and_paths(data.prefixes)
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
         yield "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
+
+
+def _random_ltd(plan: Plan) -> Iterator[str]:
+    """What random-LTD costs, and where it does not end."""
+    ltd, steps = plan.random_ltd, plan.config.trainer.steps
+    if ltd is None:
+        return
+    lengths = ltd.lengths(steps)
+    if plan.config.trainer.compile and len(lengths) > 1:
+        yield f"trainer.random_ltd: blocks are compiled for {len(lengths)} lengths, each when a step first has it"
+    if ltd.length(max(1, steps)) < ltd.seq_length:
+        yield (
+            f"trainer.random_ltd: in the last step layers still see {ltd.length(max(1, steps)):,} of "
+            f"{ltd.seq_length:,} tokens, but all of them in validation; memory is planned for all"
+        )
+    if pattern_of(plan.model).leaves_out(ltd.seq_length):
+        yield "trainer.random_ltd: where tokens are dropped, attention is computed whole behind a mask of the positions"
 
 
 def _kernels(plan: Plan) -> str:

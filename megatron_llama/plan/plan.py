@@ -11,6 +11,7 @@ from megatron_llama.config.settings import Config
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.epochs import Reading
 from megatron_llama.plan.shapes import StageParameters
+from megatron_llama.plan.token_schedule import TokenSchedule
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Plan:
     def batches(self) -> BatchSchedule:
         """Which samples each step trains on."""
         return BatchSchedule.of(self.config, self.start)
+
+    @property
+    def random_ltd(self) -> TokenSchedule | None:
+        """How many tokens the layers of random-LTD see in each step; None without it."""
+        return TokenSchedule.of(self.config)
 
     def recompute(self, layer: int) -> str:
         """What the backward pass recomputes in the layer with this global number, one of RECOMPUTE."""

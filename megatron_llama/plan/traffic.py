@@ -118,7 +118,8 @@ def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
     """All that a rank takes part in during a training step: forward, backward, gradient norm, update, and what the
     loop agrees on after it, in scalars over all ranks. Validation and checkpoints come on top.
 
-    Only the rank's pipeline stage and its position among the ranks that share one copy of what is sharded matter.
+    Only the rank's pipeline stage and its position among the ranks that share one copy of what is sharded matter. With
+    random-LTD it is a step at the largest length, max_value.
     """
     last = len(plan.stage_layers) - 1
     stages = range(pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
@@ -144,12 +145,20 @@ class _Chunk(NamedTuple):
     layers: int
     computed_again: int
     """Layers that the backward pass recomputes in full."""
+    part: int
+    """Layers that see a part of the tokens."""
+    part_again: int
+    """Those of them that are recomputed in full."""
     is_first: bool
     is_last: bool
 
 
 def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> _Chunk:
-    return _Chunk(len(layers), sum(plan.recompute(layer) == "full" for layer in layers), is_first, is_last)
+    again = [layer for layer in layers if plan.recompute(layer) == "full"]
+    ltd = plan.random_ltd
+    dropping = ltd.layers if ltd is not None and ltd.max_value < ltd.seq_length else ()
+    part, part_again = (sum(layer in dropping for layer in some) for some in (layers, again))
+    return _Chunk(len(layers), len(again), part, part_again, is_first, is_last)
 
 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -157,13 +166,8 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     trainer, t, m = plan.config.trainer, plan.config.trainer.tp, plan.num_microbatches
     tokens = plan.config.data.length * trainer.micro_batch_size
     activations = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
-    blocks = m * sum(chunk.layers for chunk in chunks)
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
-    # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them.
-    again = m * sum(chunk.computed_again for chunk in chunks)
-    # For the weights' gradients megatron-core gathers inputs a second time; Inductor keeps what it has gathered.
-    inputs = 0 if trainer.compile else 2 * blocks
 
     def op(what: str, kind: str, calls: int) -> Operation:
         return Operation(what, Line("tp", kind, t), calls, activations)
@@ -171,25 +175,49 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     if plan.sp:
         yield op("embedding, forward", "reduce_scatter", first)
         yield op("embedding, backward", "all_gather", first)
-        yield op("blocks, forward: into qkv, gate_up", "all_gather", 2 * blocks)
-        yield op("blocks, forward: out of o, down", "reduce_scatter", 2 * blocks)
-        yield op("blocks, backward: gradients into down, o", "all_gather", 2 * blocks)
-        yield op("blocks, backward: inputs of gate_up, qkv again", "all_gather", inputs)
-        yield op("blocks, backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
-        yield op("blocks recomputed: into qkv, gate_up", "all_gather", 2 * again)
-        yield op("blocks recomputed: out of o", "reduce_scatter", again)
         yield op("head", "all_gather", last)
         yield op("head, gradient", "reduce_scatter", last)
     else:
         yield op("embedding, forward", "all_reduce", first)
-        yield op("blocks, forward: out of o, down", "all_reduce", 2 * blocks)
-        yield op("blocks, backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
-        yield op("blocks recomputed: out of o", "all_reduce", again)
         yield op("head, gradient", "all_reduce", last)
+    part, part_again = m * sum(chunk.part for chunk in chunks), m * sum(chunk.part_again for chunk in chunks)
+    whole, again = m * sum(chunk.layers for chunk in chunks), m * sum(chunk.computed_again for chunk in chunks)
+    yield from _blocks(plan, "blocks", whole - part, again - part_again, activations)
+    if part:
+        ltd = plan.random_ltd
+        assert ltd is not None
+        some = activations // ltd.seq_length * ltd.max_value
+        yield from _blocks(plan, "blocks with dropped tokens", part, part_again, some)
+        if plan.sp:
+            for kind in ("reduce_scatter", "all_gather"):  # into the subset and out of it, forward and backward
+                yield Operation(f"tokens of random-LTD's layers: {kind}", Line("tp", kind, t), 2 * part, some)
     at_once = min(tokens, loss_chunk(plan.model.hidden_size))
     for size, count in ((at_once, tokens // at_once), (tokens % at_once, int(tokens % at_once > 0))):
         line, payload = Line("tp", "all_gather", t), 3 * t * size * FP32
         yield Operation("cross entropy by chunks: maximum, sum, own logit", line, count * last, payload)
+
+
+def _blocks(plan: Plan, what: str, blocks: int, recomputed: int, activations: int) -> Iterator[Operation]:
+    """Inside ``blocks`` passes through a block, ``recomputed`` of them in full, on ``activations`` bytes."""
+    # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them.
+    # For the weights' gradients megatron-core gathers inputs a second time; Inductor keeps what it has gathered.
+    inputs = 0 if plan.config.trainer.compile else 2 * blocks
+
+    def op(of: str, kind: str, calls: int) -> Operation:
+        return Operation(f"{what}{of}", Line("tp", kind, plan.config.trainer.tp), calls, activations)
+
+    if plan.sp:
+        yield op(", forward: into qkv, gate_up", "all_gather", 2 * blocks)
+        yield op(", forward: out of o, down", "reduce_scatter", 2 * blocks)
+        yield op(", backward: gradients into down, o", "all_gather", 2 * blocks)
+        yield op(", backward: inputs of gate_up, qkv again", "all_gather", inputs)
+        yield op(", backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
+        yield op(" recomputed: into qkv, gate_up", "all_gather", 2 * recomputed)
+        yield op(" recomputed: out of o", "reduce_scatter", recomputed)
+    else:
+        yield op(", forward: out of o, down", "all_reduce", 2 * blocks)
+        yield op(", backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
+        yield op(" recomputed: out of o", "all_reduce", recomputed)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:

@@ -55,10 +55,10 @@ def steps_of(
     data: Data,
     batches: StepBatches | None = None,
 ) -> Iterator[Steps]:
-    """Steps that log and save nothing, on ``batches`` or those of ``data``."""
+    """Steps that log and save nothing, on ``batches`` or those of ``data``, at random-LTD's largest length."""
     with tempfile.TemporaryDirectory() as folder:
         without_saves = replace(plan.config.checkpoint, every_steps=None)
         config = replace(plan.config, run=replace(plan.config.run, dir=folder), checkpoint=without_saves)
         checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
         finite = FiniteCheck(plan.config.trainer.skip_nonfinite_steps)
-        yield Steps(plan, model, optimizer, batches or data.train, checkpointer, finite)
+        yield Steps(plan, model, optimizer, batches or data.train.with_length(), checkpointer, finite)

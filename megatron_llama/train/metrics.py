@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megatron_llama.config.curriculum import metrics_of
 from megatron_llama.devices import Device, Peak
 from megatron_llama.plan import Plan
+from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.plan.curriculum_steps import difficulties_at
-from megatron_llama.plan.flops import flops_per_token, mfu
+from megatron_llama.plan.flops import mfu, with_random_ltd
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records
@@ -42,8 +43,8 @@ EVERY_STEP = (
     "throughput_peak",
 )
 SOME_STEPS = (
-    *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm", *WAITED),
-    *("slowest_rank", "slowest_rank_ratio"),
+    *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm"),
+    *("random_ltd_reserved_length", "consumed_layer_tokens", *WAITED, "slowest_rank", "slowest_rank_ratio"),
 )
 THROUGHPUT_STEPS = 10
 WARM_UP_STEPS = 3
@@ -133,7 +134,10 @@ class MetricsLogger:
         padded = size * plan.batches.kept_at(step)
         tokens_per_second = tokens / seconds
         document_length = float(measured["attended"] or 0) / max(1, tokens)
-        flops = flops_per_token(plan.model, document_length, plan.config.finetune)
+        ltd = plan.random_ltd
+        flops = with_random_ltd(
+            plan.model, document_length, plan.config.finetune, None if ltd is None else ltd.kept(step)
+        )
         known = self.peak.flops > 0
         # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).
         throughput = sum(self._sizes) / sum(self._step_times)
@@ -146,11 +150,14 @@ class MetricsLogger:
             "mfu_full": mfu(flops.full, tokens_per_second, self.peak.flops, world) if known else None,
         }
         # What NeMo and the recipes built on it, and those built on transformers, call it (docs/metrics.md).
-        derived |= {"global_step": measured["step"], "train_step_timing": seconds}
+        derived |= {"global_step": step, "train_step_timing": seconds}
         derived["throughput_peak"] = self._throughput_peak
         if step >= self._first_warm_step:
             self._warm_samples, self._warm_seconds = self._warm_samples + size, self._warm_seconds + seconds
             derived["train_samples_per_second"] = self._warm_samples / self._warm_seconds
+        if ltd is not None:
+            derived["random_ltd_reserved_length"] = ltd.length(step)
+            derived["consumed_layer_tokens"] = ltd.layer_tokens(step, BatchSchedule.of(plan.config))
         if tokens != padded:
             derived["padded_tokens_per_second"] = padded / seconds
         difficulties = difficulties_at(plan.config.data, step)

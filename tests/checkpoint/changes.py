@@ -47,6 +47,7 @@ LORA = {"finetune.method": "lora", "init_from": "/models/one"}
 SCALED = {"model.rope_scaling.factor": 8.0}
 LENGTHS = {"metric": "seqlen_truncate", "schedule_type": "fixed_discrete", "difficulty": [8, 32], "max_step": [9]}
 BLOCKS = {"model.sparse_attention.block": 64}
+DROPPING = {"trainer.random_ltd.min_value": 16}
 CHANGES: dict[str, Change] = {
     "model.name": Change("other"),
     "model.vocab_size": Change(20001),
@@ -87,6 +88,11 @@ CHANGES: dict[str, Change] = {
     "data.tokenizer": Change("tokenizer.model"),
     "data.cache_dir": Change("/elsewhere"),
     "data.prepare": Change("make it"),
+    "trainer.random_ltd.min_value": Change(32, DROPPING),
+    "trainer.random_ltd.max_value": Change(16, DROPPING),
+    "trainer.random_ltd.require_steps": Change(7, DROPPING),
+    "trainer.random_ltd.seq_per_step": Change(8, DROPPING),
+    "trainer.random_ltd.layers": Change([1], DROPPING),
     "trainer.tp": Change(2, world=2),
     "trainer.pp": Change(2, world=2),
     "trainer.vpp": Change(2, {"trainer.pp": 2}, world=2),

@@ -7,8 +7,11 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_llama.config import Config, ConfigError, Problem, RopeScaling, SparseAttention
+from megatron_llama.config import Config, ConfigError, Problem, RandomLTD, RopeScaling, SparseAttention
 from megatron_llama.plan import Machine, resolve
+
+SECTIONS = {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention, "random_ltd": RandomLTD}
+"""Those that are null by default."""
 
 
 def make(**changes: Any) -> Config:
@@ -26,7 +29,7 @@ def put(config: Config, name: str, value: Any) -> None:
     owner: Any = config
     for section in sections:
         if getattr(owner, section) is None:
-            setattr(owner, section, {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention}[section]())
+            setattr(owner, section, SECTIONS[section]())
         owner = getattr(owner, section)
     assert hasattr(owner, key), f"there is no {name}; the test would prove nothing"
     setattr(owner, key, value)

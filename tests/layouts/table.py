@@ -5,6 +5,7 @@ from __future__ import annotations
 TIED = "model.tie_word_embeddings=true"
 WINDOW = "model.sliding_window=5"
 BLOCKS = "model.sparse_attention={block: 2, num_local_blocks: 3, num_global_blocks: 1}"
+DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -28,6 +29,8 @@ QUICK = {
     "tp2·dp2+sp, zero 3, full recompute",
     "tp2·dp2+sp, zero 3, elementwise recompute",
     "micro batches of 8",
+    "tp2+sp, random-LTD",
+    "pp2·dp2, random-LTD, zero 3",
 }
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
@@ -107,6 +110,21 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         [BLOCKS],
     ),
     ("tp4+sp, blocks, kv heads < tp", 4, ["trainer.tp=4", MICRO_4], [BLOCKS]),
+    ("tp2+sp, random-LTD", 2, ["trainer.tp=2"], [DROPPING]),
+    ("tp2, random-LTD, window", 2, ["trainer.tp=2", "trainer.sp=false"], [DROPPING, WINDOW]),
+    ("pp2·dp2, random-LTD, zero 3", 4, ["trainer.pp=2", "trainer.zero=3"], [DROPPING]),
+    (
+        "tp2·pp2·vpp2+sp, random-LTD, full recompute",
+        4,
+        ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full"],
+        [DROPPING],
+    ),
+    (
+        "tp2·pp2·dp2+sp, random-LTD, zero 3, selective recompute",
+        8,
+        ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", "trainer.recompute=selective"],
+        [DROPPING],
+    ),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),

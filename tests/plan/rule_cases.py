@@ -23,6 +23,7 @@ RARITY = {"metric": "rarity", "min_difficulty": 1, "max_difficulty": 10, "total_
 LENGTHS = {"metric": "seqlen_truncate", "schedule_type": "fixed_discrete", "difficulty": [64, 256], "max_step": [9]}
 RESHAPED = {**LENGTHS, "metric": "seqlen_reshape"}
 ODD = {**LENGTHS, "difficulty": [65, 256]}
+LTD = "trainer.random_ltd"
 CASES = [
     *(
         Case("curriculum_has_schedules", 1, {"data.curriculum": [bad]}, {"data.curriculum": [LENGTHS]}, advice)
@@ -104,6 +105,58 @@ CASES = [
         {"data.curriculum": [LENGTHS], "trainer.compile": True, "trainer.compile_strict": True},
         {"data.curriculum": [LENGTHS], "trainer.compile": True},
         "trainer.compile_strict=false",
+    ),
+    Case("lengths_grow_within_the_sequence", 1, {f"{LTD}.max_value": 272}, {f"{LTD}.max_value": 192}, "max_value=256"),
+    Case(
+        "lengths_grow_within_the_sequence",
+        1,
+        {f"{LTD}.min_value": 100},
+        {f"{LTD}.min_value": 100, f"{LTD}.seq_per_step": 20},
+        "min_value=96 or 112",
+    ),
+    Case(
+        "lengths_grow_within_the_sequence",
+        1,
+        {f"{LTD}.max_value": 64},
+        {f"{LTD}.max_value": 64, f"{LTD}.min_value": 64},
+        "min_value=64",
+    ),
+    Case(
+        "lengths_grow_within_the_sequence",
+        1,
+        {"data.seq_length": 8, f"{LTD}.min_value": 4},
+        {"data.seq_length": 8, f"{LTD}.min_value": 4, f"{LTD}.seq_per_step": 4},
+        "seq_per_step=1",
+    ),
+    Case("middle_layers_drop_tokens", 1, {f"{LTD}.layers": [0, 2]}, {f"{LTD}.layers": [2]}, "layers=[2]"),
+    Case("middle_layers_drop_tokens", 1, {f"{LTD}.layers": []}, {f"{LTD}.layers": [1]}, "layers=[1,2]"),
+    Case(
+        "middle_layers_drop_tokens",
+        1,
+        {f"{LTD}.min_value": 64, "model.num_hidden_layers": 2},
+        {f"{LTD}.min_value": 64, "model.num_hidden_layers": 3},
+        "random_ltd=null",
+    ),
+    Case(
+        "sequence_parallel_ranks_share_what_is_kept",
+        2,
+        {"trainer.tp": 2, f"{LTD}.seq_per_step": 1},
+        {"trainer.tp": 2, f"{LTD}.seq_per_step": 1, "trainer.sp": False},
+        "seq_per_step=2",
+    ),
+    Case(
+        "sequence_parallel_ranks_share_what_is_kept",
+        2,
+        {"trainer.tp": 2, f"{LTD}.max_value": 151},
+        {"trainer.tp": 2, f"{LTD}.max_value": 152},
+        "max_value=152",
+    ),
+    Case(
+        "tokens_are_dropped_of_whole_sequences",
+        1,
+        {f"{LTD}.min_value": 64, "data.curriculum": [LENGTHS]},
+        {f"{LTD}.min_value": 64, **FILES, "data.curriculum": [RARITY]},
+        "random_ltd=null",
     ),
     Case(
         "hosts_can_be_reached", 4, {"launch.hosts": ["a", "-oProxyCommand=x"]}, {"launch.hosts": ["a", "u@b"]}, "[a,b]"

@@ -1,4 +1,5 @@
-"""Ahead-of-time compilation: two steps and a validation on random data bring every graph of a run into the cache.
+"""Ahead-of-time compilation: two steps and a validation on random data bring every graph of a run into the cache, and
+with random-LTD a forward and backward pass for each of its later lengths.
 
 Nothing is trained, logged or saved. Layout, micro batch size, sequence length and precision are the run's, and so are
 the graphs; only the number of micro batches is reduced to what the pipeline needs to reach its steady state.
@@ -71,6 +72,10 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
         for position in data.train.one_of_each_shape().values():
             for _ in range(STEPS):
                 model.forward_backward(data.train.at(position)[:count])
+                optimizer.step(optimizer.gradient_norm())
+        for length in plan.random_ltd.lengths(plan.config.trainer.steps).values() if plan.random_ltd else ():
+            for position in data.train.one_of_each_shape().values():
+                model.forward_backward(data.train.with_length(length).at(position)[:count])
                 optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
             model.forward_backward(data.validation.at(0)[:count], train=False)

@@ -65,7 +65,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         watch.label(_states(optimizer), OPTIMIZER)
         built = watch.alive
         watch.modules = modules = Modules(model.chunks)
-        batches = _Batches(data.train, watch, mode)
+        batches = _Batches(data.train.with_length(), watch, mode)
         gradient_norm = optimizer.gradient_norm
 
         def labelled() -> torch.Tensor:
@@ -137,6 +137,8 @@ class _Batches:
             tensors = [kept.tokens, kept.labels, kept.loss_mask, kept.sizes]
             if kept.documents is not None:
                 tensors += [kept.documents.ids, kept.documents.borders]
+            if kept.subsets is not None:
+                tensors += [kept.subsets.rows, kept.subsets.places, kept.subsets.positions]
             self._watch.label(tensors, BATCH)
             self._alive.append(kept)
         return self._alive[: self.count]

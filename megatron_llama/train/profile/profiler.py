@@ -131,7 +131,7 @@ class StepProfiler:
             tokens = sum(step.modules.tokens[number] for step in timed)
             pairs = sum(step.modules.pairs[number] for step in timed)
             for name, work in rank_work(self.plan, layers, first=chunk.is_first, last=chunk.is_last).items():
-                forward, backward = work.flops(tokens, pairs)
+                forward, backward = work.flops(*(self._kept(number, timed) if self._drops(name) else (tokens, pairs)))
                 flops[name] = forward // count, backward // count
         return RankProfile(
             rank=topology.rank,
@@ -145,6 +145,19 @@ class StepProfiler:
             flops=flops,
             memory=self._steps[-1].memory,
         )
+
+    def _drops(self, module: str) -> bool:
+        """Whether a module is of a layer that sees a part of the tokens."""
+        layer = module.split(".")[1] if module.startswith("layers.") else "-1"
+        return self.plan.random_ltd is not None and int(layer) in self.plan.random_ltd.layers
+
+    def _kept(self, chunk: int, steps: list[_Step]) -> tuple[int, int]:
+        """Tokens that the layers of random-LTD have seen, and the expected number of their pairs."""
+        assert self.plan.random_ltd is not None
+        found = [(self.plan.random_ltd.kept(step.number), step.modules) for step in steps]
+        tokens = sum(kept.share * modules.tokens[chunk] for kept, modules in found)
+        pairs = sum(kept.pairs(modules.tokens[chunk], modules.pairs[chunk]) for kept, modules in found)
+        return round(tokens), round(pairs)
 
     @property
     def _folder(self) -> Path:

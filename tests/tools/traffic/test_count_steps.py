@@ -33,6 +33,7 @@ from tests.rows import rows
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 FEW = "trainer.global_batch_size=4"
 TWO_HOPS = ("trainer.grad_reduce=int8", "trainer.reduce_group=2")
+LTD = "trainer.random_ltd={min_value: 4, max_value: 8, seq_per_step: 4, require_steps: 1}"  # it ends at 8 of 16
 LAYOUTS = {
     "one process": (1, [FEW]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
@@ -93,6 +94,7 @@ LAYOUTS = {
         8,
         ["trainer.pp=2", "trainer.zero=3", "trainer.secondary_group=2", "trainer.micro_batch_size=1"],
     ),
+    "tp2·pp2+sp, random-LTD, full recompute": (4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=full", LTD, FEW]),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
 NO_COMPILER = get_device("cpu").compiler_missing()

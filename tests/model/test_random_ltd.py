@@ -1,0 +1,170 @@
+"""Random layer-wise token dropping: what is drawn, and what a layer does with it. tests/layouts/ compares layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.devices import get_device
+from megatron_llama.model.attention import Seen, mask_of
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.random_ltd import Subset, draw, subsets, through
+from megatron_llama.model.rotary import at_positions, rotary_table
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
+from megatron_llama.plan.attention_pattern import pattern_of
+from megatron_llama.topology import build_topology
+from tests.checkpoint.runner import assert_same, run
+from tests.model.llamas import CPU
+from tests.oracle import RaggedSamples, make_plan, oracle, run_layout, worst
+from tests.ranks import run_ranks
+
+DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
+S, B = 16, 2
+
+
+def test_subsets_are_sorted_and_the_same_again() -> None:
+    kept = draw(7, range(5, 9), (1, 2), 6, 16)
+    assert kept.shape == (2, 4, 6)
+    assert (kept.diff() > 0).all() and 0 <= kept.min() and kept.max() < 16
+    assert torch.equal(kept, draw(7, range(5, 9), (1, 2), 6, 16)), "no state is left behind"
+    assert torch.equal(kept[1:, 2:], draw(7, range(7, 9), (2,), 6, 16)), "whatever else is drawn with it"
+    apart = [tuple(row.tolist()) for row in kept.flatten(0, 1)]
+    assert len(set(apart)) == len(apart), "layers and samples see different tokens"
+    assert not torch.equal(kept, draw(8, range(5, 9), (1, 2), 6, 16)), "the seed counts"
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    draw(7, range(4), (1,), 6, 16)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_subset_is_as_likely() -> None:
+    """All 10 subsets of 2 out of 5, in 2,000 draws: chi-squared of 9 degrees of freedom, 27.9 at one in a thousand."""
+    counts = Counter(tuple(row) for row in draw(1, range(2000), (1,), 2, 5)[0].tolist())
+    assert set(counts) == set(combinations(range(5), 2))
+    assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 27.9
+
+
+def test_what_a_rank_gets_by_hand() -> None:
+    """Two sequences of four tokens, of which it is 1 and 2, and 0 and 3; the second of two ranks has 2 and 3."""
+    kept = torch.tensor([[[1, 2], [0, 3]]])
+    whole = subsets(kept, (5,), 4, None).of(5)
+    assert whole is not None and not whole.split
+    assert whole.rows.tolist() == [2 * 1 + 0, 2 * 0 + 1, 2 * 2 + 0, 2 * 3 + 1], "token by token, sequence by sequence"
+    assert whole.places.tolist() == [-1, 1, 0, -1, 2, -1, -1, 3]
+    half = subsets(kept, (5,), 4, None, (1, 2)).of(5)
+    assert half is not None and half.split
+    assert half.rows.tolist() == [-1, -1, 2 * 0 + 0, 2 * 1 + 1] and half.places.tolist() == [2, -1, -1, 3]
+    assert subsets(kept, (5,), 4, None).of(4) is None
+
+
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9, [0] * 3 + [1] * 4 + [2] * 6 + [-1] * 3])
+WAYS = [
+    ("plain", [], False),
+    ("documents", [], True),
+    ("window", ["model.sliding_window=5"], False),
+    ("window, documents", ["model.sliding_window=3"], True),
+    ("blocks, documents", ["model.sparse_attention={block: 2, num_local_blocks: 2, num_global_blocks: 1}"], True),
+]
+
+
+def test_a_layer_is_one_whose_dropped_keys_nobody_sees() -> None:
+    """The reference computes all tokens behind a dense mask without the dropped keys, at the original positions, and
+    takes the kept tokens' outputs: other code for rotary angles, documents, windows and blocks."""
+    plans = [make_plan(1, DROPPING, *model) for _, model, _ in WAYS]
+    found = run_ranks(_layer_and_reference, 1, plans, [documents for *_, documents in WAYS])[0]
+    for (name, *_), by_kernel in zip(WAYS, found, strict=True):
+        for kernel, (output, reference, x, dropped) in by_kernel.items():
+            assert (output[0] - reference[0]).abs().max() < 2e-6, (name, kernel)
+            assert (output[1] - reference[1]).norm() < 1e-5 * reference[1].norm(), f"gradient, {name}, {kernel}"
+            assert torch.equal(output[0][dropped], x[dropped]), "dropped tokens pass by unchanged"
+            assert not torch.equal(output[0], x)
+
+
+def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool]) -> list[dict[str, Any]]:
+    topology, found = build_topology(plans[0], rank), []
+    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+        for plan, has in zip(plans, with_documents, strict=True):
+            chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
+            block, pattern = chunk.layers["1"], pattern_of(plan.model)
+            documents = Documents.of(DOCUMENTS) if has else None
+            kept = draw(3, range(B), (1,), 8, S)
+            subset = subsets(kept, (1,), S, documents).of(1)
+            assert subset is not None
+            torch.manual_seed(0)
+            x, weight = torch.randn(S, B, 32), torch.randn(S, B, 32)
+            table = rotary_table(plan.model, S, CPU)
+            is_kept = torch.zeros(B, S, dtype=torch.bool).scatter_(1, kept[0], True)
+            positions = torch.arange(S).expand(B, S) if documents is None else documents.positions()
+            # A dropped token sees itself: a row of nothing would be NaN.
+            mask = mask_of(positions, pattern, DOCUMENTS if has else None) & is_kept[:, None, None, :]
+            mask = mask | torch.eye(S, dtype=torch.bool)
+            angles = [at_positions(half, positions) for half in table]
+
+            def ours(x: torch.Tensor, kernel: str, subset: Subset = subset, block: Any = block) -> torch.Tensor:
+                return through(block, x, subset, table, subset.seen(S, pattern, kernel, False))  # noqa: B023
+
+            def reference(x: torch.Tensor, block: Any = block) -> torch.Tensor:
+                y = block(x, *angles, Seen(pattern, "mask", mask=mask))  # noqa: B023
+                return torch.where(is_kept.t().unsqueeze(-1), y, x)  # noqa: B023
+
+            def with_gradient(function: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                leaf = x.clone().requires_grad_()  # noqa: B023
+                output = function(leaf, *more)
+                (output * weight).sum().backward()  # noqa: B023
+                assert leaf.grad is not None
+                return output.detach(), leaf.grad
+
+            dropped = ~is_kept.t()
+            expected = with_gradient(reference)
+            found.append({kernel: (with_gradient(ours, kernel), expected, x, dropped) for kernel in ("tiles", "mask")})
+    return found
+
+
+def test_the_full_length_is_plain_training_to_the_bit() -> None:
+    full = "trainer.random_ltd={min_value: 16, seq_per_step: 16}"
+    assert set(worst(run_layout(1, full), oracle()).values()) == {0.0}
+    assert worst(oracle(DROPPING), oracle())["losses"] > 1e-3, "and with fewer tokens it is not"
+
+
+def test_recomputing_sees_the_same_tokens() -> None:
+    assert set(worst(run_layout(1, DROPPING, "trainer.recompute=full"), oracle(DROPPING)).values()) == {0.0}
+
+
+def test_a_resumed_run_sees_the_same_tokens(tmp_path: Path) -> None:
+    overrides = (DROPPING.replace("require_steps: 3", "require_steps: 5"), "data.document_mask=true")
+    whole = run(1, tmp_path / "whole", *overrides, until=4)
+    first = run(1, tmp_path / "halves", *overrides, until=2)
+    second = run(1, tmp_path / "halves", *overrides, until=4)
+    assert second.started_at == 2 and first.losses | second.losses == whole.losses
+    assert_same(second.tensors, whole.tensors)
+
+
+def test_validation_and_logits_see_all_tokens() -> None:
+    with_it, without = (run_ranks(_validated, 1, make_plan(1, *overrides))[0] for overrides in ([DROPPING], []))
+    assert with_it[0] == without[0] and torch.equal(with_it[1], without[1])
+    assert with_it[2:] == (4, None), "subsets in training, and none in the batches of the validation"
+
+
+def _validated(rank: int, plan: Plan) -> tuple[float, torch.Tensor, int | None, int | None]:
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        model = build_model(plan, topology, get_device("cpu"), CPU)
+        samples = RaggedSamples(S, plan.model.vocab_size)
+        batches = Batches(samples, plan, topology, CPU, random_ltd=plan.random_ltd).at(0)  # those of training
+        loss = model.forward_backward(batches, train=False).item()
+        logits = model.logits(batches[0].tokens)
+        assert logits is not None
+        plan.config.trainer.val_every_steps = 1
+        data = build_data(plan, topology, CPU)
+        assert data.validation is not None
+        lengths = [part.at(0)[0].subsets for part in (data.train, data.validation)]
+        return loss, logits, *(found.length if found else None for found in lengths)
