@@ -23,6 +23,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    _create_work_from_future,
+)
 from torch.futures import Future
 
 _MOST_RANKS = 256
@@ -121,13 +127,13 @@ def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     """The channel of a group, or None where its ranks can't share memory: on other machines, in other containers, on
     another system than Linux. A collective: all ranks get one, or none does."""
     if rank == 0:
-        token = secrets.token_bytes(16)
+        token = secrets.token_hex(16)
         opened = _make(size, token)
         where = [] if opened is None else [os.getpid(), *(file.fileno() for file in (opened.memory, *opened.inboxes))]
         store.set("where", " ".join(map(str, where)))
         store.set("token", token)
     else:
-        opened = _open([int(number) for number in store.get("where").split()], store.get("token"))
+        opened = _open([int(number) for number in store.get("where").split()], store.get("token").decode())
     store.set(f"process{rank}", str(os.getpid() if opened else 0))
     processes = [int(store.get(f"process{each}")) for each in range(size)]
     if opened is None or not all(processes):
@@ -137,14 +143,14 @@ def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     return channel
 
 
-def _make(size: int, token: bytes) -> _Opened | None:
+def _make(size: int, token: str) -> _Opened | None:
     """New memory that begins with ``token``, and inboxes; None where the system has none of that to give."""
     try:
         memory = FileIO(os.memfd_create("megatron_llama"), "r+")
         os.posix_fallocate(
             memory.fileno(), 0, 2 * size * _slot(size)
         )  # a lack of memory shows here, not as a bus error
-        memory.write(token)
+        memory.write(token.encode())
         pipes = [[FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)] for _ in range(size)]
         # An end of a pipe that is opened anew reads and writes.
         return _Opened(memory, [_reopen(os.getpid(), write.fileno()) for _, write in pipes])
@@ -152,7 +158,7 @@ def _make(size: int, token: bytes) -> _Opened | None:
         return None
 
 
-def _open(where: list[int], token: bytes) -> _Opened | None:
+def _open(where: list[int], token: str) -> _Opened | None:
     """The same, opened by another rank; None if it is not within reach."""
     if not where:
         return None
@@ -162,7 +168,7 @@ def _open(where: list[int], token: bytes) -> _Opened | None:
         found = memory.read(len(token))
     except OSError:
         return None
-    return _Opened(memory, inboxes) if found == token else None  # on another machine the process is a stranger
+    return _Opened(memory, inboxes) if found == token.encode() else None  # on another machine the process is a stranger
 
 
 def _reopen(process: int, descriptor: int) -> FileIO:
@@ -174,8 +180,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     """See above. The memory is set up by the first collective that can use it."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor for classes in Python
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -184,8 +190,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._asked = False
 
     def _channel_for(self, *tensors: Tensor) -> _Channel | None:
-        """The channel, if there is one and these tensors can go through it."""
-        if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+        """The channel, if there is one. Strides don't matter, as they may differ between ranks, which must agree."""
+        if any(tensor.device.type != "cpu" for tensor in tensors):
             return None
         if not self._asked and 1 < self.size() <= _MOST_RANKS:
             store, timeout = self._rendezvous
@@ -193,13 +199,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._asked = True
         return self._channel
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """In place: the sum, or another combination, of all ranks' tensors."""
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or AllreduceOptions()
         combine = _combination(opts, tensors[0])
         channel = self._channel_for(*tensors) if combine else None
         if channel is None or combine is None:
-            return self._gloo.allreduce(tensors, opts)
+            work: dist.Work = self._gloo.allreduce(tensors, opts)
+            return work
         for tensor in tensors:
             _all_reduce(tensor.detach(), self.group_name, combine)
         return _done(tensors)
@@ -208,29 +215,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """[n] of each rank to [ranks * n]."""
         channel = self._channel_for(output, input)
         if channel is None:
-            return self._gloo._allgather_base(output, input, opts or dist.AllgatherOptions())
+            work: dist.Work = self._gloo._allgather_base(output, input, opts or AllgatherOptions())
+            return work
         _all_gather(output.detach(), input.detach(), self.group_name)
         return _done([output])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """The sum of all ranks' [ranks * n], of which each gets its [n]."""
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or ReduceScatterOptions()
         combine = _combination(opts, input)
         channel = self._channel_for(output, input) if combine else None
         if channel is None or combine is None:
-            return self._gloo._reduce_scatter_base(output, input, opts)
+            work: dist.Work = self._gloo._reduce_scatter_base(output, input, opts)
+            return work
         _reduce_scatter(output.detach(), input.detach(), self.group_name, combine)
         return _done([output])
 
     # What torch before 2.13 calls them.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 def _done(tensors: list[Tensor]) -> dist.Work:
     future: Future[list[Tensor]] = Future()
     future.set_result(tensors)
-    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
+    work: dist.Work = _create_work_from_future(future)
     return work
 
 
@@ -268,7 +277,7 @@ def _pieces(total: int, most: int) -> Iterator[slice]:
 @torch.library.custom_op("shared_memory::all_reduce_", mutates_args=("tensor",))
 def _all_reduce(tensor: Tensor, group: str, combine: str) -> None:
     """Each rank combines its part of a piece for all."""
-    channel, flat = _channel_of(group), tensor.view(-1)
+    channel, flat = _channel_of(group), tensor.reshape(-1)
     size, rank = channel.size, channel.rank
     for piece in _pieces(flat.numel(), channel.slot // flat.element_size()):
         own = flat[piece]
@@ -283,11 +292,13 @@ def _all_reduce(tensor: Tensor, group: str, combine: str) -> None:
         channel.meet()
         for slot, part in zip(slots, parts, strict=True):
             own[part].copy_(slot[part])
+    if not tensor.is_contiguous():  # ``flat`` is a copy then
+        tensor.copy_(flat.view(tensor.shape))
 
 
 @torch.library.custom_op("shared_memory::all_gather_", mutates_args=("output",))
 def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
-    channel, own = _channel_of(group), input.view(-1)
+    channel, own = _channel_of(group), input.reshape(-1)
     whole = output.view(channel.size, -1)
     for piece in _pieces(own.numel(), channel.slot // own.element_size()):
         slots = channel.next_slots(own.dtype)[:, : piece.stop - piece.start]
@@ -300,7 +311,7 @@ def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
 def _reduce_scatter(output: Tensor, input: Tensor, group: str, combine: str) -> None:
     channel, flat = _channel_of(group), output.view(-1)
     size, rank = channel.size, channel.rank
-    by_rank = input.view(size, -1)
+    by_rank = input.reshape(size, -1)
     for piece in _pieces(flat.numel(), channel.slot // flat.element_size() // size):
         count = piece.stop - piece.start
         slots = channel.next_slots(flat.dtype)[:, : size * count].view(size, size, count)  # from, to, elements
