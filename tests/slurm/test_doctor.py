@@ -1,6 +1,6 @@
 """The doctor on four nodes into which faults are put: each is named, with what to do.
 
-$SLURM_REPORT's neighbour $DOCTOR_REPORT names a file that takes what was printed."""
+$DOCTOR_REPORT names a file that takes what was printed (scripts/prove_doctor.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from megatron_llama.tools.doctor.examination_report import Report
+from megatron_llama.tools.doctor.finding import Finding, Node
+from megatron_llama.tools.doctor.meeting import ClockReading
 from tests.paths import ROOT
 from tests.slurm.cluster import Lab
 
@@ -33,16 +35,21 @@ class Doctor:
 
     def __call__(self, title: str, *words: str, **variables: str) -> tuple[int, list[dict[str, Any]]]:
         """The exit status and the findings of one examination."""
-        shown, begin = self._run(words, variables), time.monotonic()
-        found = self._run([*words, "--json"], variables)
-        assert shown.returncode == found.returncode, shown.stdout + shown.stderr + found.stderr
-        seconds = time.monotonic() - begin
-        command = " ".join(["srun --nodes 4 python scripts/doctor.py", *words])
-        self.pages.append(f"## {title}\n\n    {command}\n\n```\n{shown.stdout.strip()}\n```\n")
-        assert seconds < 300
-        return found.returncode, json.loads(found.stdout)["findings"]
+        done = self.run([*words, "--json"], variables)
+        assert done.stdout, done.stderr
+        found = json.loads(done.stdout)
+        report = Report(
+            nodes=[Node(**node) for node in found["nodes"]],
+            readings=[reading and ClockReading(**reading) for reading in found["readings"]],
+            findings=[Finding(**finding) for finding in found["findings"]],
+            measured=found["measured"],
+            seconds=found["seconds"],
+        )
+        command = " ".join(["srun --nodes 4 --ntasks-per-node 1 python scripts/doctor.py", *words])
+        self.pages.append(f"## {title}\n\n    {command}\n\n```\n{report.page(colour=False)}```\n")
+        return done.returncode, found["findings"]
 
-    def _run(self, words: Any, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(self, words: Any, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
         variables = self.lab.variables | {
             "SLURM_CONF": f"{self.lab.home}/etc/slurm.conf",
             "PATH": f"{self.lab.home}/bin:{self.lab.variables['PATH']}",
@@ -136,7 +143,7 @@ def test_a_blocked_port(doctor: Doctor, lab: Lab) -> None:
 def test_a_blocked_meeting(doctor: Doctor, lab: Lab) -> None:
     """Who can't even come is named by the first node."""
     with blocked(lab, "n1", "10.77.0.4"):
-        shown = doctor._run([*SETTINGS, "--quick", "--json"], {})
+        shown = doctor.run([*SETTINGS, "--quick", "--json"], {})
     assert shown.returncode == 2, shown.stdout + shown.stderr
     assert shown.stdout.count("n4 → n1") == 2, "it says so itself, and the first node too"
     assert "firewall" in shown.stdout
