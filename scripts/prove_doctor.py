@@ -1,5 +1,5 @@
-"""The doctor on four nodes into which faults are put: python scripts/prove_doctor.py runs tests/slurm/test_doctor.py, which
-needs root and a SLURM that can be set up, and writes what was printed to docs/results/."""
+"""The doctor on four nodes into which faults are put: python scripts/prove_doctor.py runs tests/slurm/test_doctor.py,
+which needs root and a SLURM that can be set up, and writes what was printed to docs/results/."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ sys.path.insert(0, str(ROOT))
 HEAD = """\
 # The doctor on four nodes, with faults put in ({day})
 
-Machine: {machine}; four virtual nodes of a real SLURM, each with a network of its own, sharing its cores and its disk. {other}. torch
-{torch}, commit {commit}.
+Machine: {machine}; four virtual nodes of a real SLURM, each with a network of its own, sharing its cores and its disk.
+{other}. torch {torch}, commit {commit}.
 
     python scripts/prove_doctor.py
 
-The blocked port is a rule of nft on n3; the slow link is `tc qdisc ... tbf` (this kernel has no netem); the full disk a tmpfs of 1 MiB; the clock
-and the version of torch are shifted in one node's processes (tests/slurm/faulty_nodes). tests/slurm/test_doctor.py, which also sees that a node
-which can't even come is named by both sides, and that run.slurm ends with status 2. {verdict}
+The blocked port is a rule of nft on n3; the slow link is `tc qdisc ... tbf` (this kernel has no netem); the full disk
+is a tmpfs of 1 MiB; the clock and the version of torch are shifted in one node's processes (tests/slurm/faulty_nodes).
+tests/slurm/test_doctor.py sees besides that a node which can't even come is named by both sides, and that run.slurm
+ends with status 2. {verdict}
 
 """
 

@@ -46,7 +46,8 @@ class Doctor:
             seconds=found["seconds"],
         )
         command = " ".join(["srun --nodes 4 --ntasks-per-node 1 python scripts/doctor.py", *words])
-        self.pages.append(f"## {title}\n\n    {command}\n\n```\n{report.page(colour=False)}```\n")
+        text = f"## {title}\n\n    {command}\n\n```\n{report.page(colour=False)}```\n"
+        self.pages.append(text.replace(str(self.lab.checkout), "/shared"))
         return done.returncode, found["findings"]
 
     def run(self, words: Any, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
