@@ -62,9 +62,9 @@ class Int8:
         parts = values.float().split(self.sizes, dim=1)
         if self.sizes != self.padded:
             parts = [F.pad(part, (0, to - part.shape[1])) for part, to in zip(parts, self.padded, strict=True)]
-        blocks = torch.cat(parts, dim=1).unflatten(1, (-1, EXCHANGE_BLOCK))
-        scales = blocks.abs().amax(dim=-1, keepdim=True) / LARGEST
-        codes = (blocks / scales.where(scales != 0, 1)).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+        blocks = torch.cat(parts, dim=1).unflatten(1, (-1, EXCHANGE_BLOCK))  # a copy, which may be written to
+        scales = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True)) / LARGEST
+        codes = blocks.div_(scales.where(scales != 0, 1)).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=-1).flatten(1)
 
     def unpack(self, packed: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from tests.messages import raises_saying
 from tests.ranks import RankFailed
 
 ONE_BIT = ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=2"]
+ALL_INT8 = ["trainer.zero=3", "trainer.grad_reduce=int8", "trainer.param_gather=int8"]
 ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
 
 
@@ -30,6 +31,7 @@ def _seed(checkpointer: Checkpointer) -> None:
         pytest.param(2, ["trainer.zero=3"], id="dp2zero3"),
         pytest.param(1, ["optim.name=sgd"], id="sgd"),
         pytest.param(2, ONE_BIT, id="1-bit Adam, signs"),
+        pytest.param(2, ALL_INT8, id="dp2, sent in int8", marks=pytest.mark.slow),
     ],
 )
 def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def _head(job: Job) -> float:
 
 def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
     """ZeRO 3's buffers. Of our own runs: the block that computes and the next one; in the head the last block, and the
-    head's weight with the buffer that it came in. Of others: tables that are gathered as one, and two blocks, with
-    gradients of one of each."""
+    head's weight with the buffer that it came in; and the second copy of the blocks that a node keeps. Of others:
+    tables that are gathered as one, and two blocks, with gradients of one of each."""
     if job.zero < 3 or (job.pp > 1 and not job.program.reshards):
         return 0.0
     first, last = stage == 0, stage == job.pp - 1
@@ -187,7 +187,8 @@ def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
     tables = first + (last and not (job.shape.tied and first))
     table = -(-job.shape.vocab // job.tp) * job.shape.hidden
     if job.program.reshards:
-        return (layer + 2 * table if in_head else 2 * layer) * job.state.weight
+        kept = (job.layers_by_stage[stage] - last) * layer / job.secondary_group if job.secondary_group else 0
+        return ((layer + 2 * table if in_head else 2 * layer) + kept) * job.state.weight
     return (2 * layer + table * tables) * job.state.weight + (layer + table * tables / 2) * job.state.gradient
 
 

@@ -269,22 +269,30 @@ def _data_parallel(job: Job, stage: int, working: float, device: Device, constan
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
     if job.exchanges_signs:  # to the rank that averages and back, a bit for each value, beside nothing
         return all_reduce(trained / 8, ranks, job.tp, device, constants)
-    gradients = trained * min(job.state.gradient, 4)
-    weights = held * job.state.weight
-    stride, m = job.tp, job.num_microbatches
+    gradients = trained * (job.sent_gradient or min(job.state.gradient, 4))
+    stored, weights = (held * size for size in (job.state.weight, job.gathered_weight or job.state.weight))
+    stride, m, inside = job.tp, job.num_microbatches, job.reduce_group
+
+    def scatter(size: float) -> float:  # half of a sum; an all_to_all is taken to be as fast
+        if inside is None:
+            return all_reduce(size, ranks, stride, device, constants) / 2
+        across = all_reduce(size / inside, ranks // inside, stride * inside, device, constants)
+        return (all_reduce(size, inside, stride, device, constants) + across) / 2
+
     if job.zero == 3:
         # Block by block: weights are gathered for each pass (two gathers move what one sum does), gradients scattered.
         blocks = job.layers_by_stage[stage]
         gathers = all_reduce(weights / blocks, ranks, stride, device, constants)
-        reduces = all_reduce(gradients / blocks, ranks, stride, device, constants) / 2
-        window, moving = working, m * blocks * (gathers + reduces)
+        if job.secondary_group:
+            gathers = (gathers + all_reduce(stored / blocks, job.secondary_group, stride, device, constants)) / 2
+        window, moving = working, m * blocks * (gathers + scatter(gradients / blocks))
     else:
         # Summed at the last micro batch; from stage 1 on scattered, and the new weights gathered; with 2 at each one.
         sums = m if job.zero == 2 else 1
         moving = sums * all_reduce(gradients, ranks, stride, device, constants)
         if job.zero:
-            gathered = held if job.program.shards_frozen else trained
-            moving = moving / 2 + all_reduce(gathered * job.state.weight, ranks, stride, device, constants) / 2
+            gathered = weights if job.program.shards_frozen else weights * trained / held
+            moving = sums * scatter(gradients) + all_reduce(gathered, ranks, stride, device, constants) / 2
         window = working * sums / m
     if not job.program.overlaps_dp:
         return moving

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_llama.config.precision import BYTES
+from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, exchanged_bytes
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.derive import spread
 from megatron_llama.plan.plan import Plan
@@ -202,6 +202,14 @@ class Job:
     document: int | None = None
     """Tokens among which attention is computed where a sequence holds several documents, or a pattern leaves some
     out."""
+    sent_gradient: float | None = None
+    """Bytes of a gradient that ranks exchange, where it is not ``state.gradient``."""
+    gathered_weight: float | None = None
+    """Bytes of a weight that is gathered, where it is not ``state.weight``."""
+    reduce_group: int | None = None
+    """Ranks that sum gradients before they exchange the sums with others."""
+    secondary_group: int | None = None
+    """Ranks among which zero 3 gathers for the backward pass, and which keep a second copy for that."""
     exchanges_signs: bool = False
     """1-bit Adam: ranks exchange signs of momenta, and no gradients."""
     program: Program = OURS
@@ -273,6 +281,11 @@ def _adapted(targets: Sequence[str]) -> frozenset[str]:
     return frozenset(products.get(target, "gate_up") for target in targets)
 
 
+def _exchanged(kind: str | None) -> float | None:
+    """Bytes of a value in one of the formats of parallel/exchange.py."""
+    return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
+
+
 def job_of_plan(plan: Plan) -> Job:
     """Our own run, as ``resolve`` planned it."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
@@ -315,6 +328,10 @@ def job_of_plan(plan: Plan) -> Job:
         document=round(pattern_of(model).span(plan.config.data.length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
+        sent_gradient=_exchanged(trainer.grad_reduce),
+        gathered_weight=_exchanged(trainer.param_gather),
+        reduce_group=trainer.reduce_group,
+        secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
         program=PROGRAMS["ours, compiled" if trainer.compile else "ours"],
         inner_bytes=compute,
