@@ -6,17 +6,26 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.step_time import step_time
 from megatron_llama.system.text_table import text_table
-from megatron_llama.system.units import GIB
-from megatron_llama.tools.plan.published import NotSpoken, Published, predicted_memory, read_run, read_table
+from megatron_llama.system.units import GIB, gib
+from megatron_llama.tools.plan.published import (
+    DO_NOT_FIT,
+    NotSpoken,
+    Published,
+    flops_per_token,
+    predicted_memory,
+    read_run,
+    read_table,
+)
 
 UNSTATED = "(not stated)"
+LEAST_MFU = 0.01
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,21 @@ class Compared:
         """(predicted - published) / published peak memory."""
         return None if self.run.memory is None else self.memory / self.run.memory - 1
 
+    def utilisation(self, seconds: float) -> float:
+        """MFU of a step of ``seconds``, causal attention counted, among the tokens that see each other."""
+        job = self.run.job
+        flops = job.tokens_per_step * flops_per_token(replace(job, seq=job.document or job.seq), 6)
+        return flops / seconds / (job.ranks * self.run.device.peak(job.format))
+
+    def doubts(self) -> Iterator[str]:
+        """Why the row or its prediction may be wrong: what no machine does, or nobody would publish."""
+        if self.run.seconds is not None and self.utilisation(self.run.seconds) > 1:
+            yield "published faster than the devices' peak"
+        if not LEAST_MFU <= self.utilisation(self.seconds) <= 1:
+            yield f"predicted to use {self.utilisation(self.seconds):.2%} of the peak"
+        if self.memory > self.run.device.memory_bytes:
+            yield f"predicted to need {gib(round(self.memory))}, and a rank has {gib(self.run.device.memory_bytes)}"
+
     def of(self, column: str) -> str:
         """The row's text in a column."""
         return self.run.row.get(column) or UNSTATED
@@ -56,7 +80,7 @@ def compare_table(
         try:
             predicted = step_time(run.job, run.device, known).total, predicted_memory(run)
         except ArithmeticError:  # a side of a matrix that is cut to nothing
-            unspoken["its sizes do not fit together"] += 1
+            unspoken[DO_NOT_FIT] += 1
             continue
         found.append(Compared(run, *predicted))
         if run.seconds is None and run.memory is None:
@@ -112,6 +136,7 @@ def as_json(found: Sequence[Compared], unspoken: Mapping[str, int]) -> dict[str,
                 "memory_bytes": {"published": row.run.memory, "predicted": row.memory, "error": row.memory_error},
                 "program": row.run.job.program.name,
                 "assumed": list(row.run.assumed),
+                "doubts": list(row.doubts()),
             }
             for row in found
         ],
@@ -141,6 +166,9 @@ def lines(found: Sequence[Compared], unspoken: Mapping[str, int]) -> Iterator[st
                 shares = (f"{100 * errors[part]:.1f} %" for part in ("mean", "percentile_90", "bias"))
                 rows.append((name, quantity, str(errors["rows"]), *shares))
         yield from text_table(rows, left=2)
+    doubtful = [f"  {row.of('id')}  {'; '.join(doubts)}" for row in found if (doubts := list(row.doubts()))]
+    if doubtful:
+        yield from ("", "rows whose numbers are to be doubted, published or predicted", *doubtful)
     if unspoken:
         yield ""
         yield "rows that are not predicted, or have nothing to compare"

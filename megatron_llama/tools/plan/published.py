@@ -47,6 +47,11 @@ class NotSpoken(ValueError):
     """A row that nothing can be predicted for, and why."""
 
 
+MOST_LAYERS = 10_000
+"""More are a mistake, and stages are looked at one by one."""
+DO_NOT_FIT = "its sizes do not fit together"
+
+
 def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file of published runs, or of a sweep; columns that are not there are empty."""
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -196,12 +201,17 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
     if vocab is None:
         vocab = TYPICAL_VOCABULARY
         assumed.append(f"a vocabulary of {vocab:,}")
+    kv_heads = _whole(row, "kv_heads") or heads
+    if layers > MOST_LAYERS:
+        raise NotSpoken(f"there are more than {MOST_LAYERS:,} layers")
+    if heads > hidden or kv_heads > heads:
+        raise NotSpoken(DO_NOT_FIT)
     arch = row.get("arch", "")
     return Shape(
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=_whole(row, "kv_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=max(1, hidden // heads),
         ffn=ffn,
         vocab=vocab,
@@ -354,7 +364,7 @@ def _number(row: Row, column: str) -> float | None:
 
 def _whole(row: Row, column: str) -> int | None:
     value = _number(row, column)
-    return int(value) if value is not None and value >= 1 else None
+    return int(value) if value is not None and value >= 1 and value == int(value) else None
 
 
 def _need(row: Row, column: str, what: str) -> int:

@@ -12,7 +12,7 @@ from megatron_llama.plan.flops import flops_per_token, mfu
 from megatron_llama.plan.forecast.constants import fitted, provenance
 from megatron_llama.plan.forecast.hardware import devices, find_device
 from megatron_llama.tools.plan.cli import main
-from megatron_llama.tools.plan.judge import compare_table, judge, summaries, summary
+from megatron_llama.tools.plan.judge import compare_table, judge, lines, summaries, summary
 from megatron_llama.tools.plan.published import (
     PROGRAMS,
     NotSpoken,
@@ -140,10 +140,23 @@ def test_rows_that_say_too_little_are_counted_by_reason() -> None:
 
 
 def test_no_value_of_a_column_is_a_crash() -> None:
-    values = ("", "?", "-1", "1e400", "0", "nan", "1,024", "many words, with (brackets)")
+    values = ("", "?", "-1", "1e400", "0", "3.5", "nan", "1,024", "1e9", "many words, with (brackets)")
     rows = [row(**{column: value}) for column in LLAMA for value in values]
+    rows += [row(layers="1e9", pp="1e9", n_devices="1e9"), row(heads="1e9"), row(kv_heads="64")]
     found, unspoken = compare_table(rows)
     assert len(found) + sum(unspoken.values()) >= len(rows) and len(found) > len(rows) / 2
+    assert all(0 < each.utilisation(each.seconds) < 1 for each in found), "nothing is faster than its peak"
+    assert unspoken["its sizes do not fit together"] >= 2 and unspoken["there are more than 10,000 layers"] == 2
+
+
+def test_numbers_that_can_not_be_are_doubted() -> None:
+    """They are predicted, compared and counted; the page says why somebody should look at them."""
+    rows = [row(step_time_s="3.9"), row(step_time_s="0.5"), row(seq="1", step_time_s="3.9"), row(micro_batch="16")]
+    (right, fast, tiny, large), _ = compare_table(rows)
+    assert list(right.doubts()) == []
+    assert [*fast.doubts()] == ["published faster than the devices' peak"]
+    assert "of the peak" in str([*tiny.doubts()]) and "predicted to need" in str([*large.doubts()])
+    assert "are to be doubted" in "\n".join(lines([fast], {}))
 
 
 def test_predictions_move_the_right_way() -> None:
