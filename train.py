@@ -12,4 +12,8 @@ if __name__ == "__main__":  # first: a signal may come, and the terminal go, whi
 from megatron_llama.launch import main  # noqa: E402
 
 if __name__ == "__main__":
+    if {"-m", "--multirun"} & set(sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv[1:]):
+        from megatron_llama.tools.sweep.cli import main as sweep
+
+        sys.exit(sweep(sys.argv[1:]))
     sys.exit(main(sys.argv[1:]))

@@ -190,8 +190,8 @@ def _sweep_problem(name: str, values: str) -> Problem:
     elif setting is not None and setting.kind is str:
         instead = f"put the text in quotes inside quotes: {name}='\"{values}\"'"
     else:
-        instead = f"write one value, {name}={values.split(',')[0]}, and start a run for each"
-    return Problem(name, values, "a run has one value for each setting; this asks Hydra for a sweep", instead)
+        instead = f"write one value, {name}={values.split(',')[0]}, or -m before it, which starts a run for each"
+    return Problem(name, values, "a run has one value for each setting; this asks for a sweep", instead)
 
 
 def _syntax_problem(text: str) -> Problem:

@@ -26,7 +26,7 @@ USAGE = """\
 python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
 
 Trains a Llama in 3D parallel. Started plainly, it starts one process per device of this machine (on a CPU:
-tp x pp x dp processes); under torchrun or srun it becomes one of the ranks, or starts those of its node.
+tp x pp x dp processes); under torchrun, srun or mpirun it becomes one of the ranks, or starts those of its node.
 
   --dry-run   print the plan and start nothing (same as dry_run=true); trainer.dp=N plans for other machines
   --help      this text

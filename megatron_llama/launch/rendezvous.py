@@ -96,7 +96,7 @@ class Rendezvous:
         """For the first process: the folder that an earlier attempt of the same start has chosen (torchrun starts ranks
         again), else ``run_dir``; and whether there was such an attempt."""
         if not self._context.has_store:
-            return run_dir, False
+            return run_dir, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         earlier = self._store.get("run.dir") is not None
         return self._store.first("run.dir", run_dir), earlier
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train_py import SMALL, TRAIN, wait_for_step
+from tests.launch.small_run import SMALL, TRAIN, wait_for_step
 from tests.paths import ROOT
 from tests.processes import PATIENCE_SECONDS, environment, gone, losses, run_train_py, steps
 

@@ -6,26 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.launch.small_run import SMALL, TRAIN, wait_for_step
 from tests.processes import PATIENCE_SECONDS, children, environment, gone, losses, steps
 
-TRAIN = str(ROOT / "train.py")
-SMALL = [
-    "data=mock",
-    "device=cpu",
-    "data.seq_length=32",
-    "model.num_hidden_layers=2",
-    "model.hidden_size=64",
-    "model.intermediate_size=96",
-    "device.peak_tflops=0.01",  # not measured
-    "trainer.tp=2",
-    "logging.tensorboard=false",
-]
 BY_HAND = [sys.executable, TRAIN]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", TRAIN]
 
@@ -41,18 +28,6 @@ def start(command: list[str], *overrides: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:
-    """Returns when the run has logged ``step``."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        if run.poll() is not None:
-            raise AssertionError(f"the run has ended with {run.returncode}: {run.communicate()}")
-        if step in steps(folder):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} within {limit} s, only {steps(folder)}")
 
 
 @pytest.mark.slow

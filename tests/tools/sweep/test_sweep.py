@@ -1,0 +1,180 @@
+"""train.py -m: which runs a line means, what is refused before any starts, and how an interrupted sweep goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import ConfigError
+from megatron_llama.launch.cli import CONF_DIR
+from megatron_llama.tools.sweep import starters
+from megatron_llama.tools.sweep.cli import main
+from megatron_llama.tools.sweep.combinations import combinations
+from tests.processes import losses, run_train_py
+
+TINY = (
+    "model=llama_2m data=mock device=cpu data.seq_length=32 model.num_hidden_layers=1 model.hidden_size=32 "
+    "model.intermediate_size=64 device.peak_tflops=0.01 logging.tensorboard=false trainer.steps=2"
+).split()
+TWO = [*TINY, "optim.lr=1e-3,1e-4"]
+NAMES = ["optim.lr_0.001", "optim.lr_0.0001"]
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("optim.lr=1e-4,3e-4", ["0.0001", "0.0003"]),
+        ("optim.lr=choice(1e-4,3e-4)", ["0.0001", "0.0003"]),
+        ("trainer.seed=range(1,7,2)", ["1", "3", "5"]),
+        ("model=glob(llama_1*)", ["llama_110m", "llama_15m"]),
+        ("data.prefixes=[a,b],[c]", ["[a,b]", "[c]"]),
+        ("init_from='a,b','c'", ["'a,b'", "'c'"]),
+    ],
+)
+def test_hydras_grammar(word: str, values: list[str]) -> None:
+    sweep = combinations(["data=mock", "data.validation_prefixes=[x,y]", word], CONF_DIR)
+    key = word.partition("=")[0]
+    assert [one.differing for one in sweep.combinations] == [{key: value} for value in values]
+    fixed = ("data=mock", "data.validation_prefixes=[x,y]")
+    assert [one.overrides for one in sweep.combinations] == [(*fixed, f"{key}={value}") for value in values]
+    assert len({one.name for one in sweep.combinations}) == len(values)
+
+
+def test_every_combination_in_order_in_a_folder_that_the_line_decides() -> None:
+    line = ["optim.lr=1,2", "data=mock", "model=llama_15m,llama_56m"]
+    sweep = combinations(line, CONF_DIR)
+    assert sweep.varied == ("optim.lr", "model")
+    assert [tuple(one.differing.values()) for one in sweep.combinations] == [
+        ("1", "llama_15m"),
+        ("1", "llama_56m"),
+        ("2", "llama_15m"),
+        ("2", "llama_56m"),
+    ]
+    assert sweep.combinations[0].name == "optim.lr_1+model_llama_15m"
+    assert combinations(line, CONF_DIR).folder == sweep.folder != combinations(line[::-1], CONF_DIR).folder
+    assert combinations([*line, "run.dir=runs/mine"], CONF_DIR).folder == Path("runs/mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["optim.lr=1e-4"], "-m"),
+        (["optim.lr=interval(1,2)"], "optim.lr"),
+        (["optim.lr=1,2", "run.dir=a,b"], "run.dir"),
+        (["model=glob(no*)"], "model"),
+    ],
+)
+def test_what_is_no_list_of_runs_is_refused(words: list[str], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        combinations(words, CONF_DIR)
+    assert [problem.field for problem in error.value.problems] == [field]
+
+
+class Runs:
+    """Stands for train.py: notes what was started, and ends with the statuses that it was given."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses, self.started = list(statuses), list[str]()
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        self.started.append(Path(arguments[-1].rstrip("'")).name)
+        return self.statuses.pop(0)
+
+
+def test_all_problems_of_all_runs_before_any_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs()
+    wrong = ["model=llama_2m,no_such", "trainer.micro_batch_size=1,-1", "optim.lrr=1", f"run.dir={tmp_path}/s"]
+    assert main(["-m", "data=mock", *wrong], runs) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "optim.lrr" in said and "(in " in said.partition("optim.lrr")[2]
+    assert said.count("there is no model of that name") == 1, "once, with the runs that have it"
+    assert "trainer.micro_batch_size = -1" in said
+    assert not runs.started and not (tmp_path / "s").exists()
+
+
+def test_a_dry_run_plans_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs()
+    assert main(["--dry-run", "-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"2 runs in {tmp_path}/s"
+    assert [line.split()[0] for line in shown[2:]] == ["optim.lr", "0.001", "0.0001"]
+    assert not runs.started and not (tmp_path / "s").exists()
+
+
+def test_an_interrupted_sweep_goes_on_and_a_failure_does_not_end_it(tmp_path: Path) -> None:
+    line = ["-m", *TINY, "optim.lr=1,2,3,4", f"run.dir={tmp_path}/s"]
+    runs = Runs(0, 1, 75)
+    assert main(line, runs) == 75
+    assert runs.started == ["optim.lr_1", "optim.lr_2", "optim.lr_3"], "the failed one was no reason to stop"
+    table = (tmp_path / "s" / "sweep.md").read_text()
+    words = [row.split(" | ")[1] for row in table.splitlines()[2:]]
+    assert words == ["done", "failed, status 1", "stopped, saved", "not started"]
+    runs = Runs(0, 0, 2)
+    assert main(line, runs) == 1
+    assert runs.started == ["optim.lr_2", "optim.lr_3", "optim.lr_4"], "what is done is left alone"
+    more = ["-m", *TINY, "optim.lr=4,5", f"run.dir={tmp_path}/s"]
+    runs = Runs(0, 0)
+    assert main(more, runs) == 0
+    kept = json.loads((tmp_path / "s" / "sweep.json").read_text())["runs"]
+    assert {name: run["status"] for name, run in kept.items()} == {f"optim.lr_{value}": 0 for value in range(1, 6)}
+    runs = Runs(0, 0)
+    main([*more, "optim.clip=2"], runs)
+    assert runs.started == ["optim.lr_4", "optim.lr_5"], "other settings, another run"
+
+
+def test_a_record_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.json").write_text('{"runs": [1]}')
+    assert main(["-m", *TWO, f"run.dir={tmp_path}"], Runs()) == 2
+    assert "sweep.json" in capsys.readouterr().err
+
+
+def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(arguments: Sequence[str]) -> int:
+        folder = Path(arguments[-1].removeprefix("run.dir='").rstrip("'"))
+        status, printed = run_train_py(tmp_path / "s" / folder.name, *arguments[:-1])
+        assert status == 0, printed
+        return status
+
+    (tmp_path / "s").mkdir()
+    assert main(["-m", *TWO, "trainer.val_every_steps=1", f"run.dir={tmp_path}/s"], run) == 0
+    ends = [losses(tmp_path / "s" / name)[-1] for name in NAMES]
+    assert ends[0] != ends[1]
+    rows = [row.split(" | ") for row in (tmp_path / "s" / "sweep.md").read_text().splitlines()]
+    assert rows[0][1:] == ["status", "step", "loss", "val loss", "tokens/s |"]
+    assert [row[1:4] for row in rows[2:]] == [["done", "2", f"{loss:.4f}"] for loss in ends]
+    assert all(float(row[4]) > 0 for row in rows[2:])
+    assert (tmp_path / "s" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{ends[1]:.4f}" in capsys.readouterr().out
+
+
+SBATCH = """#!/bin/sh
+# Notes its words, and is a job that has ended with the status that the test chose.
+printf '%s\\n' "$@" >{folder}/words-$$
+mkdir -p {folder}/logs/$$/0
+echo "$(cat {folder}/status)" >{folder}/logs/$$/0/status
+echo $$
+"""
+
+
+def test_slurm_jobs_are_submitted_once_and_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"sbatch": SBATCH.format(folder=tmp_path), "squeue": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(starters, "ROOT", tmp_path)
+    line = ["-m", "--slurm=--nodes 2 --time 1:00:00", *TWO, f"run.dir={tmp_path}/s"]
+    (tmp_path / "status").write_text("75")
+    assert main(line, Runs()) == 1
+    submitted = [path.read_text().splitlines() for path in tmp_path.glob("words-*")]
+    assert len(submitted) == 2
+    begin = ["--parsable", "--nodes", "2", "--time", "1:00:00", "run.slurm", *TINY]
+    for words in submitted:
+        assert words[:-2] == begin and words[-1] == f"run.dir='{tmp_path}/s/{words[-2].replace('=', '_')}'"
+    (tmp_path / "status").write_text("0")
+    assert main(line, Runs()) == 0
+    assert len(list(tmp_path.glob("words-*"))) == 4, "stopped jobs are submitted again"
+    assert main(line, Runs()) == 0
+    assert len(list(tmp_path.glob("words-*"))) == 4, "finished ones are not"
