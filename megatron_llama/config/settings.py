@@ -42,6 +42,7 @@ CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
 RECOMPUTE = ("none", "elementwise", "selective", "full")
 """What the backward pass computes again, from nothing to all."""
+OFFLOADED = ("activations", "optimizer")
 ALLOWED = ("data", "batch", "optim")
 MOST_REPLICAS = 1_000_000
 """Advice looks through them one by one for what divides."""
@@ -182,6 +183,9 @@ class TrainerConfig:
     """What the backward pass makes again instead of keeping it: none, elementwise (norms, rotations and SwiGLU, all but
     products and attention: half the memory, little time), selective (that and attention, for devices whose kernels keep
     its scores), full (each block, all but its input)."""
+    offload: Annotated[list[str], some_of(OFFLOADED)] = field(default_factory=list)
+    """What waits in the host's memory while the device does not need it: activations (what blocks keep for the backward
+    pass) and optimizer (its states, and its step: gradients go to the host, weights come back)."""
     recompute_every: Annotated[int, at_least(1)] = 1
     """Recompute in every n-th block only, the first included: less to compute again, more to keep."""
     compile: bool | None = None

@@ -27,6 +27,7 @@ from megatron_llama.model.attention import Seen, attend, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import Head
+from megatron_llama.model.offload import Offload
 from megatron_llama.model.random_ltd import Subsets, through
 from megatron_llama.model.recompute import REMAKING, made_again
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
@@ -215,7 +216,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    ``kernel`` is plan/attention_pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
+    ``offload``: what the blocks keep for the backward pass waits in the host's memory. ``kernel`` is
+    plan/attention_pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """
@@ -228,6 +230,7 @@ class Llama(nn.Module):
         *,
         padded_vocab_size: int,
         recompute: Callable[[int], str] = lambda layer: "none",
+        offload: bool = False,
         kernel: str = "tiles",
         compiled: bool = False,
         is_first: bool = True,
@@ -235,7 +238,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.kernel, self.compiled = kernel, compiled
+        self.kernel, self.compiled, self.offload = kernel, compiled, offload
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
         self._rotary: Rotary | None = None
@@ -297,13 +300,15 @@ class Llama(nn.Module):
         if documents is not None:
             positions = documents.positions()
             cos, sin = at_positions(cos, positions), at_positions(sin, positions)
+        offload = Offload(self.offload, cos, sin, *(() if what is None else (what.borders, what.mask)))
         for number, block in self.layers.items():
             subset = None if subsets is None else subsets.of(int(number))
-            if subset is not None:
-                some = subset.seen(tokens.shape[1], pattern_of(self.model), self.kernel, self.compiled)
-                x = through(block, x, subset, table, some)
-            else:
-                x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])
+            with offload.of(block):
+                if subset is not None:
+                    some = subset.seen(tokens.shape[1], pattern_of(self.model), self.kernel, self.compiled)
+                    x = through(block, x, subset, table, some)
+                else:
+                    x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])
         if cache is not None:
             x = cache.select(x)
         if not self.is_last:

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.optim.host import to_host
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.optim.onebit_adam import OneBitAdam
@@ -31,6 +32,8 @@ class Optimizer:
     """Its parameters are views of the shards' local tensors: no DTensor dispatch, and fused kernels work."""
     scheduler: Any
     clip: float | None
+    on_host: bool = False
+    """Whether these are copies in the host's memory instead, like the states, and the step is done there."""
 
     def gradient_norm(self) -> torch.Tensor:
         """2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
@@ -53,19 +56,25 @@ class Optimizer:
         reads it.
         """
         factor = None if self.clip is None else clip_factor(norm, self.clip)
-        fused = isinstance(self.inner, torch.optim.Adam)  # AdamW is one
+        fused = isinstance(self.inner, torch.optim.Adam) and not self.on_host  # AdamW is one
         if skip is not None and not fused and skip:
             return
-        self._lend_gradients()
-        if isinstance(self.inner, LowPrecisionOptimizer):
-            self.inner.step(gradient_factor=factor)  # scaling bf16 gradients here would round them twice
-            return
         # The norm of a sum of gradients that nobody has made is not known.
-        if factor is not None and not (isinstance(self.inner, OneBitAdam) and self.inner.is_frozen):
+        unknown = isinstance(self.inner, OneBitAdam) and self.inner.is_frozen
+        if factor is not None and not unknown and not isinstance(self.inner, LowPrecisionOptimizer):
             scale_gradients(self.model.shards, factor if skip is None else torch.where(skip, 1.0, factor))
-        if fused:  # found_inf is how torch.amp.GradScaler tells them
-            self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
-        self.inner.step()
+        self._lend_gradients()
+        if isinstance(self.inner, LowPrecisionOptimizer):  # scaling bf16 gradients above would round them twice
+            self.inner.step(gradient_factor=factor.cpu() if self.on_host and factor is not None else factor)
+        else:
+            if fused:  # found_inf is how torch.amp.GradScaler tells them
+                self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+            self.inner.step()
+        if self.on_host:
+            for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+                if view.grad is not None:
+                    shard.local.copy_(view.data)
+                    view.grad = None
 
     def advance(self) -> None:
         """Frees the gradients and advances the schedule."""
@@ -116,7 +125,11 @@ class Optimizer:
 
     def _lend_gradients(self) -> None:
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
-            view.grad = shard.grad
+            if not self.on_host:
+                view.grad = shard.grad
+            elif shard.grad is not None:
+                view.data.copy_(shard.local)  # a checkpoint may have been loaded
+                view.grad = to_host(shard.grad)
 
     def _views(self) -> list[torch.Tensor]:
         """The local tensors that ``inner`` updates, in the order of its parameter groups."""
@@ -137,7 +150,8 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     """The configured optimizer and schedule."""
     optim = plan.config.optim
     trained = model.trained
-    views = {id(s): nn.Parameter(s.local, requires_grad=True) for s in trained}
+    on_host = "optimizer" in plan.config.trainer.offload
+    views = {id(s): nn.Parameter(to_host(s.local) if on_host else s.local) for s in trained}
     groups = [
         {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
@@ -169,7 +183,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     else:
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
         inner = kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip)
+    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
 
 
 def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:

@@ -114,6 +114,7 @@ def build_model(
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
                 recompute=plan.recompute,
+                offload="activations" in trainer.offload,
                 kernel=attention_kernel(
                     device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
                 ),

@@ -195,6 +195,9 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     yield _line("", " + ".join(terms[:3]))
     if terms[3:]:
         yield _line("", " + ".join(["", *terms[3:]]).strip())
+    if heaviest.host:
+        offloaded = " and ".join(plan.config.trainer.offload)
+        yield _line("", f"and in the host's memory {gib(heaviest.host)}: {offloaded}")
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
 

@@ -56,8 +56,13 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
     job, found = job_of_plan(plan), []
     for number, stage in enumerate(plan.stages):
         states = rank_memory(plan, stage)
+        on_host = 0
+        if "optimizer" in plan.config.trainer.offload:  # its states, and copies of weights and gradients
+            shard = BYTES[plan.precision.param_dtype] * -(-stage.trained // plan.shard_size)
+            states, on_host = states._replace(optimizer=0), states.optimizer + 2 * shard
         if plan.config.trainer.batch_schedule or under_way(job, number) < job.num_microbatches:
-            found.append(footprint(job, number, states))
+            needed = footprint(job, number, states)
+            found.append(replace(needed, host=needed.host + on_host))
             continue
         # All micro batches come before the first backward pass. Before it there are no gradients, after it one less.
         if job.num_microbatches == 1:
@@ -66,7 +71,8 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
         else:
             after, working = footprint(replace(job, num_microbatches=job.num_microbatches - 1), number, states), 0
         before = footprint(job, number, States(states.weights, working, states.optimizer))
-        found.append(max(before, after, key=lambda moment: moment.total))
+        largest = max(before, after, key=lambda moment: moment.total)
+        found.append(replace(largest, host=before.host + on_host))
     return found
 
 
@@ -141,7 +147,9 @@ def check_memory(
 
 def _sure(needed: Footprint, machine: Machine) -> float:
     """Bytes without which the rank can't run."""
-    return SURE * needed.total if machine.accelerator and SURE * needed.total > needed.states else needed.states
+    if not machine.accelerator:
+        return needed.states + needed.host
+    return max(SURE * needed.total, needed.states)
 
 
 def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan] | None) -> str:
@@ -149,7 +157,7 @@ def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan
     budget = machine.memory_bytes // machine.ranks
 
     def needs(other: Plan) -> int:
-        return max(each.total if machine.accelerator else each.states for each in stage_footprints(other))
+        return max(each.total if machine.accelerator else each.states + each.host for each in stage_footprints(other))
 
     room = USABLE * budget if machine.accelerator else budget
     found = fitting_changes(plan, lambda other: needs(other) <= room, again, more_devices=machine.ranks == 1)

@@ -113,6 +113,7 @@ CHANGES: dict[str, Change] = {
     "trainer.seed": Change(1),
     "trainer.precision": Change("bf16"),
     "trainer.recompute": Change("full"),
+    "trainer.offload": Change(["optimizer"]),
     "trainer.recompute_every": Change(2, base={"trainer.recompute": "full"}),
     "trainer.compile": Change(True),
     "trainer.compile_strict": Change(True),

@@ -83,6 +83,7 @@ BOUNDS: dict[str, Bounds] = {
     ),
     "trainer.recompute": (["some"], ["none", "elementwise", "selective", "full"]),
     "trainer.recompute_every": COUNT,
+    "trainer.offload": ([["weights"], ["optimizer", "optimizer"]], [[], ["activations", "optimizer"]]),
     "trainer.skip_nonfinite_steps": COUNT_FROM_0,
     "trainer.hang_timeout_seconds": POSITIVE,
     "trainer.profile": ([[3], [0, 1], [3, 2], [1, 2, 3]], [None, [1, 1], [3, 5]]),

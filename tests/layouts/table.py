@@ -6,6 +6,7 @@ TIED = "model.tie_word_embeddings=true"
 WINDOW = "model.sliding_window=5"
 BLOCKS = "model.sparse_attention={block: 2, num_local_blocks: 3, num_global_blocks: 1}"
 DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
+OFFLOAD = "trainer.offload=[activations,optimizer]"
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -101,6 +102,13 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"],
         [],
     ),
+    (
+        "pp2·vpp2·dp2, zero 3, offloaded, full recompute",
+        4,
+        ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3", "trainer.recompute=full", OFFLOAD],
+        [],
+    ),
+    ("tp2·dp2+sp, zero 2, window, offloaded", 4, ["trainer.tp=2", "trainer.zero=2", OFFLOAD], [WINDOW]),
     ("tp2·pp2+sp, window", 4, ["trainer.tp=2", "trainer.pp=2"], [WINDOW]),
     ("pp2·dp2, window, selective recompute", 4, ["trainer.pp=2", "trainer.recompute=selective"], [WINDOW]),
     (

@@ -22,6 +22,7 @@ BITWISE: list[tuple[str, int, list[str], list[str]]] = [
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("elementwise recompute", 1, ["trainer.recompute=elementwise"], []),
     ("full recompute", 1, ["trainer.recompute=full"], []),
+    ("offloaded", 1, ["trainer.offload=[activations,optimizer]"], []),
 ]
 
 

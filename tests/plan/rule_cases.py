@@ -289,6 +289,20 @@ CASES = [
         {"trainer.recompute_every": 2, "trainer.recompute": "selective"},
         "trainer.recompute=full",
     ),
+    Case(
+        "what_is_kept_is_offloaded",
+        1,
+        {"trainer.offload": ["activations"], "trainer.recompute": "elementwise"},
+        {"trainer.offload": ["activations"], "trainer.recompute": "full"},
+        "trainer.recompute=full",
+    ),
+    Case(
+        "its_step_can_be_elsewhere",
+        1,
+        {"trainer.offload": ["optimizer"], "trainer.zero": 0, "optim.name": "onebit_adam"},
+        {"trainer.offload": ["optimizer"], "trainer.zero": 0},
+        "optim.name=adamw",
+    ),
     Case("vpp_needs_a_pipeline", 1, {"trainer.vpp": 2}, {"trainer.vpp": 1}, "trainer.vpp=1"),
     Case("vpp_needs_a_pipeline", 2, {"trainer.vpp": 2}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.pp=2"),
     *(

@@ -46,6 +46,8 @@ class Footprint:
     """Logits, their fp32 copies and gradients."""
     buffers: int
     """What communication gathers and scatters, and what one block needs while it is computed."""
+    host: int = 0
+    """What trainer.offload puts into the host's memory; not part of the total."""
 
     @property
     def states(self) -> int:
@@ -64,7 +66,7 @@ class Footprint:
 
     def parts(self) -> dict[str, int]:
         """Bytes by component, the activations as one."""
-        found = {part.name: getattr(self, part.name) for part in fields(self)}
+        found = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
         return {**found, "activations": self.kept}
 
 
@@ -126,6 +128,10 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
     for blocks, recompute in ((again, job.recompute), (layers - again, "none")):
         for kind, size in kept_by_layer(job, recompute).items() if blocks else ():
             activations[kind] += size * blocks * times
+    host, back = 0.0, 0.0
+    if job.offloads_activations:  # the block that computes has its own back, and the next one's are on their way
+        host, back = sum(activations.values()), min(2, layers) * sum(kept_by_layer(job).values())
+        activations.clear()
     stream = job.tokens * job.shape.hidden * job.inner_bytes
     split = job.tp if job.sp else 1
     if job.program.chunks_logits:
@@ -134,12 +140,12 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
         activations["head's input"] = last * stream
     if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees what it has sent
         activations["sent to the next stage"] = (not last) * times * stream / split
-    head, buffers = last * _head(job), _block(job, stage) + _gathered(job, stage)
+    head, buffers = last * _head(job), back + _block(job, stage) + _gathered(job, stage)
     if job.program.chunks_logits:  # the head's moment, or that of a block in the backward pass
         in_head = _gathered(job, stage, in_head=True)
         head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
     kept = {kind: round(size) for kind, size in activations.items()}
-    return Footprint(weights, gradients, optimizer, kept, round(head), round(buffers))
+    return Footprint(weights, gradients, optimizer, kept, round(head), round(buffers), round(host))
 
 
 def _states(job: Job, stage: int) -> States:

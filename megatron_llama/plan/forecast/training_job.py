@@ -190,6 +190,8 @@ class Job:
     """As trainer.recompute; or half, of other programs."""
     recompute_every: int = 1
     """Only every n-th block recomputes."""
+    offloads_activations: bool = False
+    """What blocks keep waits in the host's memory."""
     format: str = "bf16"
     """Number format of the matrix products: fp32, bf16, fp8 or fp4."""
     scaling: str = "per tensor"
@@ -318,6 +320,7 @@ def job_of_plan(plan: Plan) -> Job:
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,
         recompute_every=trainer.recompute_every,
+        offloads_activations="activations" in trainer.offload,
         format=precision.compute_format,
         state=StateBytes(
             weight=compute,

@@ -341,6 +341,25 @@ def _part_of_a_shard_group(name: str, group: int, config: Config, world_size: in
         yield Problem(name, group, rule, f"{advice}, or leave it out" if advice else f"write {name}=null")
 
 
+@reads("trainer.offload", "trainer.recompute", "trainer.recompute_every")
+def what_is_kept_is_offloaded(config: Config, world_size: int) -> Iterator[Problem]:
+    """What is made again is made of tensors that stay on the device, and a block that recomputes holds these itself."""
+    trainer = config.trainer
+    if "activations" in trainer.offload and trainer.recompute in ("elementwise", "selective"):
+        rule = f"trainer.recompute={trainer.recompute} holds on the device what it makes the rest of again from"
+        advice = "write trainer.recompute=full (block inputs are offloaded) or none (all that a block keeps is)"
+        yield Problem("trainer.offload", trainer.offload, rule, advice)
+
+
+@reads("trainer.offload", "optim.name")
+def its_step_can_be_elsewhere(config: Config, world_size: int) -> Iterator[Problem]:
+    """1-bit Adam's step is a collective of the devices."""
+    if "optimizer" in config.trainer.offload and config.optim.name == "onebit_adam":
+        rule = "optim.name=onebit_adam exchanges momenta between devices in its step"
+        advice = "write optim.name=adamw, or leave optimizer out of trainer.offload"
+        yield Problem("trainer.offload", config.trainer.offload, rule, advice)
+
+
 @reads("trainer.recompute_every", "trainer.recompute")
 def something_is_recomputed(config: Config, world_size: int) -> Iterator[Problem]:
     """Every n-th block recomputes what ``trainer.recompute`` says."""

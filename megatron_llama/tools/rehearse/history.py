@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_llama.plan.module_work import any_layer
 from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
-from megatron_llama.tools.rehearse.report import KINDS, Holder, Timeline
+from megatron_llama.tools.rehearse.report import HOST, KINDS, Holder, Timeline
 from megatron_llama.tools.rehearse.watch import Record
 
 
@@ -31,7 +31,7 @@ class History:
         steps[0] = start
         steps[np.arange(1, len(steps)), kinds[after[:, 0]]] = after[:, 1]
         alive = steps.cumsum(axis=0)
-        totals = alive.sum(axis=1)
+        totals = alive[:, : numbers[HOST]].sum(axis=1)  # it is the last kind
         peak = int(totals.argmax())
         named = [(change - self._begin, _name(place, runs)) for change, place in marks]
         last = [name for change, name in named if change <= peak]

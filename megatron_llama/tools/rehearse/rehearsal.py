@@ -28,7 +28,7 @@ from megatron_llama.plan.traffic import Amount, Traffic
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
 from megatron_llama.tools.rehearse.history import History
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
-from megatron_llama.tools.rehearse.report import BATCH, GRADIENTS, OPTIMIZER, WEIGHTS, Flops, Rehearsal, Sighting
+from megatron_llama.tools.rehearse.report import BATCH, GRADIENTS, HOST, OPTIMIZER, WEIGHTS, Flops, Rehearsal, Sighting
 from megatron_llama.tools.rehearse.watch import Operation, Watch
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter
@@ -62,7 +62,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         model = build_model(plan, topology, device, cpu)
         optimizer = build_optimizer(plan, model)
         watch.label((shard.local for shard in model.shards), WEIGHTS)
-        watch.label(_states(optimizer), OPTIMIZER)
+        _label_states(watch, optimizer)
         built = watch.alive
         watch.modules = modules = Modules(model.chunks)
         batches = _Batches(data.train.with_length(), watch, mode)
@@ -87,7 +87,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
             steps.run(step)
             found.append(_Counted(count, dict(watch.flops), counter.taken()))
             shapes.append(watch.shapes)
-            watch.label(_states(optimizer), OPTIMIZER)
+            _label_states(watch, optimizer)
         at_rest = watch.alive
         total = len(batches.all_of_a_step())
     return Rehearsal(
@@ -172,6 +172,12 @@ def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]
     first, enough = (1, pp + 1) if topology.vpp == 1 else (pp, 2 * pp)
     affordable = MOST_BLOCK_RUNS // max(1, layers) // pp * pp
     return min(total, first), min(total, max(enough, affordable))
+
+
+def _label_states(watch: Watch, optimizer: Optimizer) -> None:
+    watch.label(_states(optimizer), HOST if optimizer.on_host else OPTIMIZER)
+    if optimizer.on_host:
+        watch.label((weight for group in optimizer.inner.param_groups for weight in group["params"]), HOST)
 
 
 def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:

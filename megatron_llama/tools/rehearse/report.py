@@ -13,9 +13,11 @@ ATTENTION, FEED_FORWARD, NORMS = "activations: attention", "activations: feed-fo
 RESIDUAL, LOGITS = "activations: residual stream", "logits and loss"
 IN_BACKWARD, COMMUNICATION = "made in the backward pass", "communication buffers"
 TABLES, BATCH, TEMPORARY = "tables and masks", "batch", "temporary"
+HOST = "in the host's memory"
 KINDS = (
     *(WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BATCH, TABLES),
     *(RESIDUAL, NORMS, ATTENTION, FEED_FORWARD, LOGITS, IN_BACKWARD, COMMUNICATION, TEMPORARY),
+    HOST,
 )
 """What a byte is alive for, from what is always there to what comes and goes.
 
@@ -23,6 +25,7 @@ weights: this rank's shard, as the optimizer updates it (or frozen). gathered we
 shards for the layers. gradients: those of weights, summed or not. made in the backward pass: gradients of activations,
 and those of weights before they are added to others; what is recomputed counts as activations. communication buffers:
 of ``fully_shard``'s collectives, sequence parallelism and pipeline transfers. temporary: inside optimizer and norms.
+in the host's memory: what trainer.offload puts there; no part of the peak, which is the device's.
 """
 
 
@@ -94,7 +97,7 @@ class Rehearsal:
     peak: int
     """Most bytes alive at once."""
     at_peak: Mapping[str, int]
-    """Bytes by kind then; their sum is ``peak``."""
+    """Bytes by kind then; their sum without HOST is ``peak``."""
     most: Mapping[str, int]
     """The most bytes of each kind at any time in the step."""
     moment: str

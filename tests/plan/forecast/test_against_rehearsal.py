@@ -7,7 +7,7 @@ import pytest
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.tools.rehearse.cli import plan_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
-from megatron_llama.tools.rehearse.report import GATHERED, OPTIMIZER, WEIGHTS
+from megatron_llama.tools.rehearse.report import GATHERED, HOST, OPTIMIZER, WEIGHTS
 
 WITHIN = 0.10
 MODEL = {
@@ -30,6 +30,7 @@ FAST = {
     "tp2 pp2, zero 2": (0, TP2, PP2, TWO, "trainer.dp=2", "trainer.zero=2"),
     "zero 3, full recompute": (0, TWO, "trainer.dp=2", "trainer.zero=3", FULL),
     "elementwise": (0, TWO, ELEMENTWISE, "data.seq_length=2048", "model.vocab_size=512"),
+    "offload": (0, "trainer.offload=[activations,optimizer]", "data.seq_length=2048", "model.vocab_size=512"),
 }
 SLOW = {
     "fp32": (0, "trainer.precision=fp32"),
@@ -55,6 +56,9 @@ SLOW = {
     "hybrid": (0, "trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2"),
     "selective": (0, SELECTIVE),
     "elementwise, fp32": (0, ELEMENTWISE, "trainer.precision=fp32"),
+    "offload": (0, "trainer.offload=[activations]"),
+    "offload, long": (0, "trainer.offload=[activations]", "data.seq_length=2048", "model.vocab_size=512"),
+    "offload, full": (0, "trainer.offload=[activations,optimizer]", FULL),
     "tp2 elementwise": (0, TP2, ELEMENTWISE),
     "lora elementwise": (0, LORA, ALL, ELEMENTWISE),
     "full in every 3rd block": (0, FULL, "trainer.recompute_every=3"),
@@ -91,6 +95,7 @@ def check(stage: int, *overrides: str) -> None:
     # Adam's counts of updates are tensors of four bytes, and ZeRO 3 gathers what the forecast has among the buffers.
     states = rehearsed.at_rest.get(OPTIMIZER, 0)
     assert forecast.optimizer == pytest.approx(states, abs=4096), "optimizer states"
+    assert forecast.host == pytest.approx(rehearsed.most.get(HOST, 0), rel=WITHIN), "the host's part"
     if plan.config.trainer.zero < 3 and plan.num_microbatches > 1:
         most = rehearsed.most[WEIGHTS] + rehearsed.most.get(GATHERED, 0)
         assert forecast.weights == pytest.approx(most, rel=2e-3), "shards and what the blocks compute with"

@@ -1,0 +1,135 @@
+"""Activations that wait in the host's memory between the forward and the backward pass (``trainer.offload``).
+
+What a block's operators keep is copied to the host as it is kept, on a stream of its own; in the backward pass a
+block's copies come back together, and those of the block before it are on their way meanwhile. So the device holds the
+activations of two blocks instead of all. Copies are exact. With trainer.recompute=full a block keeps its input alone.
+
+On a CPU the host is the device: the same copies are made, and nothing is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class _Parked:
+    """The storage of some kept tensors, in the host's memory and for a while on the device again."""
+
+    def __init__(self, whole: Tensor, side: torch.Stream | None) -> None:
+        self.device, self.side = whole.device, side
+        self.original = StorageWeakRef(whole.untyped_storage())  # as long as it is there, no other has the same number
+        self.again: Tensor | None = None
+        self.host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=side is not None)
+        with _beside(side):
+            self.host.copy_(whole, non_blocking=True)
+        if side is not None:
+            whole.record_stream(side)  # type: ignore[arg-type]  # the allocator must not reuse it before the copy is done
+
+    def fetch(self) -> None:
+        """Begins the copy back."""
+        if self.again is None:
+            with _beside(self.side):
+                self.again = _on_device(self.host, self.device)
+
+    def take(self) -> Tensor:
+        """The tensor on the device, for the current stream."""
+        self.fetch()
+        assert self.again is not None
+        if self.side is not None:
+            here = torch.accelerator.current_stream(self.device)
+            here.wait_stream(self.side)
+            self.again.record_stream(here)  # type: ignore[arg-type]
+        return self.again
+
+
+class _Kept(NamedTuple):
+    parked: _Parked
+    block: _BlockOffload
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _BlockOffload:
+    """What one block's forward pass keeps."""
+
+    def __init__(self, block: nn.Module, shared: tuple[Tensor, ...], before: _BlockOffload | None) -> None:
+        self.block, self.shared, self.before = block, shared, before
+        self.parked: dict[tuple[int, torch.dtype], _Parked] = {}
+        self.side = _side_stream(shared[0].device)
+        self._stays: set[int] | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+        if self._stays is None:  # now, as fully_shard has gathered the weights by the first operator
+            self._stays = {_storage(stays) for stays in (*self.block.parameters(), *self.shared)}
+        key = _storage(tensor)
+        if key in self._stays:
+            return tensor
+        parked = self.parked.get((key, tensor.dtype))
+        if parked is None:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            parked = self.parked[key, tensor.dtype] = _Parked(tensor.as_strided((size,), (1,), 0), self.side)
+        return _Kept(parked, self, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
+
+    @staticmethod
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _Kept):
+            return kept  # type: ignore[no-any-return]
+        found = kept.parked.take()
+        if (before := kept.block.before) is not None:
+            kept.block.before = None
+            for parked in before.parked.values():
+                parked.fetch()
+        return found.as_strided(kept.shape, kept.stride, kept.offset)
+
+
+class Offload:
+    """One forward pass over the blocks of a chunk. ``shared`` are tensors that all blocks keep: they stay."""
+
+    def __init__(self, enabled: bool, *shared: Tensor | None) -> None:
+        self.enabled = enabled and torch.is_grad_enabled()
+        self._shared = tuple(tensor for tensor in shared if tensor is not None)
+        self._last: _BlockOffload | None = None
+
+    def of(self, block: nn.Module) -> AbstractContextManager[None]:
+        """A context around the block's forward pass, compiled or not."""
+        if not self.enabled:
+            return nullcontext()
+        self._last = offload = _BlockOffload(block, self._shared, self._last)
+        return saved_tensors_hooks(offload.pack, offload.unpack)
+
+
+def _on_device(host: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(host, device=device).copy_(host, non_blocking=True)
+
+
+def _storage(tensor: Tensor) -> int:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()._cdata
+
+
+_streams: dict[torch.device, torch.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.Stream | None:
+    """The stream for copies; None on a CPU, which has none."""
+    if device.type == "cpu":
+        return None
+    return _streams.setdefault(device, torch.Stream(device))
+
+
+@contextmanager
+def _beside(side: torch.Stream | None) -> Iterator[None]:
+    """Copies inside run on ``side``, after what has been launched so far."""
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.accelerator.current_stream(side.device))
+    with side:
+        yield
