@@ -104,6 +104,7 @@ lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md and README.md's nu
 	$(PY) scripts/config_docs.py --check
 	$(PY) scripts/recipe_docs.py --check
 	$(PY) scripts/count_lines.py --check
+	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint containers/Dockerfile
 
 .PHONY: clean-demo
 clean-demo:  ## forgets the demo's run and data
