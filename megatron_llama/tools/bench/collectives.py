@@ -31,7 +31,7 @@ KINDS = {
     "pp": ("send_recv",),
 }
 RESULT = "collectives.json"
-WARM_UP, LEAST_CALLS, MOST_CALLS, SECONDS = 3, 5, 1000, 0.5
+WARM_UP, LEAST_CALLS, MOST_CALLS, SECONDS = 2, 3, 1000, 0.5
 
 
 def measure_collectives(sizes: Sequence[int], folder: str, plan: Plan) -> None:
@@ -57,9 +57,14 @@ def read_rates(folder: Path) -> Iterator[Rate]:
 
 
 def rates_of_groups(
-    sizes: Sequence[int], synchronize: Callable[[], object], device: torch.device, seconds: float = SECONDS
+    sizes: Sequence[int],
+    synchronize: Callable[[], object],
+    device: torch.device,
+    seconds: float = SECONDS,
+    begins: Callable[[str], None] = lambda what: None,
 ) -> list[Rate]:
     """The rates of every group of each axis that has more than one rank, on all ranks; each lasts so many ``seconds``.
+    ``begins`` is told what is measured next.
 
     A collective of the whole world: the groups of an axis are measured at once, as they are used.
     """
@@ -75,6 +80,7 @@ def rates_of_groups(
             continue
         for kind in KINDS[axis]:
             for size in sizes:
+                begins(f"{axis} {kind} of {size >> 10:,} KiB")
                 dist.barrier()
                 call = collective(kind, size, group, device)
                 times = times_of_calls(call, group, synchronize, device, seconds)

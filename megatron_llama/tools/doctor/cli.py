@@ -175,7 +175,12 @@ def _measure(case: Case, world: World, meeting: Meeting) -> tuple[dict[str, Any]
         plan.config.run.dir = str(run_dir)
         with redirect_stdout(io.StringIO()):  # the plan, and who is where
             if case.context is None:
-                status = run_on_this_machine(partial(work, plan), plan, imports=[measure_ranks.__module__])
+                status = run_on_this_machine(
+                    partial(work, plan),
+                    plan,
+                    imports=[measure_ranks.__module__],
+                    hang_seconds=plan.config.trainer.hang_timeout_seconds,
+                )
             else:
                 status = join(plan, world, case.context, work)
         failed = [each for each in meeting.exchange(status) if each]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from megatron_llama.devices import Device, get_device
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
+from megatron_llama.system import phase
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bench.collectives import rates_of_groups
 from megatron_llama.topology import build_topology
@@ -39,12 +41,21 @@ def measure_ranks(folder: str, plan: Plan) -> None:
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, build_topology(plan, rank), device, torch_device):
+
+        def begins(what: str) -> None:
+            phase.enter(f"measuring {what}", phase.PATIENT)
+            if rank == 0 and sys.stderr.isatty():
+                sys.stderr.write(f"\r\x1b[Kmeasuring {what} ...")
+                sys.stderr.flush()
+
+        begins("products")
         everybody: list[Any] = [None] * plan.world_size
         dist.all_gather_object(everybody, (socket.gethostname(), _product_rate(plan, device, torch_device)))
         found: dict[str, Any] = {"hosts": [host for host, _ in everybody], "products": [rate for _, rate in everybody]}
         found["collectives"] = [
-            asdict(rate) for rate in rates_of_groups(SIZES, device.synchronize, torch_device, SECONDS)
+            asdict(rate) for rate in rates_of_groups(SIZES, device.synchronize, torch_device, SECONDS, begins)
         ]
+        begins("links between nodes")
         found["links"] = _links(first_ranks(found["hosts"]), device, torch_device)
         if rank == 0:
             write_atomically(Path(folder) / RESULT, json.dumps(found))

@@ -72,7 +72,7 @@ def test_processes_meet_and_who_is_missing_is_known(monkeypatch: pytest.MonkeyPa
         return made
 
     monkeypatch.setattr(meeting, "listen", listen_and_tell)
-    thread = threading.Thread(target=lambda: listening.wait(60) and second(), name="second")
+    thread = threading.Thread(target=lambda: listening.wait(60) and second(), name="second", daemon=True)
     thread.start()
     first = Meeting.of(context(0, port), "secret", seconds=3.0)
     assert first.missing == [2], "the stranger without the secret is nobody"
