@@ -105,7 +105,7 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
         )
         tokens, labels, mask = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), learned[:, 1:]
         batch = (column.to(generator.device) for column in (tokens, labels))
-        total += generator.llama(*batch, loss_weights=mask.float().to(generator.device)).item()
+        total += generator.llama(*batch, loss_weights=mask.float().to(generator.device))[0].item()
         count += int(mask.sum())
         done += rows
         progress(done, len(examples))

@@ -278,7 +278,8 @@ class Llama(nn.Module):
         """The forward pass of this chunk for token ids [b, s], int64.
 
         Returns the activations [s(/t), b, h], or on the last chunk, given ``labels`` [b, s] (next token ids, int64),
-        the sum of the tokens' losses times ``loss_weights`` [b, s], fp32 scalar, else this rank's logits
+        the sum of the tokens' losses times ``loss_weights`` [b, s], fp32 scalar (without gradients [2], see
+        ``Head.forward``), else this rank's logits
         [s, b, vocabulary/t], fp32.
 
         ``documents`` tells which tokens belong together where a sequence holds several documents. With a ``cache``, for

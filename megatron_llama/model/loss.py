@@ -51,7 +51,8 @@ class Head(ColumnParallelLinear):
         loss_weights: Tensor | None = None,
     ) -> Tensor:
         """This rank's logits [s, b, vocabulary/t], fp32; or with ``labels`` (next token ids [b, s], int64) the sum of
-        the tokens' cross entropies times ``loss_weights`` [b, s], fp32 scalar."""
+        the tokens' cross entropies times ``loss_weights`` [b, s], fp32 scalar. Without gradients, for validation, also
+        the sum of the weights of the tokens whose label has the largest logit: fp32 [2]."""
         local = self.output_size_per_partition
         first = dist.get_rank(self.tp_group) * local
         valid = min(max(self.vocab_size - first, 0), local)  # rows of this rank that don't pad
@@ -60,11 +61,15 @@ class Head(ColumnParallelLinear):
             return hide_padding(logits.float(), valid)
         assert loss_weights is not None
         weight = self.weight if tied_weight is None else tied_weight
-        flat = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
-        train = torch.is_grad_enabled()
-        wanted = train and x.requires_grad, train and weight.requires_grad
-        loss: Tensor = _LinearCrossEntropy.apply(x, weight, *flat, valid, wanted, self.tp_group, self.sequence_parallel)
-        return loss
+        labels, loss_weights = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
+        how = valid, (x.requires_grad, weight.requires_grad), self.tp_group, self.sequence_parallel
+        if torch.is_grad_enabled():
+            loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels, loss_weights, *how)
+            return loss
+        hidden = _gathered(x, self.tp_group) if self.sequence_parallel else x
+        over, right = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None, torch.empty_like(loss_weights)
+        losses, _ = _by_chunks(hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, None, False, right)
+        return torch.stack(((losses * loss_weights).sum(), (right * loss_weights).sum()))
 
 
 def hide_padding(logits: Tensor, valid: int) -> Tensor:
@@ -130,10 +135,12 @@ def _by_chunks(
     group: dist.ProcessGroup | None,
     grad_hidden: Tensor | None,
     trained: bool,
+    right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Cross entropies of hidden [n, h] in fp32 [n], and if ``trained`` the weight's gradient, the chunks' sum in fp32.
 
-    Fills ``grad_hidden``, which may be ``hidden``, with this rank's part of the gradient.
+    Fills ``grad_hidden``, which may be ``hidden``, with this rank's part of the gradient, and ``right`` [n] with 1
+    where the label has the largest logit, else 0.
     """
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
     # Made once: pages of new memory cost as much as the softmax.
@@ -149,7 +156,10 @@ def _by_chunks(
         own, count = hidden[chunk], chunk.stop - start
         logits = torch.mm(own, weight.t(), out=products[:count])
         fp32 = scores[:count] if scores is products else scores[:count].copy_(logits)
-        losses[chunk] = _softmax(hide_padding(fp32, valid), labels[chunk], loss_weights[chunk], group)
+        hide_padding(fp32, valid)
+        if right is not None:
+            right[chunk] = _is_largest(fp32, labels[chunk], group)
+        losses[chunk] = _softmax(fp32, labels[chunk], loss_weights[chunk], group)
         grad_logits = logits if scores is products else logits.copy_(fp32)
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), own, out=sums)
@@ -158,6 +168,18 @@ def _by_chunks(
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
+
+
+def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Whether the label is the arg max of logits [n, vocabulary/t], of equal ones the first, as fp32 [n]."""
+    largest, index = logits.max(1)
+    right = (index == labels).float()  # labels of other ranks are below 0, or beyond this rank's rows
+    if group is None:
+        return right
+    ranks = logits.new_empty(dist.get_world_size(group), 2, len(logits))
+    dist.all_gather_into_tensor(ranks, torch.stack((largest, right))[None], group=group)
+    maxima, rights = ranks.unbind(1)
+    return rights.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
 
 
 def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -60,18 +60,26 @@ class ParallelModel:
         ``counts`` are the batch's, from a caller who has counted it already. Returns the mean loss per token with loss,
         fp32 scalar, the same on all ranks.
         """
+        return self._pass(microbatches, counts, train=True) if train else self.evaluate(microbatches, counts)[0]
+
+    def evaluate(self, microbatches: Sequence[MicroBatch], counts: Counts | None = None) -> torch.Tensor:
+        """``forward_backward`` without backward: (mean loss per token with loss, share of these tokens whose label has
+        the largest logit), fp32 [2]."""
+        return self._pass(microbatches, counts, train=False)
+
+    def _pass(self, microbatches: Sequence[MicroBatch], counts: Counts | None, *, train: bool) -> torch.Tensor:
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
         if self.compiler is not None:
             subsets = microbatches[0].subsets if train else None
             self.compiler.length = None if subsets is None else subsets.length
-        loss = run_schedule(self.chunks, self.plan, microbatches, total, train)
+        found = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)
-        loss = loss / self.plan.config.trainer.tp  # all tensor-parallel ranks of the last stage have the same value
-        dist.all_reduce(loss)
+        found = found / self.plan.config.trainer.tp  # all tensor-parallel ranks of the last stage have the same value
+        dist.all_reduce(found)
         if self.compiler is not None:
             self.compiler.batch_done(train=train)
-        return loss
+        return found
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
         """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""

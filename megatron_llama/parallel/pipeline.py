@@ -72,7 +72,8 @@ def run_schedule(
     """Forward (with ``train`` also backward) over this rank's micro batches.
 
     ``total_tokens`` is the number of tokens with loss in the global batch. Returns the sum of this rank's token losses
-    divided by it, fp32 scalar; zero except on the last pipeline stage.
+    divided by it, fp32 scalar, without ``train`` also the share of the tokens whose label has the largest logit, [2];
+    zero except on the last pipeline stage.
     """
     trainer = plan.config.trainer
 
@@ -91,7 +92,7 @@ def run_schedule(
     with torch.set_grad_enabled(train):
         losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
     device = microbatches[0].tokens.device
-    return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+    return torch.stack(losses).sum(dim=0) if losses else torch.zeros(() if train else 2, device=device)
 
 
 @torch.no_grad()

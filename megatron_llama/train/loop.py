@@ -68,7 +68,7 @@ def train(
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
             if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
                 phase.enter(f"validation after step {step}", patience)
-                metrics["val_loss"] = validate(plan, model, data.validation)
+                metrics |= validate(plan, model, data.validation)
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
@@ -129,21 +129,23 @@ def training_step(
     return metrics
 
 
-def validate(plan: Plan, model: ParallelModel, batches: Batches) -> float:
-    """Mean loss per token with loss over the validation samples: the first ``val_steps`` batches, or the whole set.
+def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, float]:
+    """val_loss, the mean loss per token with loss over the validation samples: the first ``val_steps`` batches, or the
+    whole set; and val_token_accuracy, the share of these tokens whose label is the model's first choice.
 
     Batches are weighted by their tokens with loss: a mean of batch means would overweight short answers.
     """
     trainer = plan.config.trainer
     size = trainer.global_batch_size
     end = size * (trainer.val_steps or -(-len(batches.samples) // size))
-    losses, counts = [], []
+    found, counts = [], []
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
             phase.advance(f"sequence {position} of {end}")
             microbatches = ahead.at(position)
             batch = model.count(microbatches)
             counts.append(batch.with_loss)
-            losses.append(model.forward_backward(microbatches, batch, train=False))
+            found.append(model.evaluate(microbatches, batch))
     weights = torch.stack(counts).cpu().double()
-    return ((torch.stack(losses).cpu().double() * weights).sum() / weights.sum().clamp(min=1)).item()
+    means = (torch.stack(found).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum().clamp(min=1)
+    return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))

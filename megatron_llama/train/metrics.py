@@ -43,7 +43,7 @@ EVERY_STEP = (
     "throughput_peak",
 )
 SOME_STEPS = (
-    *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "parameter_norm"),
+    *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "val_token_accuracy", "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAITED, "slowest_rank", "slowest_rank_ratio"),
 )
 THROUGHPUT_STEPS = 10

@@ -277,7 +277,7 @@ def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
             labels, learned = torch.tensor(ids[1:].astype("int64")), torch.tensor(mask[1:].astype("float64"))
             losses = torch.nn.functional.cross_entropy(logits[: len(labels), 0].double(), labels, reduction="none")
             total, count = total + (losses * learned).sum().item(), count + learned.sum().item()
-        return validate(plan, model, validation), total / max(count, 1)
+        return validate(plan, model, validation)["val_loss"], total / max(count, 1)
 
 
 def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:

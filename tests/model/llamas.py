@@ -34,6 +34,8 @@ class Answer:
     """[b, s, vocabulary] of the first ``micro_batch_size`` samples."""
     loss: float
     """Mean over the global batch's tokens."""
+    accuracy: float
+    """Share of these tokens whose label has the largest logit."""
     grads: Tensors
     weights: Tensors
 
@@ -45,10 +47,10 @@ def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
     for index, plan in enumerate(plans):
         answers = [rank[index] for rank in ranks]
         last = answers[-1]
-        assert len({loss for _, loss, _, _ in answers}) == 1, "ranks disagree about the loss"
-        grads, weights = (assemble([answer[i] for answer in answers])[0] for i in (2, 3))
+        assert len({answer[1:3] for answer in answers}) == 1, "ranks disagree about loss or accuracy"
+        grads, weights = (assemble([answer[i] for answer in answers])[0] for i in (3, 4))
         logits = last[0][:, :, : plan.model.vocab_size]
-        found.append(Answer(logits, last[1], grads, weights))
+        found.append(Answer(logits, last[1], last[2], grads, weights))
     return found
 
 
@@ -66,7 +68,8 @@ def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> 
     output = llama(tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum())
     output.loss.backward()
     grads = {name: parameter.grad for name, parameter in llama.named_parameters() if parameter.grad is not None}
-    return Answer(logits.detach(), output.loss.item(), grads, weights)
+    right = ((output.logits.argmax(-1) == labels) * mask).sum() / mask.sum()
+    return Answer(logits.detach(), output.loss.item(), right.item(), grads, weights)
 
 
 def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
@@ -128,5 +131,12 @@ def _answer(plan: Plan, model: ParallelModel, rank: int) -> tuple:
     logits = model.logits(batches[0].tokens)
     if logits is not None:
         logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
+    accuracy = model.evaluate(batches)[1].item()
     loss = model.forward_backward(batches).item()
-    return logits, loss, rectangles(model, lambda shard: shard.grad), rectangles(model, lambda shard: shard.local)
+    return (
+        logits,
+        loss,
+        accuracy,
+        rectangles(model, lambda shard: shard.grad),
+        rectangles(model, lambda shard: shard.local),
+    )

@@ -46,6 +46,8 @@ def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
     for name, answer, oracle in zip(MODELS, answers, expected, strict=True):
         differences = _differences(answer, oracle)
         assert all(difference <= TOLERANCE for difference in differences.values()), (name, differences)
+        assert answer.accuracy == pytest.approx(oracle.accuracy, abs=1e-6), name
+    assert any(answer.accuracy > 0 for answer in answers)
 
 
 def test_models_differ_where_they_should() -> None:
