@@ -197,6 +197,7 @@ def step_here(plan: Plan, machine: Machine) -> StepTime:
     stage = max(range(job.pp), key=lambda each: job.layers_by_stage[each] + (each == job.pp - 1))
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
     updated = trained / (job.shard_size if job.zero else 1)
+    held = trained if job.lora_parameters else held  # frozen weights are neither cast nor summed
     passed = job.num_microbatches * held * overhead.micro_batch
     if job.exchanges_signs:
         updating = updated * sign_bytes(job.dp) / found["copy"]

@@ -108,9 +108,10 @@ class Target:
 
     def seconds(self, plan: Plan, ranks: int) -> float:
         """Forecast of a step of ``plan``."""
-        if self.machine is not None:
+        job = job_of_plan(plan)
+        if self.machine is not None and not job.lora_parameters:  # what adapters send is not predicted
             return step_here(plan, self.machine).total
-        return step_time(job_of_plan(plan), self.rank_device(ranks), fitted()).total
+        return step_time(job, self.rank_device(ranks), fitted()).total
 
     @property
     def basis(self) -> str:

@@ -129,7 +129,9 @@ def test_cluster_device_cpu_needs_a_calibration(
     assert main(asked) == 0
     text = capsys.readouterr().out
     assert recorded()["machine"]["date"] in text and "attention" in text and "GB/s, between nodes" not in text
-    assert main([*asked, "cluster.nodes=2"]) == 2 and main([*asked, "finetune=lora", "init_from=x"]) == 2
+    lora = [*asked, "finetune=lora", "init_from=x"]
+    assert main([*asked, "cluster.nodes=2"]) == 2 and main([*lora, "trainer.tp=2"]) == 2
     text = capsys.readouterr().err
     assert "this machine alone" in text and "adapters" in text
+    assert main(lora) == 0, "one rank sends nothing"
     assert main(["--calibrate", "trainer.tp=2"]) == 2
