@@ -125,6 +125,11 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
         following.set_modules_to_backward_prefetch([unit])
     # It is there, so nothing is gathered: left to itself it would gather the last unit of another micro batch in vain.
     order[0].set_modules_to_backward_prefetch([order[0]])
+    _sum_gradients(chunk, plan)
+
+
+def _sum_gradients(chunk: Llama, plan: Plan) -> None:
+    """How the units' gradients are reduced: not at all, or to a sum."""
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue
