@@ -35,7 +35,7 @@ def pytest_configure() -> None:
     def compose_once(choices: dict[str, str], conf_dir: Path) -> DictConfig:
         if conf_dir != CONF or any("." in choice for choice in choices.values()):  # files of the test's own
             return compose(choices, conf_dir)
-        key = tuple(sorted(choices.items()))
+        key = tuple(choices.items())  # in the order that was written
         if key not in composed:
             composed[key] = pickle.dumps(compose(choices, conf_dir))
         return pickle.loads(composed[key])
