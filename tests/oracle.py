@@ -11,6 +11,7 @@ import torch
 
 from megatron_llama.config import load_config
 from megatron_llama.data.batches import Batches
+from megatron_llama.data.graded_order import levels_of
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
@@ -111,7 +112,8 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
         if tamper is not None:
             tamper(model)
         samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-        batches = Batches(samples, plan, topology, torch.device("cpu"), random_ltd=plan.random_ltd)
+        levels, cpu = levels_of(plan), torch.device("cpu")
+        batches = Batches(samples, plan, topology, cpu, random_ltd=plan.random_ltd, levels=levels)
         initial = rectangles(model, lambda shard: shard.local)
         losses, norms, grads = [], [], []
         for step in range(steps):

@@ -6,7 +6,8 @@ layout: micro batch m of data-parallel rank d holds the samples that follow offs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +15,15 @@ from typing import Protocol
 import torch
 
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
-from megatron_llama.data.graded_order import Level, cut_sample, level_at, levels_from_json, levels_of, levels_to_json
+from megatron_llama.data.graded_order import (
+    Graded,
+    Level,
+    cut_sample,
+    level_at,
+    levels_from_json,
+    levels_of,
+    levels_to_json,
+)
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
@@ -191,6 +200,16 @@ class Data:
         return make_record(self.train.plan)
 
 
+def _told(samples: Samples, end: int) -> Iterator[str]:
+    """What a run of ``end`` samples draws by its curriculum, a line for each dataset; nothing without one."""
+    if isinstance(samples, SFTDataset) and isinstance(samples.order, Graded):
+        yield samples.order.told("the examples", end)
+    elif isinstance(samples, SampleStream):
+        read = samples.timeline.read(end)
+        orders = {prefix: dataset.order for prefix, dataset in samples.datasets.items()}
+        yield from (order.told(prefix, read.get(prefix, 0)) for prefix, order in orders.items() if order is not None)
+
+
 def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory: bool = False) -> Data:
     """The run's data. All ranks must call it; raises ConfigError on all of them when a dataset can't be used."""
     trainer = plan.config.trainer
@@ -210,6 +229,9 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
         train, validation = build_sft(plan)
     else:
         train, validation = build_streams(plan)
+    if topology.rank == 0:
+        for line in _told(train, train_samples):
+            sys.stderr.write(line)
     return Data(
         train=Batches(train, plan, topology, device, plan.batches, plan.random_ltd, pin_memory, levels_of(plan)),
         validation=None if validation is None else Batches(validation, plan, topology, device, pin_memory=pin_memory),

@@ -161,6 +161,17 @@ class Graded:
         """Samples in a pass over all that the last level allows."""
         return sum(len(order) for order in self._orders if order is not None)
 
+    def told(self, name: str, end: int) -> str:
+        """What a run that ends before sample ``end`` draws of it, for the user."""
+        sizes = [len(order or ()) for order in self._orders]
+        drawn = self.turns.drawn(max(0, end - self._first))
+        often = max(count / size for count, size in zip(drawn, sizes, strict=True) if size)
+        left_out = f", {self.left_out:,} are too difficult for all of them" if self.left_out else ""
+        return (
+            f"data: a curriculum over {name}: {sizes[0]:,} samples at first, {sum(sizes):,} at the end{left_out}; "
+            f"the run sees the easiest {often:.2g} times\n"
+        )
+
     def examples(self, index: int) -> list[int]:
         """The units of sample ``index``, counted as ``firsts`` are."""
         group, number = self.turns.at(index - self._first)

@@ -26,7 +26,7 @@ from megatron_llama.data.blend import MEGATRON, Segment, Timeline, same_shares, 
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.difficulty_index import unit_range
 from megatron_llama.data.epoch_index import Epoch, open_epoch
-from megatron_llama.data.graded_order import GradedStretches, Level, build_graded, group_seed, levels_of
+from megatron_llama.data.graded_order import Graded, GradedStretches, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.packing import OneEach
@@ -68,6 +68,11 @@ class EndlessDataset:
     def __len__(self) -> int:
         """Samples in an epoch."""
         return self._length
+
+    @property
+    def order(self) -> Graded | None:
+        """The order of a curriculum, where there is one."""
+        return None if self._graded is None else self._graded.order
 
     def sample(self, number: int) -> Mapping[str, torch.Tensor]:
         """A sample of any epoch, with what data.document_mask and data.eod_mask_loss ask for."""

@@ -7,12 +7,17 @@ WINDOW = "model.sliding_window=5"
 BLOCKS = "model.sparse_attention={block: 2, num_local_blocks: 3, num_global_blocks: 1}"
 DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
 OFFLOAD = "trainer.offload=[activations,optimizer]"
+# Sequences in two pieces, then in pieces of which some tokens are left over, then whole: each step has another shape.
+STEPS = "schedule_type: fixed_discrete, difficulty: [8, 12, 16], max_step: [1, 2]"
+PIECES = f"data.curriculum=[{{metric: seqlen_reshape, {STEPS}}}]"
+SHORT = PIECES.replace("reshape", "truncate")
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
 MICRO_1, MICRO_4 = "trainer.micro_batch_size=1", "trainer.micro_batch_size=4"
 # The rows that run with every `make test`: each axis with its hardest case, and all together.
 QUICK = {
+    "tp2·pp2+sp, sequences in pieces",
     "tp2·pp2+sp, window",
     "tp2+sp",
     "tp4+sp, kv heads < tp",
@@ -133,6 +138,8 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", "trainer.recompute=selective"],
         [DROPPING],
     ),
+    ("tp2·pp2+sp, sequences in pieces", 4, ["trainer.tp=2", "trainer.pp=2"], [PIECES]),
+    ("pp2·vpp2·dp2, zero 3, short sequences first", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], [SHORT]),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),

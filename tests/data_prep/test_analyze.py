@@ -1,0 +1,140 @@
+"""Difficulties measured once: what they are, and that they are the same to the byte however the work is shared or
+killed."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import analyze
+from megatron_llama.data.difficulty_index import open_measured
+from megatron_llama.system.errors import UserError
+from tests.data.files import numbered, write_indexed
+
+LENGTH = 16
+DOCUMENTS = [[1 + (token * token) % 997 for token in document] for document in numbered(60)]
+TEXT = [token for document in DOCUMENTS for token in document]
+HOLD = "HOLD_ANALYSIS"
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analyze, "SHARD_TOKENS", 10 * LENGTH)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_indexed(tmp_path / "a", DOCUMENTS)
+
+
+def held(ids: np.ndarray) -> float:
+    """A metric that never comes back from sample 50 on while the environment says so."""
+    if HOLD in os.environ and np.array_equal(ids, TEXT[50 * LENGTH : 51 * LENGTH + 1]):
+        signal.pause()
+    return float(ids.sum())
+
+
+def measure(prefix: str, metric: str, *more: str) -> None:
+    assert analyze.main([prefix, "--metric", metric, "--seq-length", str(LENGTH), "--workers", "1", *more]) == 0
+
+
+def written(prefix: str, name: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(f"{prefix}_metrics/{name}-{LENGTH}").iterdir()}
+
+
+def test_values_are_those_of_the_definitions(prefix: str) -> None:
+    for metric in ("vocab_rarity", "length", "tests.data_prep.test_analyze.held"):
+        measure(prefix, metric)
+    count = (len(TEXT) - 1) // LENGTH
+    units = [TEXT[unit * LENGTH : (unit + 1) * LENGTH + 1] for unit in range(count)]
+    counts = Counter(TEXT[: count * LENGTH])
+    rarities = [int(sum(-math.log(counts[id] / (count * LENGTH)) for id in unit)) for unit in units]
+    owners = [len(document) for document in DOCUMENTS for _ in document]
+    lengths = [float(np.mean(owners[unit * LENGTH : (unit + 1) * LENGTH + 1])) for unit in range(count)]
+    for name, values in (("vocab_rarity", rarities), ("length", lengths), ("held", list(map(sum, units)))):
+        measured = open_measured(Path(f"{prefix}_metrics/{name}-{LENGTH}"), prefix)
+        np.testing.assert_allclose(measured.values, values, rtol=1e-12)
+        assert measured.order.tolist() == sorted(range(count), key=lambda unit: (measured.values[unit], unit))
+        assert measured.ranks[measured.order].tolist() == list(range(count))
+
+
+def test_workers_and_parts_write_the_same(prefix: str, tmp_path: Path) -> None:
+    measure(prefix, "vocab_rarity")
+    whole = written(prefix, "vocab_rarity")
+    assert set(whole) == {"values.npy", "order.npy", "index.json"}
+    output = tmp_path / "elsewhere"
+    measure(prefix, "vocab_rarity", "--workers", "3", "--output", str(output))
+    shared = Path(output / "a_metrics" / f"vocab_rarity-{LENGTH}")
+    assert {path.name: path.read_bytes() for path in shared.iterdir()} == whole
+    # Two passes in three parts each, in any order: counts, then values.
+    other = write_indexed(tmp_path / "b", DOCUMENTS)
+    for part in ("3/3", "1/3", "2/3", "1/3", "3/3"):
+        measure(other, "vocab_rarity", "--part", part)
+    assert written(other, "vocab_rarity") == whole
+
+
+def test_killed_and_started_again_writes_the_same(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = "tests.data_prep.test_analyze.held"
+    other = write_indexed(tmp_path / "b", DOCUMENTS)
+    measure(other, metric)
+    monkeypatch.setenv(HOLD, "1")
+    child = multiprocessing.get_context("fork").Process(target=measure, args=(prefix, metric))
+    child.start()
+    work = Path(f"{prefix}_metrics/held-{LENGTH}/.partial")
+    deadline = time.monotonic() + 120
+    while len(done := sorted(work.glob("values-*.npy"))) < 5 and time.monotonic() < deadline and child.is_alive():
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    assert len(done) == 5 and not (work.parent / "index.json").exists()
+    with pytest.raises(UserError, match="there is no index"):
+        open_measured(work.parent, prefix)
+    monkeypatch.delenv(HOLD)
+    kept = [path.stat().st_ino for path in done]
+    assert [path.stat().st_ino for path in sorted(work.glob("values-*.npy"))[:5]] == kept
+    (work / done[0].name).write_bytes(b"")  # a power cut: what is not whole must be noticed, not used
+    with pytest.raises((ValueError, EOFError, OSError)):
+        measure(prefix, metric)
+    done[0].unlink()
+    measure(prefix, metric)
+    assert written(prefix, "held") == written(other, "held")
+
+
+def test_another_analysis_is_not_replaced_by_mistake(prefix: str) -> None:
+    measure(prefix, "length")
+    before = written(prefix, "length")
+    measure(prefix, "length")  # is done
+    with pytest.raises(UserError, match="--overwrite"):
+        measure(prefix, "tests.data_prep.test_analyze.held", "--name", "length")
+    write_indexed(Path(prefix), DOCUMENTS[1:])
+    with pytest.raises(UserError, match="another dataset"):
+        measure(prefix, "length")
+    assert written(prefix, "length") == before
+    measure(prefix, "length", "--overwrite")
+    assert written(prefix, "length") != before
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--metric", "nothing.there"], "can't be imported"),
+        (["--metric", "rarity"], "package.module.function"),
+        (["--metric", "math.pi"], "is no function"),
+        (["--metric", "length", "--name", "a/b"], "letters, digits"),
+        (["--metric", "length", "--seq-length", "99999"], "less than a sequence"),
+        (["--metric", "length", "--part", "3/2"], "K/N"),
+    ],
+)
+def test_what_is_refused(prefix: str, more: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        analyze.main([prefix, "--seq-length", str(LENGTH), *more])
+    with pytest.raises(UserError, match="write --seq-length"):
+        analyze.main([prefix, "--metric", "length"])
