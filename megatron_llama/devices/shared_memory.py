@@ -15,7 +15,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from io import FileIO
 from typing import Any, NamedTuple
@@ -126,6 +126,9 @@ class _Channel:
 def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _Channel | None:
     """The channel of a group, or None where its ranks can't share memory: on other machines, in other containers, on
     another system than Linux. A collective: all ranks get one, or none does."""
+    # The store may remember groups of the same name that these processes have ended since.
+    earlier = (store.add("joined", 1) - 1) // size
+    store = dist.PrefixStore(str(earlier), store)
     if rank == 0:
         token = secrets.token_hex(16)
         opened = _make(size, token)
@@ -181,13 +184,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor for classes in Python
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._gloo._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        # A group that torch made itself. Methods that a class in Python inherits keep the interpreter's lock while they
+        # wait for gloo's thread, which wants it too.
+        self._gloo: Any = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        backend._set_sequence_number_for_group()
+        for group in (self, self._gloo):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._rendezvous = dist.PrefixStore("shared_memory", store), timeout
         self._channel: _Channel | None = None
         self._asked = False
+
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)  # type: ignore[arg-type]
+        self._gloo._set_group_name(name)
 
     def _channel_for(self, *tensors: Tensor) -> _Channel | None:
         """The channel, if there is one. Strides don't matter, as they may differ between ranks, which must agree."""
@@ -234,6 +245,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # What torch before 2.13 calls them.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+
+def _by_gloo(name: str) -> Callable[..., Any]:
+    def method(group: SharedMemoryGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(group._gloo, name)(*args, **kwargs)
+
+    return method
+
+
+_OTHERS = (
+    "all_gather_single_coalesced all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced "
+    "allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv recv_anysource reduce "
+    "reduce_scatter reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send"
+)
+for _name in _OTHERS.split():
+    if hasattr(dist.ProcessGroup, _name):  # some exist in newer versions of torch only
+        setattr(SharedMemoryGroup, _name, _by_gloo(_name))
 
 
 def _done(tensors: list[Tensor]) -> dist.Work:

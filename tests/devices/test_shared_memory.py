@@ -179,3 +179,13 @@ def _waits(rank: int) -> None:
 
 def test_a_rank_that_does_not_come() -> None:
     run_ranks(_waits, 2)
+
+
+def _many_by_gloo(_: int) -> None:
+    for number in range(1000):
+        told: list[Any] = [number]
+        dist.broadcast_object_list(told, 0)
+
+
+def test_gloo_and_the_interpreter_do_not_wait_for_each_other() -> None:
+    run_ranks(_many_by_gloo, 2, timeout=60)

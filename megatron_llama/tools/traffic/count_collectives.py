@@ -99,10 +99,9 @@ class TrafficCounter(TorchDispatchMode):
             raise UnknownCollective(f"{namespace}::{name} is not counted")
         kind, payload, group_at = _OPERATORS[namespace][name]
         group = args[group_at]
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-        elif not isinstance(group, dist.ProcessGroup):
-            group = dist.ProcessGroup.unbox(group)
+        # By name, as torch knows it: gloo's part of a group that shares memory is an object of its own.
+        name = group if isinstance(group, str) else _unboxed(group).group_name
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(args[payload]))
         if namespace == "_c10d_functional" and kind == "all_gather":
             size *= group.size()
@@ -130,3 +129,7 @@ class TrafficCounter(TorchDispatchMode):
 def _add(traffic: Traffic, line: Line, size: int) -> None:
     before = traffic.get(line, Amount(0, 0))
     traffic[line] = Amount(before.calls + 1, before.payload + size)
+
+
+def _unboxed(group: Any) -> dist.ProcessGroup:
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
