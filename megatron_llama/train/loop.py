@@ -110,7 +110,8 @@ def training_step(
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
-    # The step's only wait for the device, behind all that it has to do.
+    # The step's only wait for the device, behind all that it has to do. With an optimizer that is not torch's
+    # Adam the host has waited in update() too.
     mean_loss, gradient_norm = torch.stack((loss, norm)).tolist()
     tokens, attended = torch.stack((counts.tokens, counts.attended)).tolist()
     metrics = {

@@ -28,7 +28,17 @@ from megatron_llama.plan.traffic import Amount, Traffic
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
 from megatron_llama.tools.rehearse.history import History
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
-from megatron_llama.tools.rehearse.report import BATCH, GRADIENTS, HOST, OPTIMIZER, WEIGHTS, Flops, Rehearsal, Sighting
+from megatron_llama.tools.rehearse.report import (
+    BATCH,
+    GRADIENTS,
+    HOST,
+    OPTIMIZER,
+    WEIGHTS,
+    DispatchedOperator,
+    Flops,
+    Rehearsal,
+    Sighting,
+)
 from megatron_llama.tools.rehearse.watch import Operation, Watch
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter
@@ -36,6 +46,8 @@ from megatron_llama.topology import Topology, build_topology
 
 MOST_BLOCK_RUNS = 160
 """Blocks times micro batches that a rehearsal runs; of a longer step only as many micro batches as it needs."""
+_NO_KERNEL = {"lift_fresh", "_local_scalar_dense"}
+"""A constant on the host becomes a tensor; a value is read, which ``synchronizations`` counts."""
 
 
 def rehearse(plan: Plan, rank: int) -> Rehearsal:
@@ -45,7 +57,7 @@ def rehearse(plan: Plan, rank: int) -> Rehearsal:
     not be here: the CPU's code runs. Raises ValueError for a rank outside the world.
     """
     topology = build_topology(plan, rank)
-    with fake_world(topology):
+    with fake_world(topology, plan.config.device.name):
         return watch_rank(plan, topology, get_device("cpu"), fake=True)
 
 
@@ -105,6 +117,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         traffic=_traffic(found, total),
         synchronizations=_sightings(watch.host_waits),
         dynamic=(*_sightings(watch.shapes_from_values), *_new_shapes(shapes[-2], shapes[-1], batches.documents)),
+        operators=tuple(_operators(watch)),
         order=tuple(modules.order),
         seconds=time.perf_counter() - start,
     )
@@ -216,6 +229,13 @@ def _new_shapes(before: set[Operation], now: set[Operation], compare: bool) -> I
     places = Counter(any_layer(module) for module, _, _ in before - now) if compare else Counter()
     for module, count in places.most_common():
         yield Sighting("other shapes in the next batch", module or "the chunk itself", count)
+
+
+def _operators(watch: Watch) -> Iterator[DispatchedOperator]:
+    for (operator, module), (place, count) in watch.operators.items():
+        namespace, name = operator._schema.name.split("::")
+        view = operator.is_view or name in _NO_KERNEL
+        yield DispatchedOperator(namespace, name, view, module, place, count)
 
 
 def _sightings(counts: Counter[tuple[str, str]]) -> tuple[Sighting, ...]:

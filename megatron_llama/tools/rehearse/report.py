@@ -64,6 +64,23 @@ class Sighting:
     """How often in a step."""
 
 
+class DispatchedOperator(NamedTuple):
+    """An operator of a step, where it was first called in a module."""
+
+    namespace: str
+    """aten for torch's own."""
+    name: str
+    """Without its overload."""
+    view: bool
+    """Whether its result is another description of the same memory."""
+    module: str
+    """Where it runs; * stands for any layer's number."""
+    place: str
+    """file:line (function) of its first call there."""
+    calls: int
+    """How often in the micro batches that were rehearsed."""
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Bytes of one step after each change, by kind."""
@@ -111,6 +128,8 @@ class Rehearsal:
     """Values that the host waits for."""
     dynamic: tuple[Sighting, ...]
     """Operations whose result's shape depends on values, and shapes that differ between batches."""
+    operators: tuple[DispatchedOperator, ...]
+    """All that was dispatched, by name and module, collectives and ``fully_shard``'s own operators too."""
     timeline: Timeline
     order: tuple[tuple[str, int, int], ...]
     """("forward" or "backward", chunk, micro batch) in the order in which the schedule ran them."""

@@ -10,6 +10,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.traffic import wire
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import GIB, gib, short_count
+from megatron_llama.tools.rehearse.operators import published, unlisted
 from megatron_llama.tools.rehearse.report import KINDS, Rehearsal, Sighting
 
 MOST_HOLDERS = 12
@@ -32,6 +33,7 @@ def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     yield from ("", "  bytes sent in a step", *_traffic(rehearsal))
     yield from ("", *_sightings(rehearsal.synchronizations, "the host waits for the device"))
     yield from ("", *_sightings(rehearsal.dynamic, "shapes that depend on values, or change"))
+    yield from _operators(rehearsal, plan.config.device.name)
 
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
     found["traffic"] = [{**line._asdict(), **amount._asdict()} for line, amount in rehearsal.traffic.items()]
     for name in ("synchronizations", "dynamic"):
         found[name] = [vars(sighting) for sighting in found[name]]
+    found["operators"] = [operator._asdict() for operator in rehearsal.operators]
     return found
 
 
@@ -93,4 +96,18 @@ def _sightings(sightings: Sequence[Sighting], what: str) -> Iterator[str]:
         return
     yield f"  {what}, times in a step:"
     rows = [(f"{sighting.count:,}", sighting.what, sighting.place) for sighting in sightings]
+    yield from (f"    {row}" for row in text_table(rows))
+
+
+def _operators(rehearsal: Rehearsal, device: str) -> Iterator[str]:
+    names = published(device)
+    if names is None:
+        return
+    missing = unlisted(rehearsal.operators, names)
+    yield ""
+    if not missing:
+        yield f"  operators that the vendor's published list for device={device} lacks: none"
+        return
+    yield f"  operators that the vendor's published list for device={device} lacks, in the micro batches rehearsed:"
+    rows = [(f"{found.calls:,}", found.name, found.module, found.place) for found in missing]
     yield from (f"    {row}" for row in text_table(rows))

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from megatron_llama.plan.module_work import any_layer
 from megatron_llama.tools.rehearse.modules import BACKWARD, RECOMPUTED, Modules, Place
 from megatron_llama.tools.rehearse.report import (
     ATTENTION,
@@ -126,6 +127,8 @@ class Watch(TorchDispatchMode):
         """By module and phase."""
         self.host_waits: Counter[tuple[str, str]] = Counter()
         self.shapes_from_values: Counter[tuple[str, str]] = Counter()
+        self.operators: dict[tuple[Any, str], tuple[str, int]] = {}
+        """By operator and module: (where it was first called, how often)."""
         self.shapes: set[Operation] = set()
         """What a compiler would have to make a kernel of."""
         self.marks: list[tuple[int, Place]] = []
@@ -173,7 +176,7 @@ class Watch(TorchDispatchMode):
 
     def new_step(self) -> None:
         """Forgets the FLOPs and sightings of the last step; what is alive stays."""
-        for kept in (self.flops, self.host_waits, self.shapes_from_values, self.marks):
+        for kept in (self.flops, self.host_waits, self.shapes_from_values, self.operators, self.marks):
             kept.clear()
         self.shapes = set()
         if self.modules is not None:
@@ -204,9 +207,7 @@ class Watch(TorchDispatchMode):
                 self.records[self._live[key][0]].kind = GRADIENTS
             return
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        module = "the build of the model" if place is None else place.module or "the chunk itself"
-        if place is not None and place.run < 0 and not place.accumulates:
-            module = "the optimizer and the loop"
+        module = "the build of the model" if place is None else _module(place)
         self.records.append(Record(self._kind(tensor, place), module, name, shape, dtype))
         self._change(key, len(self.records) - 1, storage.nbytes())
         weakref.finalize(storage, self._gone, key).atexit = False
@@ -251,8 +252,17 @@ class Watch(TorchDispatchMode):
             self.host_waits[name, _caller()] += 1
         elif name in _SHAPE_FROM_VALUES or (name.startswith("index") and _by_mask(args)):
             self.shapes_from_values[name, _caller()] += 1
+        key = (func, any_layer(_module(place)))
+        caller, count = self.operators.get(key) or (_caller(), 0)
+        self.operators[key] = caller, count + 1
         shapes = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
         self.shapes.add((place.module, name, shapes))
+
+
+def _module(place: Place) -> str:
+    if place.run < 0 and not place.accumulates:
+        return "the optimizer and the loop"
+    return place.module or "the chunk itself"
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
