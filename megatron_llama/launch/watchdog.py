@@ -250,7 +250,8 @@ def describe(positions: Sequence[Position], world_size: int) -> str:
     blamed = culprits(everybody)
     lines += [*text_table(rows), ""]
     if len(blamed) == world_size > 1 and not blamed[0].fault:
-        in_which = _waits(blamed, "they wait")
+        # Where one does not wait, the table says which: it may be at work, or the cause.
+        in_which = _waits(blamed, "they wait") if all(position.awaited for position in blamed) else ""
         return "\n".join([*lines, f"All {world_size} ranks failed: no progress in {blamed[0].name}{in_which}"])
     several = len({position.host for position in everybody} - {""}) > 1
     waiting = _waits([position for position in everybody if position not in blamed], "others wait for it")

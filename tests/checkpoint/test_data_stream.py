@@ -11,6 +11,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.data.blend import Blend
 from megatron_llama.data.record import old_record
+from megatron_llama.plan.batch_schedule import Position
 from tests.checkpoint.runner import assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
 
@@ -64,7 +65,7 @@ def test_another_order_would_be_seen(tmp_path: Path) -> None:
 
 def _old_program(checkpointer: Checkpointer) -> None:
     """Trains in megatron-core's order and keeps no record, as the program did before."""
-    checkpointer.data.resume(old_record(asdict(checkpointer.plan.config), 0), 0)
+    checkpointer.data.resume(old_record(asdict(checkpointer.plan.config), 0), Position())
     checkpointer.data.record = lambda consumed: None  # type: ignore[method-assign,assignment,return-value]
 
 
