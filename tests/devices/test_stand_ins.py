@@ -47,6 +47,7 @@ def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str
         *SMALL,
         f"trainer.steps={STEPS}",
         "checkpoint.save_last=false",
+        "trainer.precision=fp32",  # what accelerators do by default differs
         f"run.dir={folder / 'run'}",
         *overrides,
     ]
@@ -147,7 +148,8 @@ def test_gaudi_under_a_starter_that_shows_each_task_its_card(tmp_path: Path, cpu
     root = gaudi(tmp_path / "machine")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     recipes = tmp_path / "recipes"
     losses, events = train(
         tmp_path / "run",
