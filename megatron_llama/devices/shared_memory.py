@@ -3,8 +3,9 @@
 ``SharedMemoryGroup`` is a gloo process group whose all-reduce, all-gather and reduce-scatter go through shared memory
 where all its ranks can map it. Everything else, and every group that reaches another machine, is gloo's.
 
-A rank writes its part into its own slot, tells the others, and reads theirs. Sums are taken in the order of ranks, so
-that all ranks get the same bits each time; 16-bit floats are added in fp32 and rounded once.
+A rank writes its part into its own slot, tells the others, and reads theirs. Results are gloo's to the bit, so that a
+run on one machine and one on several agree: sums of floats of more than two ranks, whose order gloo chooses, stay with
+it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
+_NAME = "megatron_llama"
+"""Of the memory, in /proc."""
 _MOST_RANKS = 256
 """A rank's number is a byte. There are hardly more cores."""
 _MOST_SLOT, _MOST_MEMORY = 2 << 20, 64 << 20
@@ -149,7 +152,7 @@ def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -
 def _make(size: int, token: str) -> _Opened | None:
     """New memory that begins with ``token``, and inboxes; None where the system has none of that to give."""
     try:
-        memory = FileIO(os.memfd_create("megatron_llama"), "r+")
+        memory = FileIO(os.memfd_create(_NAME), "r+")
         os.posix_fallocate(
             memory.fileno(), 0, 2 * size * _slot(size)
         )  # a lack of memory shows here, not as a bus error
@@ -165,13 +168,17 @@ def _open(where: list[int], token: str) -> _Opened | None:
     """The same, opened by another rank; None if it is not within reach."""
     if not where:
         return None
-    process, *descriptors = where
+    process, first, *others = where
     try:
-        memory, *inboxes = (_reopen(process, descriptor) for descriptor in descriptors)
-        found = memory.read(len(token))
+        # On another machine, or in another container, the process is a stranger, whose files nobody may read.
+        if not os.readlink(f"/proc/{process}/fd/{first}").startswith(f"/memfd:{_NAME}"):
+            return None
+        memory = _reopen(process, first)
+        if memory.read(len(token)) != token.encode():
+            return None
+        return _Opened(memory, [_reopen(process, inbox) for inbox in others])
     except OSError:
         return None
-    return _Opened(memory, inboxes) if found == token.encode() else None  # on another machine the process is a stranger
 
 
 def _reopen(process: int, descriptor: int) -> FileIO:
@@ -213,7 +220,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """In place: the sum, or another combination, of all ranks' tensors."""
         opts = opts or AllreduceOptions()
-        combine = _combination(opts, tensors[0])
+        combine = _combination(opts, tensors[0], self.size())
         channel = self._channel_for(*tensors) if combine else None
         if channel is None or combine is None:
             work: dist.Work = self._gloo.allreduce(tensors, opts)
@@ -234,7 +241,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """The sum of all ranks' [ranks * n], of which each gets its [n]."""
         opts = opts or ReduceScatterOptions()
-        combine = _combination(opts, input)
+        combine = _combination(opts, input, self.size())
         channel = self._channel_for(output, input) if combine else None
         if channel is None or combine is None:
             work: dist.Work = self._gloo._reduce_scatter_base(output, input, opts)
@@ -274,16 +281,18 @@ def _done(tensors: list[Tensor]) -> dist.Work:
 _COMBINE = ((dist.ReduceOp.SUM, "add"), (dist.ReduceOp.MAX, "maximum"), (dist.ReduceOp.MIN, "minimum"))
 
 
-def _combination(opts: Any, tensor: Tensor) -> str | None:
+def _combination(opts: Any, tensor: Tensor, ranks: int) -> str | None:
     """The name of torch's function that combines two ranks' values; None where gloo has to."""
     if tensor.dtype == torch.bool or tensor.is_complex():
         return None
+    if ranks > 2 and tensor.is_floating_point() and opts.reduceOp == dist.ReduceOp.SUM:
+        return None  # the order of the sum matters
     return next((name for operation, name in _COMBINE if opts.reduceOp == operation), None)
 
 
 def _combined(parts: list[Tensor], combine: str) -> Tensor:
-    """The ranks' values in their order."""
-    total = parts[0].float() if parts[0].dtype.itemsize == 2 else parts[0]
+    """The ranks' values as one."""
+    total = parts[0]
     for part in parts[1:]:
         total = getattr(torch, combine)(total, part)
     return total

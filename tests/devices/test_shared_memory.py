@@ -1,4 +1,4 @@
-"""Collectives through shared memory: the sums of ranks in their order, in pieces, and gloo for the rest."""
+"""Collectives through shared memory, in pieces, to gloo's bits; and gloo for the rest."""
 
 from __future__ import annotations
 
@@ -24,17 +24,13 @@ SLOT = 240
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A rank's tensor."""
-    drawn = torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
-    return drawn.to(dtype)
+    """A rank's tensor, of integers whose sum is exact in any dtype and order."""
+    return torch.randint(-40, 40, (size,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def in_order(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Their sum from the first rank to the last, 16-bit floats in fp32."""
-    total = tensors[0].float() if tensors[0].dtype.itemsize == 2 else tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total.to(tensors[0].dtype)
+def total(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Their sum."""
+    return torch.stack(tensors).double().sum(0).to(tensors[0].dtype)
 
 
 def _every_collective(rank: int, world: int) -> None:
@@ -45,10 +41,10 @@ def _every_collective(rank: int, world: int) -> None:
             each = [values(other, size * world, dtype) for other in range(world)]
             mine = each[rank].clone()
             dist.all_reduce(mine)
-            assert torch.equal(mine, in_order(each)), (dtype, size)
+            assert torch.equal(mine, total(each)), (dtype, size)
             part = torch.empty(size, dtype=dtype)
             dist.reduce_scatter_tensor(part, each[rank].clone())
-            assert torch.equal(part, in_order(each)[rank * size : (rank + 1) * size]), (dtype, size)
+            assert torch.equal(part, total(each)[rank * size : (rank + 1) * size]), (dtype, size)
             whole = torch.empty(size * world, dtype=dtype)
             work = dist.all_gather_into_tensor(whole, each[rank][:size], async_op=True)
             work.wait()
@@ -57,9 +53,9 @@ def _every_collective(rank: int, world: int) -> None:
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     assert torch.equal(largest, torch.stack([values(other, 50, torch.float32) for other in range(world)]).amax(0))
     # Some ranks' tensors may be strided where others' are not.
-    strided = torch.arange(6.0).view(3, 2).t() if rank else torch.arange(6.0).view(3, 2).t().contiguous()
+    strided = torch.arange(6).view(3, 2).t() if rank else torch.arange(6).view(3, 2).t().contiguous()
     dist.all_reduce(strided)
-    assert torch.equal(strided, torch.arange(6.0).view(3, 2).t() * world)
+    assert torch.equal(strided, torch.arange(6).view(3, 2).t() * world)
     # What compiled blocks call.
     summed = functional.all_reduce(torch.full((3,), float(rank)), "sum", group)
     assert summed.tolist() == [world * (world - 1) / 2] * 3
@@ -67,9 +63,29 @@ def _every_collective(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_collective_adds_in_the_order_of_ranks(world: int) -> None:
+def test_every_collective(world: int) -> None:
     with patch.object(shared_memory, "_MOST_SLOT", SLOT):
         run_ranks(_every_collective, world, world)
+
+
+def _same_bits(rank: int, world: int) -> None:
+    """Of sums through memory and by gloo alone, as between machines."""
+    gloo = dist.new_group(backend="gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = torch.randn(5000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        both = [mine.clone(), mine.clone()]
+        for group, tensor in zip((None, gloo), both, strict=True):
+            dist.all_reduce(tensor, group=group)
+        assert torch.equal(*both)
+        parts = [torch.empty(5000 // world, dtype=dtype) for _ in range(2)]
+        for group, part in zip((None, gloo), parts, strict=True):
+            dist.reduce_scatter_tensor(part, mine[: 5000 // world * world].clone(), group=group)
+        assert torch.equal(*parts)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_are_gloos_to_the_bit(world: int) -> None:
+    run_ranks(_same_bits, world, world)
 
 
 def _by_gloo(rank: int) -> None:
@@ -101,8 +117,18 @@ def _out_of_reach(rank: int) -> None:
 
 
 def _a_stranger(rank: int) -> None:
-    """Where rank 0 is said to be there is another process's file, as on another machine."""
+    """Where rank 0 is said to be there is another run's memory, as on another machine."""
     _sums_by_gloo(rank, lambda *_: FileIO("/dev/zero", "r+"))
+
+
+def _not_memory(rank: int) -> None:
+    """There is a stranger's file: it is not even opened."""
+
+    def opened(*_: int) -> FileIO:
+        raise AssertionError
+
+    with patch.object(os, "readlink", lambda path: "pipe:[4711]"):
+        _sums_by_gloo(rank, opened)
 
 
 def _sums_by_gloo(rank: int, reopen: Callable[..., FileIO]) -> None:
@@ -113,7 +139,7 @@ def _sums_by_gloo(rank: int, reopen: Callable[..., FileIO]) -> None:
     assert dist.group.WORLD._channel is None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("how", [_out_of_reach, _a_stranger])
+@pytest.mark.parametrize("how", [_out_of_reach, _a_stranger, _not_memory])
 def test_ranks_that_cannot_share_memory_use_gloo(how: Any) -> None:
     run_ranks(how, 2)
 
