@@ -23,14 +23,9 @@ from megatron_llama.launch import job_store, network, rendezvous, reports
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rendezvous import Rendezvous
-from megatron_llama.launch.reports import NodeInfo
 from megatron_llama.system.signals import is_stopped
+from tests.launch.places import context, info
 from tests.processes import PATIENCE_SECONDS
-
-
-def context(rank: int, world: int = 3, address: str = "127.0.0.1", port: int = 0, job: str = "7") -> ProcessContext:
-    """One of ``world`` processes, each on a machine of its own."""
-    return ProcessContext("srun", rank, 0, 1, world, address, port, job, False, node=rank, nodes=world)
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +41,6 @@ check_first_address = rendezvous.check_first_address
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def info(rank: int, processes: int = 2, **more: Any) -> NodeInfo:
-    return replace(reports.node_info(context(rank, processes), rank, 1, 3), name=f"n{rank + 1}", **more)
 
 
 def test_all_learn_where_the_run_is(port: int) -> None:
@@ -391,24 +382,6 @@ def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.Mo
     check_first_address(context(0, address="head"))  # Debian's /etc/hosts
     with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
         check_first_address(context(1, address="head"))
-
-
-def test_nodes_that_count_differently_are_named() -> None:
-    with pytest.raises(LaunchFailed, match="n3 has 7 ranks and so counts 21 in all; n1 has 1 and counts 3"):
-        reports.check_consistent([info(0), info(1), info(2, ranks=7, world_size=21)])
-
-
-def test_the_table() -> None:
-    two = [
-        info(0, first_rank=0, ranks=4, address="10.0.0.1", interface="ib0"),
-        info(1, first_rank=4, ranks=4, address="10.0.0.2", interface=None),
-    ]
-    assert reports.node_table(two, context(0, 2, "n1", 15070)).splitlines() == [
-        "node  name  ranks  address   interface",
-        "0     n1    0-3    10.0.0.1  ib0",
-        "1     n2    4-7    10.0.0.2  unknown",
-        "They meet at n1, port 15070.",
-    ]
 
 
 def test_interfaces() -> None:

@@ -59,22 +59,36 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 def watching_waits(waiting: Waiting, axes: Mapping[str, str], *, compiled: bool) -> Iterator[None]:
     """Enters ``waiting`` around each wait. ``axes``: see ``parallel.axes.axes_of``."""
     started: WeakKeyDictionary[dist.Work, str] = WeakKeyDictionary()
-    wait = dist.Work.wait
+    wait, waits = dist.Work.wait, False
+
+    @contextmanager
+    def once(name: str) -> Iterator[None]:
+        """A group that shares memory hands some of its collectives to another group: that is one wait."""
+        nonlocal waits
+        if waits:
+            yield
+            return
+        waits = True
+        try:
+            with waiting(name):
+                yield
+        finally:
+            waits = False
 
     def waited(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         if (name := started.get(work)) is None:
             return wait(work, *args, **kwargs)
-        with waiting(name):
+        with once(name):
             return wait(work, *args, **kwargs)
 
     with ExitStack() as stack:
         for group in (dist.ProcessGroup, *dist.ProcessGroup.__subclasses__()):
             for method in _METHODS.keys() & vars(group).keys():
-                starting = _starting(getattr(group, method), method, waiting, started, axes)
+                starting = _starting(getattr(group, method), method, once, started, axes)
                 stack.enter_context(patch.object(group, method, starting))
         stack.enter_context(patch.object(dist.Work, "wait", waited))
         if compiled:
-            stack.enter_context(_Operators(waiting, axes))
+            stack.enter_context(_Operators(once, axes))
         yield
 
 

@@ -1,0 +1,11 @@
+"""For each rule: settings that break it, a part of its advice, and similar settings that pass; a file for each of
+plan/rules/."""
+
+from __future__ import annotations
+
+from tests.plan.rule_cases import curricula, datasets, finetune, layout, schedule, token_dropping
+from tests.plan.rule_cases.case import Case
+
+CASES: list[Case] = [
+    case for file in (curricula, datasets, finetune, layout, schedule, token_dropping) for case in file.CASES
+]

@@ -1,0 +1,276 @@
+"""Cases of plan/rules/layout.py."""
+
+from __future__ import annotations
+
+from tests.plan.rule_cases.case import LORA, Case
+
+WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
+TWO_STAGES = {"trainer.pp": 2}
+CASES = [
+    Case(
+        "hosts_can_be_reached", 4, {"launch.hosts": ["a", "-oProxyCommand=x"]}, {"launch.hosts": ["a", "u@b"]}, "[a,b]"
+    ),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a", "b:0"]}, {"launch.hosts": ["a:1", "b:3"]}, "name:ranks"),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a", "a"]}, {"launch.hosts": ["a", "b"]}, "[a,b]"),
+    Case("hosts_can_be_reached", 4, {"launch.hosts": ["a:2", "b"]}, {"launch.hosts": ["a:2", "b:2"]}, "[a,b]"),
+    Case(
+        "hosts_can_be_reached",
+        4,
+        {"launch.hosts": ["a"], "launch.hostfile": "f"},
+        {"launch.hostfile": "f"},
+        "launch.hosts=[]",
+    ),
+    Case("grid_divides_world", 6, {"trainer.tp": 4}, {"trainer.tp": 2, "trainer.global_batch_size": 6}, "trainer.tp=2"),
+    Case("grid_divides_world", 8, {"trainer.pp": 3}, {"trainer.pp": 4}, "trainer.pp=2 or 4"),
+    Case("grid_divides_world", 4, {"trainer.tp": 4, "trainer.pp": 2}, {"trainer.tp": 2, "trainer.pp": 2}, "8 devices"),
+    Case(
+        "dp_is_what_is_left", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
+    ),
+    Case(
+        "heads_divide_by_tp",
+        16,
+        {**WIDE, "model.num_attention_heads": 12, "model.hidden_size": 240, "trainer.tp": 8},
+        {**WIDE, "trainer.tp": 8},
+        "trainer.tp=4",
+    ),
+    Case(
+        "kv_heads_share_out",
+        12,
+        {
+            "model.num_attention_heads": 12,
+            "model.num_key_value_heads": 4,
+            "trainer.tp": 6,
+            "model.intermediate_size": 480,
+        },
+        {
+            "model.num_attention_heads": 12,
+            "model.num_key_value_heads": 3,
+            "trainer.tp": 6,
+            "model.intermediate_size": 480,
+        },
+        "trainer.tp=4 or 12",
+    ),
+    Case(
+        "feed_forward_divides_by_tp",
+        4,
+        {"trainer.tp": 4, "model.intermediate_size": 510},
+        {"trainer.tp": 4, "model.intermediate_size": 512},
+        "trainer.tp=2",
+    ),
+    Case(
+        "kv_heads_divide_heads",
+        1,
+        {"model.num_key_value_heads": 3},
+        {"model.num_key_value_heads": 2},
+        "model.num_key_value_heads=2 or 4",
+    ),
+    Case(
+        "hidden_divides_by_heads",
+        1,
+        {"model.hidden_size": 190},
+        {"model.hidden_size": 192},
+        "model.hidden_size=184 or 192",
+    ),
+    Case(
+        "hidden_divides_by_heads",
+        1,
+        {"model.hidden_size": 190},
+        {"model.hidden_size": 190, "model.head_dim": 48},
+        "head_dim",
+    ),
+    Case("head_dim_is_even", 1, {"model.hidden_size": 60}, {"model.hidden_size": 64}, "model.hidden_size=56 or 64"),
+    Case("head_dim_is_even", 1, {"model.head_dim": 33}, {"model.head_dim": 34}, "model.head_dim=32 or 34"),
+    Case(
+        "rope_scaling_has_a_band",
+        1,
+        {"model.rope_scaling.low_freq_factor": 4.0},
+        {"model.rope_scaling.low_freq_factor": 3.9},
+        "model.rope_scaling.high_freq_factor=16",
+    ),
+    Case(
+        "one_pattern_of_attention",
+        1,
+        {"model.sliding_window": 64, "model.sparse_attention.block": 64},
+        {"model.sliding_window": 64},
+        "model.sliding_window=null",
+    ),
+    Case(
+        "global_blocks_are_in_a_group",
+        1,
+        {"model.sparse_attention.num_global_blocks": 5},
+        {"model.sparse_attention.num_global_blocks": 4},
+        "model.sparse_attention.num_global_blocks=4",
+    ),
+    Case(
+        "blocks_have_no_folder",
+        1,
+        {"model.sparse_attention.block": 64, "checkpoint.export_hf": True},
+        {"checkpoint.export_hf": True},
+        "checkpoint.export_hf=false",
+    ),
+    Case("layers_fill_stages", 8, {"trainer.pp": 8}, {"trainer.pp": 4}, "trainer.pp=4"),
+    Case("layers_fill_stages", 2, {**TWO_STAGES, "trainer.vpp": 3}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.vpp=2"),
+    Case(
+        "something_is_recomputed",
+        1,
+        {"trainer.recompute_every": 2},
+        {"trainer.recompute_every": 2, "trainer.recompute": "selective"},
+        "trainer.recompute=full",
+    ),
+    Case(
+        "what_is_kept_is_offloaded",
+        1,
+        {"trainer.offload": ["activations"], "trainer.recompute": "elementwise"},
+        {"trainer.offload": ["activations"], "trainer.recompute": "full"},
+        "trainer.recompute=full",
+    ),
+    Case(
+        "its_step_can_be_elsewhere",
+        1,
+        {"trainer.offload": ["optimizer"], "trainer.zero": 0, "optim.name": "onebit_adam"},
+        {"trainer.offload": ["optimizer"], "trainer.zero": 0},
+        "optim.name=adamw",
+    ),
+    Case("vpp_needs_a_pipeline", 1, {"trainer.vpp": 2}, {"trainer.vpp": 1}, "trainer.vpp=1"),
+    Case("vpp_needs_a_pipeline", 2, {"trainer.vpp": 2}, {**TWO_STAGES, "trainer.vpp": 2}, "trainer.pp=2"),
+    *(
+        Case(
+            "pipeline_layers_add_up",
+            2,
+            {**TWO_STAGES, "trainer.pipeline_layers": bad},
+            {**TWO_STAGES, "trainer.pipeline_layers": [3, 1]},
+            "[2,2]",
+        )
+        for bad in ([4], [2, 1, 1], [3, 2], [1, 1], [4, 0], [5, -1])
+    ),
+    Case(
+        "pipeline_layers_add_up",
+        2,
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.pipeline_layers": [3, 1]},
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.pipeline_layers": [2, 2]},
+        "[2,2]",
+    ),
+    Case("batch_is_whole_micro_batches", 3, {}, {"trainer.global_batch_size": 9}, "trainer.global_batch_size=6 or 9"),
+    Case(
+        "batch_is_whole_micro_batches",
+        1,
+        {"trainer.micro_batch_size": 16},
+        {"trainer.micro_batch_size": 4},
+        "trainer.global_batch_size=16",
+    ),
+    Case(
+        "batch_is_whole_micro_batches",
+        2,
+        {**TWO_STAGES, "trainer.vpp": 2, "trainer.global_batch_size": 3},
+        {**TWO_STAGES, "trainer.vpp": 1, "trainer.global_batch_size": 3},
+        "trainer.global_batch_size=2 or 4",
+    ),
+    Case(
+        "sequence_divides_by_tp",
+        2,
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 255},
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 256},
+        "data.seq_length=254 or 256",
+    ),
+    Case(
+        "sequence_divides_by_tp",
+        2,
+        {"trainer.tp": 2, "trainer.sp": True, "data.seq_length": 255},
+        {"trainer.tp": 2, "trainer.sp": False, "data.seq_length": 255},
+        "trainer.sp=false",
+    ),
+    Case(
+        "onebit_adam_keeps_whole_states",
+        2,
+        {"optim.name": "onebit_adam", "trainer.zero": 1},
+        {"optim.name": "onebit_adam", "trainer.zero": 0},
+        "trainer.zero=0",
+    ),
+    Case(
+        "onebit_adam_keeps_whole_states",
+        2,
+        {"optim.name": "onebit_adam", "trainer.zero": 0, "trainer.precision": "bf16_sr"},
+        {"optim.name": "onebit_adam", "trainer.zero": 0, "trainer.precision": "bf16"},
+        "trainer.precision=bf16",
+    ),
+    Case(
+        "onebit_adam_keeps_whole_states", 2, {"optim.freeze_step": 3}, {"optim.freeze_step": None}, "freeze_step=null"
+    ),
+    Case(
+        "one_exchange_of_gradients",
+        2,
+        {"trainer.grad_reduce": "int8", "trainer.zero": 0, "optim.name": "onebit_adam"},
+        {"trainer.grad_reduce": "int8", "trainer.zero": 0},
+        "trainer.grad_reduce=null",
+    ),
+    Case(
+        "something_is_gathered",
+        2,
+        {"trainer.param_gather": "int8", "trainer.zero": 0},
+        {"trainer.param_gather": "int8"},
+        "trainer.zero=1, 2 or 3",
+    ),
+    Case(
+        "something_is_gathered",
+        2,
+        {**LORA, "trainer.param_gather": "int8", "finetune.frozen_dtype": "nf4"},
+        {**LORA, "trainer.param_gather": "int8"},
+        "trainer.param_gather=null",
+    ),
+    Case(
+        "two_hops_have_an_exchange",
+        4,
+        {"trainer.reduce_group": 2},
+        {"trainer.reduce_group": 2, "trainer.grad_reduce": "bf16"},
+        "trainer.grad_reduce=bf16 or int8",
+    ),
+    Case(
+        "two_hops_have_an_exchange",
+        4,
+        {"trainer.reduce_group": 2, "trainer.grad_reduce": "int8", "trainer.zero": 0},
+        {"trainer.reduce_group": 2, "trainer.grad_reduce": "int8", "trainer.zero": 1},
+        "trainer.zero=1, 2 or 3",
+    ),
+    Case(
+        "two_hops_have_an_exchange",
+        8,
+        {"trainer.reduce_group": 8, "trainer.grad_reduce": "int8"},
+        {"trainer.reduce_group": 4, "trainer.grad_reduce": "int8"},
+        "trainer.reduce_group=4",
+    ),
+    Case(
+        "second_copy_is_gathered_from",
+        4,
+        {"trainer.secondary_group": 2},
+        {"trainer.secondary_group": 2, "trainer.zero": 3},
+        "trainer.zero=3",
+    ),
+    Case(
+        "second_copy_is_gathered_from",
+        8,
+        {"trainer.secondary_group": 3, "trainer.zero": 3},
+        {"trainer.secondary_group": 4, "trainer.zero": 3},
+        "trainer.secondary_group=2 or 4",
+    ),
+    Case(
+        "second_copy_is_gathered_from",
+        8,
+        {"trainer.secondary_group": 4, "trainer.zero": 3, "trainer.shard_group": 4},
+        {"trainer.secondary_group": 2, "trainer.zero": 3, "trainer.shard_group": 4},
+        "trainer.secondary_group=2",
+    ),
+    Case(
+        "shard_group_divides_dp",
+        8,
+        {"trainer.shard_group": 3},
+        {"trainer.shard_group": 4},
+        "trainer.shard_group=2 or 4",
+    ),
+    Case(
+        "shard_group_divides_dp",
+        4,
+        {"trainer.shard_group": 2, "trainer.zero": 0},
+        {"trainer.shard_group": 2, "trainer.zero": 1},
+        "trainer.zero=1",
+    ),
+]
