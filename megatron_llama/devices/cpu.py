@@ -6,13 +6,13 @@ import ctypes
 import os
 import resource
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import Device, Peak
+from megatron_llama.devices.products import product_rate
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class Cpu(Device):
         import torch
 
         dtypes = [torch.float32] if precision == "fp32" else [torch.float32, torch.bfloat16]
-        rates = {dtype: _product_rate(dtype) for dtype in dtypes}
+        rates = {dtype: product_rate(_PRODUCT, dtype, _SECONDS) for dtype in dtypes}
         best = max(rates, key=lambda dtype: rates[dtype])
         return Peak(rates[best], f"measured, {_PRODUCT} x {_PRODUCT} {str(best).removeprefix('torch.')} product")
 
@@ -121,20 +121,8 @@ def _memory_limits() -> Iterator[int]:
             yield int(file.read_text())
 
 
-_PRODUCT = 1024  # rows and columns of the matrices whose product measures the peak
-
-
-def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of the best of a few matrix products; a quarter of a second is enough to see it."""
-    import torch
-
-    a, b = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype), torch.ones(_PRODUCT, _PRODUCT, dtype=dtype)
-    best, end = float("inf"), time.perf_counter() + 0.25
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * _PRODUCT**3 / best
+_PRODUCT, _SECONDS = 1024, 0.25
+"""Rows and columns of the matrices whose product measures the peak, and how long: that is enough to see it."""
 
 
 DEVICE = Cpu()

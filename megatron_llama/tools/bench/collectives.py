@@ -96,10 +96,10 @@ def collective(
     """One collective of ``size`` bytes, ready to be called on all ranks of the group. In ``send_recv`` each rank with
     an even number in the group sends to the next one."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.ones(max(ranks, size // dtype.itemsize // ranks * ranks), device=device, dtype=dtype)
-    part = torch.ones(whole.numel() // ranks, device=device, dtype=dtype)
+    whole = torch.zeros(max(ranks, size // dtype.itemsize // ranks * ranks), device=device, dtype=dtype)
+    part = torch.zeros(whole.numel() // ranks, device=device, dtype=dtype)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)  # stays 1, however often
+        return lambda: dist.all_reduce(whole, group=group)  # stays 0, however often
     if kind == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
     if kind == "reduce_scatter":

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import Device, get_device
+from megatron_llama.devices.products import product_rate
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
@@ -70,15 +71,8 @@ def _product_rate(plan: Plan, device: Device, torch_device: torch.device) -> flo
     """FLOP/s of the best product of some, while all ranks make theirs."""
     size = LARGE_PRODUCT if device.is_accelerator else PRODUCT
     dtype = getattr(torch, plan.precision.compute_dtype.removeprefix("torch."))
-    a, b = (torch.ones(size, size, dtype=dtype, device=torch_device) for _ in range(2))
     dist.barrier()
-    best, end = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ b
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return product_rate(size, dtype, SECONDS, torch_device, device.synchronize)
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
