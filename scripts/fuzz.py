@@ -35,6 +35,7 @@ def main() -> int:
     """Exit status 0 where nothing was found, else 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="in all, shared by the targets (default 60)")
+    parser.add_argument("--rounds", type=int, help=f"at most, of each target, {ROUND} cases each (default: any)")
     parser.add_argument("--only", nargs="+", metavar="TARGET", help="; ".join(target.name for target in TARGETS))
     parser.add_argument("--seed", type=int, help="the first round's (default: the time)")
     parser.add_argument("--keep", type=Path, default=Path("runs/fuzz"), help="where findings go (default runs/fuzz)")
@@ -48,16 +49,16 @@ def main() -> int:
             read_case(targets[0], Path(shutil.copytree(arguments.case, Path(folder) / "case")))
         return 0
     first = int(time.time()) if arguments.seed is None else arguments.seed
-    rows = [
-        (target.name, *_fuzz_for(target, arguments.seconds / len(targets), first, arguments.keep)) for target in targets
-    ]
+    last = first + arguments.rounds - 1 if arguments.rounds else None
+    seconds = arguments.seconds / len(targets)
+    rows = [(target.name, *_fuzz_for(target, seconds, first, last, arguments.keep)) for target in targets]
     table = [("target", "seeds", "cases", "seconds", "findings"), *(tuple(map(str, row)) for row in rows)]
     print("\n".join(text_table(table, left=2)))
     return int(any(row[-1] for row in rows))
 
 
-def _fuzz_for(target: Target, seconds: float, first: int, keep: Path) -> tuple[str, int, int, int]:
-    """(seeds, cases, seconds, findings) of rounds until the time is over or something is found."""
+def _fuzz_for(target: Target, seconds: float, first: int, last: int | None, keep: Path) -> tuple[str, int, int, int]:
+    """(seeds, cases, seconds, findings) of rounds until the last, or the time is over, or something is found."""
     begin, cases, number = time.monotonic(), 0, first
     while True:
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +70,7 @@ def _fuzz_for(target: Target, seconds: float, first: int, keep: Path) -> tuple[s
                 shutil.copytree(Path(folder) / "kept", kept / "case")
                 (kept / "finding.txt").write_text(outcome.finding, encoding="utf-8")
                 print(f"{target.name}, seed {number}: {outcome.finding.strip().splitlines()[-1]} ({kept})", flush=True)
-        over = time.monotonic() - begin >= seconds
+        over = number == last or time.monotonic() - begin >= seconds
         if outcome.finding is not None or over:
             spent = round(time.monotonic() - begin)
             return f"{first}-{number}" if number > first else str(first), cases, spent, int(outcome.finding is not None)

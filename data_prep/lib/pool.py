@@ -49,15 +49,26 @@ class Pool:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self.processes = [child for child in multiprocessing.active_children() if child not in before]
+        self.ended: list[int] = []
+        """Exit statuses of the workers that were the first to end."""
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if any(process.exitcode is not None for process in self.processes):
-            for process in self.processes:  # they may wait for ever for a lock that the dead one held
-                process.kill()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end_if_one_has(kind is not None)
         self.executor.shutdown(cancel_futures=True)
+
+    def _end_if_one_has(self, at_once: bool = False) -> None:
+        """Ends all workers where one has ended, and frees the executor. A worker that was killed while it sent a result
+        leaves the executor's thread waiting for the rest: this process and the other workers hold that pipe open, and
+        the others may wait for the dead one's lock."""
+        self.ended = self.ended or [process.exitcode for process in self.processes if process.exitcode is not None]
+        if not self.ended and not at_once:
+            return
+        for process in self.processes:
+            process.kill()
+        self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
 
     def run(self, blocks: Iterator[Block], check_stop: Callable[[], None]) -> Iterator[tuple[Block, Result]]:
         """Encodes all blocks and yields their results in order. ``check_stop`` is called often and may raise.
@@ -89,14 +100,14 @@ class Pool:
         feeder.start()
         try:
             while True:
-                item = _wait_for(lambda: given.get(timeout=POLL_SECONDS), check_stop)
+                item = self._wait_for(lambda: given.get(timeout=POLL_SECONDS), check_stop)
                 if item is None:
                     return
                 # An error of the input comes in its order: what is before it is done and kept.
                 if isinstance(item, BaseException):
                     raise item
                 block, future = item
-                result: Result = _wait_for(lambda: future.result(timeout=POLL_SECONDS), check_stop)  # noqa: B023
+                result: Result = self._wait_for(lambda: future.result(timeout=POLL_SECONDS), check_stop)  # noqa: B023
                 yield block, result
                 room.release()
         except BrokenProcessPool:
@@ -104,7 +115,7 @@ class Pool:
             for process in self.processes:
                 process.join(timeout=5.0)
             check_stop()  # a signal to the whole group ends workers, and asks this process to stop
-            statuses = [process.exitcode for process in self.processes if process.exitcode]
+            statuses = self.ended or [process.exitcode for process in self.processes if process.exitcode]
             status = next((status for status in statuses if status != -signal.SIGTERM), -signal.SIGTERM)
             how = f"signal {-status}" if status < 0 else f"status {status}"
             hint = " (the kernel's way when memory runs out)" if status == -signal.SIGKILL else ""
@@ -116,12 +127,12 @@ class Pool:
             self.slots.free.put(None)
             feeder.join()
 
-
-def _wait_for(get: Callable[[], T], check_stop: Callable[[], None]) -> T:
-    while True:
-        check_stop()
-        with contextlib.suppress(queue.Empty, TimeoutError):
-            return get()
+    def _wait_for(self, get: Callable[[], T], check_stop: Callable[[], None]) -> T:
+        while True:
+            check_stop()
+            with contextlib.suppress(queue.Empty, TimeoutError):
+                return get()
+            self._end_if_one_has()
 
 
 _encoder: BlockEncoder[Any]

@@ -257,6 +257,8 @@ def read_sentencepiece(file: Path) -> Any:
         raise TokenizerError(file, f"can't be read: {error.strerror}{or_fetch_it(str(file))}") from None
     except RuntimeError as error:
         raise TokenizerError(file, f"is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
+    except UnicodeDecodeError:  # of sentencepiece's own message, which quotes the file
+        raise TokenizerError(file, "is not a sentencepiece model: it is damaged") from None
 
 
 def read_model(file: Path) -> Any:

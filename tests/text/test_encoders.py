@@ -121,11 +121,14 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path, preprocess: Run, tokenizer
     (tmp_path / "noise.model").write_bytes(b"\x0a\xff\xffnoise" * 50)
     (tmp_path / "empty.model").write_bytes(b"")
     (tmp_path / "cut.model").write_bytes(tokenizer.read_bytes()[:3000])
+    twice = b"\x0a\x0b\x0a\x02a\xbc\x15\x00\x00\x00\x00\x18\x01" * 2  # quoted in its message, not UTF-8
+    (tmp_path / "twice.model").write_bytes(twice)
     for model, words in [
         (tmp_path / "none.model", ["can't be read"]),
         (tmp_path / "noise.model", ["not a sentencepiece model"]),
         (tmp_path / "empty.model", ["not a sentencepiece model"]),
         (tmp_path / "cut.model", ["not a sentencepiece model"]),
+        (tmp_path / "twice.model", ["not a sentencepiece model"]),
         (source, ["not a sentencepiece model"]),
     ]:
         done = preprocess("--input", source, "--output-prefix", tmp_path / "out/x", "--tokenizer-model", model)
