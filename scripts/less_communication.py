@@ -3,15 +3,13 @@
     python scripts/less_communication.py --input REDPAJAMA_FOLDER --steps 100 --seeds 1 2 3 --output DIR
 
 Four ranks on this machine, as two nodes of two. Bytes are those of plan/traffic.py, which --count also counts in two
-real steps and compares. Each run is a run folder below --output; one that was killed continues when this is started
-again. docs/less_communication.md
+real steps and compares. docs/less_communication.md
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -28,16 +26,17 @@ from megatron_llama.config import load_config  # noqa: E402
 from megatron_llama.plan import resolve  # noqa: E402
 from megatron_llama.plan.traffic import between_nodes, totals, wire  # noqa: E402
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank  # noqa: E402
-from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
+from scripts import variants  # noqa: E402
 from scripts.results import markdown_table, run_program  # noqa: E402
+from scripts.variants import Trained  # noqa: E402
 
 RANKS, PER_NODE = 4, 2
 RECIPE = (
     f"model=llama_2m device=cpu trainer.dp={RANKS} trainer.micro_batch_size=2 trainer.global_batch_size=8 "
     "data.name=redpajama data.tokenizer=null data.seq_length=128 optim.lr=1e-3 trainer.val_steps=16 "
-    "logging.every_steps=50 logging.tensorboard=false checkpoint.every_steps=null"
+    "logging.every_steps=50 logging.tensorboard=false logging.sample_prompts=[] checkpoint.every_steps=null "
+    "checkpoint.save_last=false"
 ).split()
-QUICKEST = 10  # steps at the start that are left out of times
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,11 @@ class Way:
     """It computes what the first one computes: one seed shows that."""
     may_diverge: bool = False
     """A run that ends early is a result, and no failure."""
+    sends_like: str = ""
+    """The way that sends as many bytes, where prediction takes this one for another."""
 
 
-SHARDED = "trainer.zero=3"
+SHARDED, ONE_BIT = "trainer.zero=3", "trainer.zero=0 optim.name=onebit_adam"
 WAYS = {
     "zero 3": Way(SHARDED),
     "zero 3, a second copy in each node": Way(f"{SHARDED} trainer.secondary_group=2", exact=True),
@@ -62,9 +63,14 @@ WAYS = {
         f"{SHARDED} trainer.secondary_group=2 trainer.grad_reduce=int8 trainer.reduce_group=2 trainer.param_gather=int8"
     ),
     "zero 0": Way("trainer.zero=0", exact=True),
-    "zero 0, 1-bit Adam": Way("trainer.zero=0 optim.name=onebit_adam", may_diverge=True),
+    # Its Adam has no bias correction. Without ever sending signs it says what these change.
+    "zero 0, 1-bit Adam's warm-up only": Way(f"{ONE_BIT} optim.freeze_step=1000000", sends_like="zero 0"),
+    "zero 0, 1-bit Adam": Way(ONE_BIT, may_diverge=True),
+    "zero 0, its warm-up only, eps 1e-5": Way(
+        f"{ONE_BIT} optim.freeze_step=1000000 optim.eps=1e-5", sends_like="zero 0"
+    ),
     # Rows of the embedding without a gradient in the warm-up keep a second moment of 0: eps is all that divides.
-    "zero 0, 1-bit Adam, eps 1e-5": Way("trainer.zero=0 optim.name=onebit_adam optim.eps=1e-5", may_diverge=True),
+    "zero 0, 1-bit Adam, eps 1e-5": Way(f"{ONE_BIT} optim.eps=1e-5", may_diverge=True),
 }
 
 
@@ -94,18 +100,19 @@ def sent(overrides: Sequence[str]) -> tuple[float, float]:
     return within / 1e6, across / 1e6
 
 
-def table(found: Mapping[str, Sequence[tuple[float, float]]], settings: Mapping[str, list[str]]) -> list[str]:
-    """Markdown. ``found`` has for each way (validation loss, seconds of a step) by seed."""
-    first, *_ = found.values()
+def table(found: Mapping[str, Sequence[Trained]], settings: Mapping[str, list[str]]) -> list[str]:
+    """Markdown. ``found`` has the runs of each way by seed."""
+    losses = {name: [run.records[-1].get("val_loss") or math.nan for run in runs] for name, runs in found.items()}
+    first, *_ = losses.values()
     rows = []
-    for name, seeds in found.items():
-        losses = [loss for loss, _ in seeds]
-        gaps = [loss - base for loss, (base, _) in zip(losses, first, strict=False)]
-        spread = f"{min(gaps):+.4f} to {max(gaps):+.4f}" if len(gaps) > 1 else f"{gaps[0]:+.4f}"
-        time = statistics.median(seconds for _, seconds in seeds)
-        megabytes = [f"{size:.2f}" for size in sent(settings[name])]
-        rows.append((name, f"{statistics.fmean(losses):.4f}", spread, *megabytes, f"{1000 * time:.0f}"))
-    head = ("", "validation loss", "above the first, by seed", "MB sent a step", "MB between nodes", "ms a step")
+    for name, runs in found.items():
+        own = losses[name]
+        megabytes = [f"{size:.2f}" for size in sent(settings[WAYS[name].sends_like or name])]
+        seconds = statistics.fmean(run.seconds for run in runs)
+        rows.append(
+            (name, f"{statistics.fmean(own):.4f}", variants.gap(own, first[: len(own)]), *megabytes, f"{seconds:.0f}")
+        )
+    head = ("", "validation loss", "above the first, by seed", "MB sent a step", "MB between nodes", "CPU s a run")
     return [*markdown_table(head, rows)]
 
 
@@ -120,35 +127,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[Trained]] = {name: [] for name in WAYS}
     settings = {name: [*RECIPE, *way.settings.split()] for name, way in WAYS.items()}
+    length = [f"trainer.steps={args.steps}", f"trainer.val_every_steps={args.steps}"]
     try:
         data = prepare(args.input.resolve(), output)
         for name, overrides in settings.items():
-            if args.count and "1-bit" not in name:  # it counts signs from its second step on: test_count_steps.py
+            if (
+                args.count and "onebit" not in WAYS[name].settings
+            ):  # it counts signs from its second step on: test_count_steps.py
                 run_program("scripts/traffic.py", "--measure", *overrides)
         for number, seed in enumerate(args.seeds):
             for name, way in WAYS.items():
                 if number and way.exact:
                     continue
-                folder = output / f"{re.sub('[^a-z0-9]+', '_', name.lower())}-{seed}"
-                length = [f"trainer.steps={args.steps}", f"trainer.val_every_steps={args.steps}"]
-                run = [data, f"trainer.seed={seed}", *length, f"run.dir={folder}"]
-                try:
-                    run_program("train.py", *settings[name], *run)
-                except subprocess.CalledProcessError:
-                    if not way.may_diverge:
-                        raise
-                records = read_metrics(folder / METRICS_FILE)
-                times = statistics.median(
-                    record["step_time_s"] for record in records[min(QUICKEST, len(records) - 1) :]
-                )
-                found.setdefault(name, []).append((records[-1].get("val_loss", math.nan), times))
+                words = [*settings[name], data, f"trainer.seed={seed}", *length]
+                found[name].append(variants.train(output / variants.folder_name(name, seed), words, way.may_diverge))
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{' '.join(error.cmd[1:3])} ended with status {error.returncode}\n")
         return 1
     recipe = f"`{' '.join(RECIPE)} trainer.steps={args.steps}`, {len(args.seeds)} seeds"
-    text = "\n".join([recipe, "", *table(found, settings)])
+    text = "\n".join([variants.conditions(), "", recipe, "", *table(found, settings)])
     (output / "less_communication.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
