@@ -2,12 +2,17 @@
 
 Fake tensors know their device, and an operator between two devices raises. The model is built on cuda:0, and runs its
 forward pass, loss, norms and the optimizer's arithmetic. The backward pass is out of reach: autograd asks the driver.
+
+The blocks' forward pass goes through torch.compile too: Inductor is told that there is an H100, and ptxas assembles
+what it writes, for sm_90. Of the training graph nothing is seen, as tracing it runs autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -16,8 +21,9 @@ import torch.distributed as dist
 
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, parallelize, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
 from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
 from megatron_llama.topology import build_topology
 from tests.oracle import make_plan
@@ -45,25 +51,35 @@ def no_driver() -> Iterator[None]:
         yield
 
 
-def _step(_: int, world: int, overrides: list[str], planted: str) -> list[str]:
-    """The devices of weights, loss, norm and optimizer states. What ``planted`` names is on the CPU."""
+def _built(inside: ExitStack, world: int, overrides: list[str]) -> ParallelModel:
+    """Rank 0's model of fake tensors on cuda:0, for as long as ``inside`` is open."""
     dist.destroy_process_group()
     plan = make_plan(world, "data.mock=true", *overrides)
     topology = build_topology(plan, 0)
     device = get_device("cpu")  # its code: no NCCL, no library
+    inside.enter_context(no_driver())
+    inside.enter_context(fake_world(topology))
+    inside.enter_context(patch.object(parallelize, "init_weights", lambda *_: None))  # there are no values
+    inside.enter_context(process_groups(plan, topology, device, CUDA))
+    inside.enter_context(FakeTensors())
+    return build_model(plan, topology, device, CUDA)
+
+
+def _micro_batch(plan: Plan, masks: torch.device) -> MicroBatch:
+    """One on cuda:0, but for its loss mask."""
+    ids = torch.zeros(1, plan.config.data.seq_length, dtype=torch.int64, device=CUDA)
+    mask = torch.ones(1, plan.config.data.seq_length, device=masks)
+    return MicroBatch(ids, ids, mask, torch.zeros(2, dtype=torch.int64, device=CUDA))
+
+
+def _step(_: int, world: int, overrides: list[str], planted: str) -> list[str]:
+    """The devices of weights, loss, norm and optimizer states. What ``planted`` names is on the CPU."""
     with ExitStack() as inside:
-        inside.enter_context(no_driver())
-        inside.enter_context(fake_world(topology))
-        inside.enter_context(patch.object(parallelize, "init_weights", lambda *_: None))  # there are no values
-        inside.enter_context(process_groups(plan, topology, device, CUDA))
-        inside.enter_context(FakeTensors())
-        model = build_model(plan, topology, device, CUDA)
-        optimizer = build_optimizer(plan, model)
+        model = _built(inside, world, overrides)
+        optimizer = build_optimizer(model.plan, model)
         if planted == "weight":
-            model.chunks[0].norm.weight = torch.nn.Parameter(torch.ones(plan.model.hidden_size, device="cpu"))
-        ids = torch.zeros(1, plan.config.data.seq_length, dtype=torch.int64, device=CUDA)
-        mask = torch.ones(1, plan.config.data.seq_length, device="cpu" if planted == "loss mask" else CUDA)
-        loss = model.evaluate([MicroBatch(ids, ids, mask, torch.zeros(2, dtype=torch.int64, device=CUDA))])
+            model.chunks[0].norm.weight = torch.nn.Parameter(torch.ones(model.plan.model.hidden_size, device="cpu"))
+        loss = model.evaluate([_micro_batch(model.plan, torch.device("cpu") if planted == "loss mask" else CUDA)])
         for shard in model.shards:
             shard.parameter.grad = torch.zeros_like(shard.parameter)
         norm = optimizer.gradient_norm()
@@ -81,6 +97,83 @@ def _step(_: int, world: int, overrides: list[str], planted: str) -> list[str]:
 def test_all_on_the_device(name: str) -> None:
     world, overrides = LAYOUTS[name]
     assert run_ranks(_step, 1, world, overrides, "")[0] == ["cuda:0"]
+
+
+H100 = SimpleNamespace(
+    **{"name": "H100", "major": 9, "minor": 0, "warp_size": 32, "multi_processor_count": 132},
+    **{"regs_per_multiprocessor": 1 << 16, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024},
+    **{"total_memory": 80 << 30, "shared_memory_per_block": 48 << 10, "shared_memory_per_block_optin": 227 << 10},
+)
+
+
+@contextmanager
+def compiling_for_an_h100(kernels: list[tuple[str, str]]) -> Iterator[None]:
+    """Inductor writes its code for a card that is not here; ``kernels`` takes the (name, source) of Triton's."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    def keep(self: Any, name: str, source: str, device_str: str = "cuda") -> None:
+        kernels.append((name, source))
+
+    answers: dict[Any, dict[str, Any]] = {
+        torch.cuda: {"get_device_properties": H100, "get_device_capability": (9, 0), "device_count": 1},
+        CudaInterface: {"is_available": True, "is_bf16_supported": True, "get_compute_capability": 90},
+        CudaInterface.Worker: {"get_device_properties": H100},
+        triton_helpers: {"set_driver_to_gpu": None},
+    }
+    with ExitStack() as inside:
+        for place, names in answers.items():
+            for name, answer in names.items():
+                inside.enter_context(patch.object(place, name, MagicMock(return_value=answer)))
+        inside.enter_context(patch.object(CudaInterface, "get_device_properties", MagicMock(return_value=H100)))
+        inside.enter_context(patch.object(AsyncCompile, "triton", keep))
+        # Folding constants would compute with them on the card.
+        inside.enter_context(config.patch(force_disable_caches=True, joint_graph_constant_folding=False))
+        driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+        yield
+
+
+def _assembled(_: int, overrides: list[str]) -> dict[str, tuple[str, bytes]]:
+    """The line of PTX that names the target, and the first bytes of the machine code, of each kernel of a block."""
+    import triton
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.compile_fx import compile_fx
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compile_fx(graph, inputs)
+        return graph.forward  # nothing of what was compiled can run
+
+    kernels: list[tuple[str, str]] = []
+    found = {}
+    with ExitStack() as inside:
+        model = _built(inside, 1, overrides)
+        inside.enter_context(compiling_for_an_h100(kernels))
+        for layer in model.chunks[0].layers.values():
+            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False, fullgraph=True)
+        model.evaluate([_micro_batch(model.plan, CUDA)])
+        for name, source in kernels:
+            tuner = getattr(PyCodeCache.load(source), name)
+            meta = tuner._create_compile_meta(tuner.configs[0])
+            written = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+            options = tuner._create_compile_options(tuner.configs[0], meta)
+            code = triton.compile(written, target=GPUTarget("cuda", 90, 32), options=options).asm
+            target = next(line for line in code["ptx"].splitlines() if line.startswith(".target"))
+            found[name] = target, code["cubin"][:4]
+    return found
+
+
+def test_a_block_is_assembled_for_sm_90() -> None:
+    found = run_ranks(_assembled, 1, ["trainer.precision=bf16"])[0]
+    for part in ("rsqrt", "cat", "softmax", "silu"):  # norms, rotation, attention, SwiGLU
+        assert any(part in name for name in found), found
+    assert {target.split()[1].rstrip("a") for target, _ in found.values()} == {"sm_90"}
+    assert {magic for _, magic in found.values()} == {b"\x7fELF"}
 
 
 def _refusal(rank: int, planted: str) -> str:

@@ -55,15 +55,19 @@ class Lab:
         subprocess.run(["bash", str(stop), "--purge"], env=self.variables, capture_output=True, timeout=120)
         subprocess.run(["rm", "-rf", str(self.home)], timeout=60)
 
-    def command(self, *words: str, **more: str) -> str:
-        """What a command of Slurm's prints."""
-        variables = self.variables | {
+    @property
+    def client(self) -> dict[str, str]:
+        """The variables of a shell on its login node."""
+        return self.variables | {
             "SLURM_CONF": f"{self.home}/etc/slurm.conf",
             "PATH": f"{self.home}/bin:{self.variables['PATH']}",
             "PYTHON": str(self.python),
             "PYTHONPATH": str(ROOT),
-            **more,
         }
+
+    def command(self, *words: str, **more: str) -> str:
+        """What a command of Slurm's prints."""
+        variables = self.client | more
         done = subprocess.run(
             words, env=variables, cwd=self.checkout, capture_output=True, text=True, timeout=60, check=False
         )

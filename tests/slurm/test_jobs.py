@@ -16,23 +16,11 @@ from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import ROOT
 from tests.processes import environment, losses, steps
 from tests.slurm.cluster import Job, Lab, Report
+from tests.slurm.tiny_run import TINY, plain
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-TINY = (
-    "model=llama_2m data=mock device=cpu data.seq_length=32 model.num_hidden_layers=2 model.hidden_size=64 "
-    "model.intermediate_size=96 logging.tensorboard=false trainer.tp=2 trainer.dp=2 trainer.global_batch_size=4 "
-    "optim=constant optim.warmup_steps=0"
-).split()
 # Enough work to be in the middle of it.
 LONG = [*TINY, "trainer.global_batch_size=16", "trainer.steps=120"]
-
-
-def plain(folder: Path, *arguments: str) -> list[float]:
-    """The losses of an uninterrupted run on this machine, by hand, without Slurm."""
-    command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *arguments, f"run.dir={folder}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return losses(folder)
 
 
 def reached(job: Job, folder: Path, step: int, limit: float = 150.0) -> None:

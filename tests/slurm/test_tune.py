@@ -25,14 +25,8 @@ def test_trials_are_jobs(lab: Lab, tmp_path: Path) -> None:
     written = ROOT / "conf" / "experiment" / f"{name}.yaml"
     words = [f"tune.name={name}", f"tune.dir={tmp_path}", "tune.jobs=true", "tune.trials=2", "tune.steps=2"]
     command = [sys.executable, str(ROOT / "scripts" / "tune.py"), *TINY, *machine.split(), *words]
-    variables = lab.variables | {
-        "SLURM_CONF": f"{lab.home}/etc/slurm.conf",
-        "PATH": f"{lab.home}/bin:{lab.variables['PATH']}",
-        "PYTHON": str(lab.python),
-        "PYTHONPATH": str(ROOT),
-    }
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
+        done = subprocess.run(command, env=lab.client, capture_output=True, text=True, timeout=800)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Measured: a step of" in written.read_text()
     finally:

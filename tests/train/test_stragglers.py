@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,10 +17,13 @@ from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
 from megatron_llama.system import phase
 from megatron_llama.system.phase import PhaseFile
-from megatron_llama.train import stragglers
+from megatron_llama.train import loop, stragglers
 from megatron_llama.train.metrics import MetricsLogger
+from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.stragglers import WINDOW_STEPS, Stragglers, StragglerWatch
 from tests.config.helpers import make
+from tests.launch.small_run import SMALL
+from tests.processes import run_train_py
 from tests.ranks import run_ranks
 
 
@@ -132,3 +137,22 @@ def test_what_a_rank_waits_for_is_seen_from_outside(monkeypatch: pytest.MonkeyPa
     assert file.awaited == "tp reduce_scatter" and file.read().name == "step 7"
     phase.wait_for("")
     assert file.awaited == "" and file.read().name == "step 7"
+
+
+@pytest.mark.slow
+def test_a_real_rank_that_is_slow_is_named_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run of two ranks that compute for milliseconds; one of them then does nothing for longer than any machine
+    here lets the other wait for its turn."""
+    inner = loop.training_step
+
+    def slowed(step: int, *more: Any) -> dict[str, float]:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+        return inner(step, *more)
+
+    monkeypatch.setattr(loop, "training_step", slowed)  # the ranks are forks
+    status, said = run_train_py(tmp_path / "run", *SMALL, f"trainer.steps={2 * WINDOW_STEPS}")
+    assert status == 0, said
+    (line,) = [line for line in said.splitlines() if "is slow: it works" in line or "as fast as its peers" in line]
+    assert line.startswith(f"step {2 * WINDOW_STEPS}: rank 1 on {os.uname().nodename} is slow: it works ")
+    assert [record["slowest_rank"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")[9::10]] == [1, 1]
