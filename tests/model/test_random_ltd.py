@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_llama.data.batches import Batches, build_data
@@ -135,8 +136,9 @@ def test_the_full_length_is_plain_training_to_the_bit() -> None:
     assert worst(oracle(DROPPING), oracle())["losses"] > 1e-3, "and with fewer tokens it is not"
 
 
-def test_recomputing_sees_the_same_tokens() -> None:
-    assert set(worst(run_layout(1, DROPPING, "trainer.recompute=full"), oracle(DROPPING)).values()) == {0.0}
+@pytest.mark.parametrize("recompute", ["full", "elementwise", "selective"])
+def test_recomputing_sees_the_same_tokens(recompute: str) -> None:
+    assert set(worst(run_layout(1, DROPPING, f"trainer.recompute={recompute}"), oracle(DROPPING)).values()) == {0.0}
 
 
 def test_a_resumed_run_sees_the_same_tokens(tmp_path: Path) -> None:
