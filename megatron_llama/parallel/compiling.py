@@ -69,9 +69,10 @@ class Compiler:
     keep_going: bool = False
     """Record a failed compilation and run that graph uncompiled, instead of raising."""
     graphs: list[Graph] = field(default_factory=list)
-    length: int | None = None
-    """Tokens that random-LTD's layers see in the batch; a new length needs a new graph. None: all."""
-    _batches: dict[tuple[str, int | None], int] = field(default_factory=dict)
+    _lengths: tuple[int | None, int | None] = (None, None)
+    """Of the batch: tokens of a sequence that a curriculum has cut, and those of it that random-LTD's layers see, each
+    None for all. New ones need a new graph."""
+    _batches: dict[tuple[str, int | None, int | None], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if reason := self.device.compiler_missing():
@@ -91,7 +92,8 @@ class Compiler:
         # A block is compiled for each length of sequences that a curriculum has, to train and to validate, and for each
         # that random-LTD's layers see. Beyond its limit Dynamo runs a new shape uncompiled.
         steps, ltd = self.plan.config.trainer.steps, self.plan.random_ltd
-        shapes = 2 * (1 + len(lengths(self.plan.config.data, steps)) + (0 if ltd is None else len(ltd.lengths(steps))))
+        self._cuts = {cut.length for _, cut in lengths(self.plan.config.data, steps)}
+        shapes = 2 * (1 + len(self._cuts) + (0 if ltd is None else len(ltd.lengths(steps))))
         dynamo.recompile_limit = max(dynamo.recompile_limit, shapes)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, shapes)
 
@@ -106,6 +108,10 @@ class Compiler:
         compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, fullgraph=strict)
         return compiled
 
+    def batch_begins(self, length: int, kept: int | None) -> None:
+        """Says what comes: sequences of ``length`` tokens, of which random-LTD's layers see ``kept``, None for all."""
+        self._lengths = (length if length in self._cuts else None, kept)
+
     def batch_done(self, *, train: bool) -> None:
         """Counts a global batch as done. Raises Recompiled if it needed a graph that trainer.compile_strict forbids."""
         late = [graph for graph in self.graphs if graph.late]
@@ -114,14 +120,14 @@ class Compiler:
                 f"trainer.compile_strict: {late[0].what} was compiled again after {WARM_UP_BATCHES} batches of "
                 f"{late[0].mode}, for {late[0].shapes}"
             )
-        key = _mode(train), self.length
+        key = _mode(train), *self._lengths
         self._batches[key] = self._batches.get(key, 0) + 1
 
     def _backend(self, what: str, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Called by Dynamo for each new graph: compiles it, or takes it from the cache."""
         mode = _mode(torch.is_grad_enabled())
         key, shapes = _key(graph, inputs, mode), _shapes(graph, inputs)
-        late = self._batches.get((mode, self.length), 0) >= WARM_UP_BATCHES
+        late = self._batches.get((mode, *self._lengths), 0) >= WARM_UP_BATCHES
         with _lock(self._notes.parent / "locks" / key):
             before, start = self._cache_state(), time.perf_counter()
             failure, compiled = None, graph.forward
@@ -156,7 +162,8 @@ class Compiler:
     @property
     def _settings(self) -> dict[str, Any]:
         """What the graphs of this batch depend on."""
-        return {**settings_of_graphs(self.plan), "random-LTD's length": self.length}
+        cut, kept = self._lengths
+        return {**settings_of_graphs(self.plan), "the curriculum's length": cut, "random-LTD's length": kept}
 
     def _note_of(self, key: str) -> Path:
         """The file that says what a graph was compiled for."""

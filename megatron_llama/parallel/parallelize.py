@@ -71,7 +71,8 @@ class ParallelModel:
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
         if self.compiler is not None:
             subsets = microbatches[0].subsets if train else None
-            self.compiler.length = None if subsets is None else subsets.length
+            kept = None if subsets is None else subsets.length
+            self.compiler.batch_begins(microbatches[0].tokens.shape[1], kept)
         found = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)

@@ -16,7 +16,8 @@ from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.finetuning.runner import LORA, tune
-from tests.oracle import RaggedSamples, distance, make_plan, run_layout, worst
+from tests.layouts.table import DROPPING, PIECES
+from tests.oracle import RaggedSamples, distance, make_plan, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
 
 REASON = get_device("cpu").compiler_missing()
@@ -107,6 +108,22 @@ def test_compiled_equals_eager(cache: Path, sp: str, recompute: str) -> None:
     assert any(difference > 0 for difference in differences.values()), (
         "fused kernels round differently: did it compile?"
     )
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [([], PIECES), (["trainer.tp=2"], DROPPING), (["trainer.recompute=elementwise"], DROPPING)],
+    ids=["curriculum", "tp2+sp, random-LTD", "random-LTD, elementwise recompute"],
+)
+def test_a_length_that_is_planned_is_compiled_when_it_comes(cache: Path, layout: list[str], model: str) -> None:
+    """Strict: each of the three steps has a length of its own, the third one after WARM_UP_BATCHES."""
+    ranks = 2 if layout == ["trainer.tp=2"] else 1
+    strict = (*COMPILE, f"trainer.compile_cache={cache}")
+    differences = worst(run_layout(ranks, *layout, model, *strict), oracle(model))
+    assert all(difference <= 1e-5 for difference in differences.values()), differences
+    assert any(difference > 0 for difference in differences.values()), "did it compile?"
 
 
 def _by_threads(rank: int, plan: Plan) -> list[bool]:

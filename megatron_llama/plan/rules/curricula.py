@@ -81,17 +81,13 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
             yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.sp=false")
 
 
-@reads("data.curriculum", "data.mock", "trainer.epochs", "trainer.compile_strict", "trainer.compile")
+@reads("data.curriculum", "data.mock", "trainer.epochs")
 def curriculum_goes_with_the_run(config: Config, world_size: int) -> Iterator[Problem]:
     """What an order from easy to difficult can't go together with."""
-    metrics, trainer = _good(config), config.trainer
-    indexed = [metric.metric for metric in metrics if not metric.is_length]
+    trainer, indexed = config.trainer, [metric.metric for metric in _good(config) if not metric.is_length]
     if indexed and config.data.mock:
         rule = f"{indexed[0]} needs the index of a dataset, and data.mock=true makes tokens up"
         yield Problem(SECTION, None, rule, f"write data.mock=false, or {TRUNCATE} or {RESHAPE} as the metric")
     if indexed and trainer.epochs is not None:
         rule = "easy samples are drawn more often than difficult ones, so no number of samples shows all of them once"
         yield Problem("trainer.epochs", trainer.epochs, rule, "write trainer.epochs=null and trainer.steps")
-    if len(indexed) < len(metrics) and trainer.compile and trainer.compile_strict:
-        rule = "each length of sequences in data.curriculum is a shape that is compiled when it comes"
-        yield Problem("trainer.compile_strict", True, rule, "write trainer.compile_strict=false")

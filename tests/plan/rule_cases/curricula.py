@@ -81,11 +81,4 @@ CASES = [
         {**FILES, "data.curriculum": [RARITY]},
         "trainer.epochs=null",
     ),
-    Case(
-        "curriculum_goes_with_the_run",
-        1,
-        {"data.curriculum": [LENGTHS], "trainer.compile": True, "trainer.compile_strict": True},
-        {"data.curriculum": [LENGTHS], "trainer.compile": True},
-        "trainer.compile_strict=false",
-    ),
 ]
