@@ -1,7 +1,8 @@
 """The product of queries, keys and values, by the kernel that suits the device, the documents and the pattern.
 
 Whole sequences without a pattern are torch's own causal scaled_dot_product_attention, whose fused kernels take grouped
-heads. For the rest plan/attention_pattern.py says which of three kernels a device takes:
+heads, or on a CPU, where they are faster, plain products by chunks (attention_chunks.py). For the rest
+plan/attention_pattern.py says which of three kernels a device takes:
 
 * tiles (attention_tiles.py) and varlen (attention_varlen.py) compute what is seen and little else. Uncompiled, they
   take the documents' lengths from the host; inside a compiled block they are one operator that reads them when it runs,
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.model import attention_tiles, attention_varlen
+from megatron_llama.model import attention_chunks, attention_tiles, attention_varlen
 from megatron_llama.model.document_mask import Documents, Lengths
 from megatron_llama.plan.attention_pattern import Pattern
 
@@ -79,6 +80,8 @@ def sees(queries: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, what: Seen | None) -> Tensor:
     """Attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+    if what is None and attention_chunks.is_faster(q):
+        return attention_chunks.causal_attention(q, k, v)
     if what is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     if what.mask is not None:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.config.settings import ATTENTION_KERNELS, DEVICES
-from megatron_llama.model import attention, attention_tiles
+from megatron_llama.model import attention, attention_chunks, attention_tiles
 from megatron_llama.model.attention import attend, mask_of, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.plan.attention_pattern import Keys, Pattern, attention_kernel
@@ -253,3 +255,81 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
     assert {x.device.type for x in (out, lse, *grads)} == {device}
     assert lse.shape == (1, 4, LENGTH) and lse.dtype == torch.float32
+
+
+CHUNKED = attention_chunks.SHORTEST + 20
+
+
+def chunked_inputs(dtype: torch.dtype, heads: int, kv_heads: int, length: int = CHUNKED) -> tuple[Tensor, ...]:
+    """q, k, v and the output's gradient, [2, heads, length, 16], in memory as the layers have them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    found = [torch.randn(length, 2, n, 16, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
+    return (*(x.requires_grad_() for x in found[:3]), found[3])
+
+
+def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """(output, gradients) of causal attention with repeated heads and all scores."""
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide[1:])
+    scores = (wide[0] @ keys.mT) * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    return out.detach(), *torch.autograd.grad(out, wide, grad.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "at_once"), [(4, 2, 2**20), (6, 1, 2**20), (6, 3, 1)])
+def test_chunks_are_as_exact_as_torchs_kernel(
+    dtype: torch.dtype, heads: int, kv_heads: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_chunks, "SCORES", at_once)
+    q, k, v, grad = chunked_inputs(dtype, heads, kv_heads)
+    expected = in_fp64(q, k, v, grad)
+
+    def errors(out: Tensor) -> list[float]:
+        found = out, *torch.autograd.grad(out, (q, k, v), grad)
+        assert {x.dtype for x in found} == {dtype}
+        return [off((one,), (other,)) for one, other in zip(found, expected, strict=True)]
+
+    ours = errors(attend(q, k, v, None))
+    torchs = errors(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    assert all(one < 1.1 * other for one, other in zip(ours, torchs, strict=True)), (ours, torchs)
+    assert max(ours) < (5e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_chunks_make_a_row_alone_what_it_is_beside_others() -> None:
+    """To the bit: layouts split rows and heads."""
+    q, k, v, grad = chunked_inputs(torch.bfloat16, 4, 2)
+    whole = attend(q, k, v, None)
+    part = attend(q[1:, 2:], k[1:, 1:], v[1:, 1:], None)
+    assert torch.equal(part, whole[1:, 2:])
+    grads = torch.autograd.grad(whole, (q, k, v), grad), torch.autograd.grad(part, (q, k, v), grad[1:, 2:])
+    for one, other, heads in zip(*grads, (2, 1, 1), strict=True):
+        assert torch.equal(one[1:, heads:], other[1:, heads:])
+
+
+def test_who_goes_by_chunks() -> None:
+    def goes(length: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
+        return attention_chunks.is_faster(torch.empty(1, 1, length, 8, dtype=dtype, device=device))
+
+    bounds = attention_chunks.SHORTEST, attention_chunks.LONGEST
+    assert all(goes(length) and goes(length, torch.bfloat16) for length in bounds)
+    assert not any(goes(length) for length in (bounds[0] - 1, bounds[1] + 1))
+    assert not goes(512, torch.float16) and not goes(512, device="meta")
+
+
+def test_chunks_are_one_operator_in_a_graph_and_for_the_counter() -> None:
+    q, k, v, grad = chunked_inputs(torch.bfloat16, 4, 2)
+    compiled = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
+    out = attend(q, k, v, None)
+    found = compiled(q, k, v, None)
+    assert torch.equal(found, out)
+    with FlopCounterMode(display=False) as counter:
+        grads = torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)
+    assert counter.get_total_flops() == (4 + 10) * 2 * 4 * CHUNKED**2 * 16
+    assert all(map(torch.equal, torch.autograd.grad(found, (q, k, v), grad), grads))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attention_chunks.causal_attention, (q, k, v), test_utils=tests)
+    inputs = grad, *(x.detach() for x in (q, k, v))
+    torch.library.opcheck(attention_chunks._backward, inputs, test_utils=tests)

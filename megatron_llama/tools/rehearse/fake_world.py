@@ -5,7 +5,8 @@ tensors                 FakeTensorMode: shapes, dtypes and storages, but no valu
 other ranks' groups     are not made: a world of 16,384 ranks costs what one of 128 does
 the data-parallel mesh  is made outside the mode, because it computes with the values of its ranks
 initial weights         are left empty: drawing them costs time, and there are no values
-attention               on a mask where the plan's device does so: the CPU's own kernel goes tile by tile
+attention               on a mask where the plan's device does so: the CPU's own kernel goes tile by tile; and whole
+                        sequences by chunks on a CPU only
 quantization            the same: only the size of its result is needed
 values read by the host are answered: 1.0 for a loss, a norm, a count of updates; 0 for counts of tokens and flags
 the data                made up (``data.mock``), with the run's shapes
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_llama.config.precision import quantized_bytes
 from megatron_llama.config.settings import ATTENTION_KERNELS
+from megatron_llama.model import attention_chunks
 from megatron_llama.parallel import parallelize, shards
 from megatron_llama.plan.attention_pattern import attention_kernel
 from megatron_llama.topology import Topology
@@ -56,6 +58,7 @@ def fake_world(topology: Topology, device: str = "cpu") -> Iterator[None]:
         patch.object(parallelize, "data_groups", _without_modes(parallelize.data_groups)),
         patch.object(parallelize, "initial_values", lambda piece, model, seed: torch.empty(piece.size)),
         patch.object(parallelize, "attention_kernel", lambda _, *rest: attention_kernel(attention_device, *rest)),
+        patch.object(attention_chunks, "is_faster", attention_chunks.is_faster if device == "cpu" else lambda _: False),
         patch.object(shards, "quantize", _quantized_size),
     ):
         yield

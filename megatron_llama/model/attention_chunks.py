@@ -1,0 +1,186 @@
+"""Causal attention over whole sequences on a CPU: plain products, by chunks of queries with the keys that they see.
+
+torch's FlashAttention for CPUs gains nothing from 16-bit formats, and sums gradients in them. Here a chunk is two
+batched products in the forward pass and five in the backward, and its softmax is one operator of torch on scores that
+are still in the cache. What lies behind a chunk's last query is not computed. The queries of a group of heads are rows
+of one matrix, so key and value heads are not repeated.
+
+The backward pass needs queries, keys and values alone. It computes the softmax again (as in Dao et al. 2022,
+arXiv:2205.14135), for which torch's operator finds maximum and sum while it is at a row, and so does that of its
+gradient with the mean that FlashAttention takes from the output.
+
+Scores and the gradients of the weights are products in fp32, as in torch's kernel, and so is the output; the other
+three products of the backward pass are in the tensors' dtype, their sums over chunks in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron_llama.model.attention_tiles import empty_like
+
+aten = torch.ops.aten
+CHUNK = 64
+"""Tokens whose queries go together. Of their scores with their own keys half are computed in vain."""
+SHORTEST, LONGEST = 384, 767
+"""Tokens of the sequences for which this is faster than torch's kernel: from 768 on that takes 256 queries at a time,
+where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
+SCORES = 2**20
+"""Scores that are in memory at once, 4 MiB that stay in the cache; more where a chunk of one kv head has more."""
+
+
+def is_faster(q: Tensor) -> bool:
+    """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
+    suits = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
+    return suits and SHORTEST <= q.shape[2] <= LONGEST
+
+
+@torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+    queries, keys, values = (_by_kv_head(x, k.shape[1], torch.float32) for x in (q, k, v))
+    queries *= q.shape[3] ** -0.5
+    out, buffer = torch.empty_like(queries), None
+    for chunk in _chunks(queries, keys):
+        buffer, weights = _weights(queries, keys, chunk, buffer)
+        out[chunk.heads, chunk.rows] = weights @ values[chunk.heads, : chunk.seen]
+    return _by_head(out, q)
+
+
+@torch.library.custom_op("megatron_llama::causal_attention_backward", mutates_args=())
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output."""
+    scale, kv_heads = q.shape[3] ** -0.5, k.shape[1]
+    wide_queries, wide_keys, wide_values, wide_grads = (
+        _by_kv_head(x, kv_heads, torch.float32) for x in (q, k, v, grad)
+    )
+    queries, keys, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, grad))
+    wide_queries *= scale
+    wide_grads *= scale  # and with it all that is linear in it, but not the product for the values
+    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(wide_keys), torch.zeros_like(wide_values)
+    buffer = other = narrow = None
+    for chunk in _chunks(wide_queries, wide_keys):
+        some, rows, seen = chunk.heads, chunk.rows, chunk.seen
+        buffer, weights = _weights(wide_queries, wide_keys, chunk, buffer)
+        other, by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, other)
+        narrow, factors = _narrowed(weights, q.dtype, narrow)
+        _add_product(dv[some, :seen], factors.mT, grads[some, rows])
+        by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
+        narrow, factors = _narrowed(by_score, q.dtype, narrow)
+        dq[some, rows] = factors @ keys[some, :seen]
+        _add_product(dk[some, :seen], factors.mT, queries[some, rows])
+    return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
+
+
+class _Chunk(NamedTuple):
+    heads: slice
+    """Of all rows of the batch."""
+    rows: slice
+    """Of the queries of a kv head."""
+    seen: int
+    """Keys that its last token sees."""
+    hidden: Tensor
+    """0 where a query sees a key of the chunk's own tokens, else -inf [rows, tokens]."""
+
+
+def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
+    """The chunks of queries [kv heads, s * group, d]."""
+    kv_heads, length = keys.shape[:2]
+    group = queries.shape[1] // length
+    at_once = max(1, SCORES // (group * CHUNK * length))
+    places = torch.arange(CHUNK)
+    hidden = torch.zeros(CHUNK * group, CHUNK)
+    hidden.masked_fill_(places > places.repeat_interleave(group).unsqueeze(-1), -math.inf)
+    for first in range(0, kv_heads, at_once):
+        heads = slice(first, min(first + at_once, kv_heads))
+        for stop in range(length, 0, -CHUNK):  # the largest first, which makes the buffers
+            start = max(0, stop - CHUNK)
+            tokens = stop - start
+            yield _Chunk(heads, slice(start * group, stop * group), stop, hidden[: tokens * group, :tokens])
+
+
+def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the buffer, the softmax of a chunk's scores in it [kv heads, rows, keys], fp32)."""
+    buffer, scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, buffer)
+    scores[..., -chunk.hidden.shape[1] :] += chunk.hidden
+    return buffer, torch.softmax(scores, -1, out=scores)
+
+
+def _product(one: Tensor, other: Tensor, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the buffer, the product in it); the first product is the largest, and makes the buffer."""
+    shape = one.shape[0], one.shape[1], other.shape[2]
+    buffer = one.new_empty(math.prod(shape)) if buffer is None else buffer
+    return buffer, torch.bmm(one, other, out=buffer[: math.prod(shape)].view(shape))
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype, buffer: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """(the buffer, x in it), or x itself if that is its dtype."""
+    if x.dtype == dtype:
+        return None, x
+    buffer = torch.empty_like(x, dtype=dtype).flatten() if buffer is None else buffer
+    return buffer, buffer[: x.numel()].view(x.shape).copy_(x)
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Adds to the fp32 sum."""
+    if one.dtype == total.dtype:
+        total.baddbmm_(one, other)
+    else:
+        total += one @ other
+
+
+def _by_kv_head(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """x [b, heads, s, d] as [b * kv heads, s * group, d]: a copy. A token's queries of a group are neighbours."""
+    apart = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+    return apart.to(dtype, memory_format=torch.contiguous_format, copy=True).flatten(0, 1).flatten(1, 2)
+
+
+def _by_head(x: Tensor, like: Tensor) -> Tensor:
+    """The reverse, in the dtype and with the shape of ``like``; in memory as the layers want it."""
+    b, heads, s, _ = like.shape
+    group = x.shape[1] // s
+    out = empty_like(like)
+    out.unflatten(1, (-1, group)).transpose(2, 3).copy_(x.view(b, heads // group, s, group, x.shape[2]))
+    return out
+
+
+@causal_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return empty_like(q)
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(grad, *ctx.saved_tensors)
+
+
+causal_attention.register_autograd(_gradient, setup_context=_keep)
+
+
+def _flops(q: tuple[int, ...], products: int) -> int:
+    """Of products for the whole square of scores, as torch counts scaled_dot_product_attention."""
+    return 2 * products * math.prod(q) * q[2]
+
+
+@register_flop_formula(torch.ops.megatron_llama.causal_attention)
+def _forward_flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return _flops(q, 2)
+
+
+@register_flop_formula(torch.ops.megatron_llama.causal_attention_backward)
+def _backward_flops(_: tuple[int, ...], q: tuple[int, ...], *__: Any, **___: Any) -> int:
+    return _flops(q, 5)
