@@ -46,9 +46,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
     queries, keys, values = (_by_kv_head(x, k.shape[1], torch.float32) for x in (q, k, v))
     queries *= q.shape[3] ** -0.5
-    out, buffer = torch.empty_like(queries), None
+    out, memory = torch.empty_like(queries), _Memory(torch.float32)
     for chunk in _chunks(queries, keys):
-        buffer, weights = _weights(queries, keys, chunk, buffer)
+        weights = _weights(queries, keys, chunk, memory)
         out[chunk.heads, chunk.rows] = weights @ values[chunk.heads, : chunk.seen]
     return _by_head(out, q)
 
@@ -64,15 +64,15 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     wide_queries *= scale
     wide_grads *= scale  # and with it all that is linear in it, but not the product for the values
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(wide_keys), torch.zeros_like(wide_values)
-    buffer = other = narrow = None
+    memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
     for chunk in _chunks(wide_queries, wide_keys):
         some, rows, seen = chunk.heads, chunk.rows, chunk.seen
-        buffer, weights = _weights(wide_queries, wide_keys, chunk, buffer)
-        other, by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, other)
-        narrow, factors = _narrowed(weights, q.dtype, narrow)
+        weights = _weights(wide_queries, wide_keys, chunk, memory)
+        by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, second)
+        factors = _narrowed(weights, narrow)
         _add_product(dv[some, :seen], factors.mT, grads[some, rows])
         by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
-        narrow, factors = _narrowed(by_score, q.dtype, narrow)
+        factors = _narrowed(by_score, narrow)
         dq[some, rows] = factors @ keys[some, :seen]
         _add_product(dk[some, :seen], factors.mT, queries[some, rows])
     return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
@@ -99,32 +99,40 @@ def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
     hidden.masked_fill_(places > places.repeat_interleave(group).unsqueeze(-1), -math.inf)
     for first in range(0, kv_heads, at_once):
         heads = slice(first, min(first + at_once, kv_heads))
-        for stop in range(length, 0, -CHUNK):  # the largest first, which makes the buffers
+        for stop in range(length, 0, -CHUNK):  # the largest first, as _Memory wants
             start = max(0, stop - CHUNK)
             tokens = stop - start
             yield _Chunk(heads, slice(start * group, stop * group), stop, hidden[: tokens * group, :tokens])
 
 
-def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(the buffer, the softmax of a chunk's scores in it [kv heads, rows, keys], fp32)."""
-    buffer, scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, buffer)
+class _Memory:
+    """For one tensor after another, of which the first is the largest. New pages would cost as much as a softmax."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._whole: Tensor | None = None
+
+    def of(self, *shape: int) -> Tensor:
+        """A tensor with any values, which takes the place of the one before it."""
+        if self._whole is None:
+            self._whole = torch.empty(shape, dtype=self.dtype)
+        return self._whole.view(-1)[: math.prod(shape)].view(shape)
+
+
+def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, memory: _Memory) -> Tensor:
+    """The softmax of a chunk's scores [kv heads, rows, keys], fp32."""
+    scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, memory)
     scores[..., -chunk.hidden.shape[1] :] += chunk.hidden
-    return buffer, torch.softmax(scores, -1, out=scores)
+    return torch.softmax(scores, -1, out=scores)
 
 
-def _product(one: Tensor, other: Tensor, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(the buffer, the product in it); the first product is the largest, and makes the buffer."""
-    shape = one.shape[0], one.shape[1], other.shape[2]
-    buffer = one.new_empty(math.prod(shape)) if buffer is None else buffer
-    return buffer, torch.bmm(one, other, out=buffer[: math.prod(shape)].view(shape))
+def _product(one: Tensor, other: Tensor, memory: _Memory) -> Tensor:
+    return torch.bmm(one, other, out=memory.of(one.shape[0], one.shape[1], other.shape[2]))
 
 
-def _narrowed(x: Tensor, dtype: torch.dtype, buffer: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """(the buffer, x in it), or x itself if that is its dtype."""
-    if x.dtype == dtype:
-        return None, x
-    buffer = torch.empty_like(x, dtype=dtype).flatten() if buffer is None else buffer
-    return buffer, buffer[: x.numel()].view(x.shape).copy_(x)
+def _narrowed(x: Tensor, memory: _Memory) -> Tensor:
+    """x in the memory's dtype, which may be its own."""
+    return x if x.dtype == memory.dtype else memory.of(*x.shape).copy_(x)
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
+from megatron_llama.model.attention import attend
 from megatron_llama.model.llama import RMSNorm
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.rotary import rotary_table, rotate
@@ -145,11 +145,11 @@ def _attention(sequences: int, tokens: int, dtype: torch.dtype) -> float:
     """Forward and backward of causal attention with 8 heads of 64, laid out as a block has them."""
     inputs = [torch.randn(tokens, sequences, 8, 64, dtype=dtype) for _ in range(3)]
 
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+    def core(*qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = (y.permute(1, 2, 0, 3) for y in qkv)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).reshape(tokens, -1)
+        return attend(q, k, v, None).permute(2, 0, 1, 3).reshape(tokens, -1)
 
-    return _forward_backward(attend, inputs)
+    return _forward_backward(core, inputs)
 
 
 def _pieces(plan: Plan, tokens: int, dtype: torch.dtype) -> float:
