@@ -199,9 +199,11 @@ class Checkpointer:
         """Fills weights and optimizer states, and restores the random state where it is this rank's. Raises
         CorruptFile."""
         found, tensors, device = manifest.state, manifest.stored.tensors, self.model.device
-        wanted = contents.weights(self.model.trained)
+        wanted, converted, read = contents.weights(self.model.trained), set[str](), 0
         if found.step > 0:
             wanted |= contents.optimizer_states(self.optimizer)
+            converted, read = contents.load_converted(self.optimizer, manifest.stored)
+            wanted = {name: mine for name, mine in wanted.items() if name not in converted}
         missing = sorted(name for name in wanted if name not in tensors)
         if missing:
             raise CorruptFile(f"{missing[0]} is not in it")
@@ -212,7 +214,7 @@ class Checkpointer:
             wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
         errors = contents.own_errors(self.optimizer, self.topology.rank) if found.step > 0 else {}
         known = {name: mine for name, mine in errors.items() if name in tensors and tensors[name].shape == mine.shape}
-        self.bytes_read = manifest.stored.load_into(wanted | known)
+        self.bytes_read = read + manifest.stored.load_into(wanted | known)
         for mine in known.values():
             contents.set_errors(self.optimizer, mine.parts[0][1])
         if errors and not known:

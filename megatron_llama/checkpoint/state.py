@@ -3,16 +3,22 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
+from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
+from megatron_llama.optim.blockwise import BlockwiseState, Levels
 from megatron_llama.optim.onebit_adam import OneBitAdam
 from megatron_llama.parallel import Shard
+
+SCALE = ".scale"
+"""In the name of the scales of an 8-bit state, behind the state's own."""
 
 
 def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangles]:
@@ -33,9 +39,29 @@ def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
 
 def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
     """exp_avg and exp_avg_sq of this rank's weights, as views, named like ``optimizer.exp_avg.model.norm.weight``;
-    zeros before the optimizer's first step."""
-    states = ((f"{STATES}{kind}.", shard, tensor) for kind, shard, tensor in optimizer.states())
-    return _by_name(states, owned)
+    zeros before the optimizer's first step. In 8 bits that is the codes, and ``optimizer.exp_avg.scale.model...`` are
+    the scales of their blocks."""
+    return _by_name((tensor for state in optimizer.states() for tensor in _tensors(*state)), owned)
+
+
+def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]:
+    """Fills the states that ``stored`` has in 8 bits and the optimizer in more, or the other way round, one at a time:
+    dequantized exactly, or quantized. Returns what they are called, and the bytes that were read."""
+    names, read = set[str](), 0
+    for kind, shard, state in optimizer.states():
+        in_8_bits = any(f"{STATES}{kind}{SCALE}.{piece.name}" in stored.tensors for piece in shard.pieces)
+        if in_8_bits == isinstance(state, BlockwiseState) or not shard.pieces:
+            continue
+        names |= _by_name(_tensors(kind, shard, state), owned=False).keys()
+        if isinstance(state, BlockwiseState):
+            values = torch.zeros(state.codes.shape, device=state.codes.device)
+            read += stored.load_into(_by_name(_tensors(kind, shard, values), owned=False))
+            state[:] = values
+        else:
+            quantized = BlockwiseState(state, Levels.on(state.device, signed=kind != "exp_avg_sq"))
+            read += stored.load_into(_by_name(_tensors(kind, shard, quantized), owned=False))
+            state.copy_(quantized[:])
+    return names, read
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
@@ -72,6 +98,18 @@ def set_errors(optimizer: Optimizer, errors: torch.Tensor) -> None:
     """Restores what ``own_errors`` gave."""
     assert isinstance(optimizer.inner, OneBitAdam)
     optimizer.inner.set_errors(errors)
+
+
+def _tensors(
+    kind: str, shard: Shard, state: torch.Tensor | BlockwiseState
+) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+    """What a state consists of, as ``_by_name`` takes it."""
+    if not isinstance(state, BlockwiseState):
+        yield f"{STATES}{kind}.", shard, state
+        return
+    yield f"{STATES}{kind}.", shard, state.codes
+    in_blocks = replace(shard, pieces=[piece.in_blocks(STATE_BLOCK) for piece in shard.pieces])
+    yield f"{STATES}{kind}{SCALE}.", in_blocks, state.scales
 
 
 def _by_name(tensors: Iterable[tuple[str, Shard, torch.Tensor]], owned: bool) -> dict[str, Rectangles]:

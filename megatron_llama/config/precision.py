@@ -6,7 +6,7 @@ Dtypes are torch's names as strings, so that a plan needs no torch. docs/precisi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -20,6 +20,23 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 def quantized_bytes(kind: str, values: int) -> int:
     """Bytes of ``values`` (whole blocks of them) with their scales: 1.0625 per value in int8, 0.5625 in nf4."""
     return values * QUANTIZED_BITS[kind] // 8 + values // QUANTIZATION_BLOCK * BYTES["float32"]
+
+
+STATE_BLOCK = 32
+"""Values of a row that share an fp32 scale in 8-bit optimizer states. Small, as each tensor-parallel rank must hold
+whole blocks: Llama-7B's down_proj at tp=8 has rows of 1,376 values, which is 43 of them."""
+LEAST_IN_BLOCKS = 4096
+"""Values of a matrix from which on it has 8-bit states, as in bitsandbytes and torchao."""
+
+
+def has_8bit_states(shape: Sequence[int]) -> bool:
+    """Whether the optimizer states of a whole parameter, in no layout cut, are in 8 bits where the settings say so."""
+    return len(shape) == 2 and shape[1] % STATE_BLOCK == 0 and shape[0] * shape[1] >= LEAST_IN_BLOCKS
+
+
+def state_bytes_8bit(values: int) -> int:
+    """Bytes of one 8-bit state of so many values (whole blocks of them), scales included: 1.125 for each."""
+    return values + values // STATE_BLOCK * BYTES["float32"]
 
 
 EXCHANGES = ("bf16", "int8")

@@ -225,6 +225,9 @@ class OptimConfig:
     freeze_step: Annotated[int | None, at_least(1)] = None
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
+    state_bits: Annotated[int | None, one_of(8)] = None
+    """8 keeps what the optimizer remembers of matrices in 8 bits, with an fp32 scale for 32 values of a row (Dettmers
+    et al. 2022, arXiv:2110.02861); null keeps it in 16 or 32, as trainer.precision says."""
     lr: Annotated[float, above_zero()] = 3e-4
     """Highest learning rate."""
     min_lr: Annotated[float | None, at_least(0)] = None

@@ -39,6 +39,20 @@ class Piece:
         """The rectangle in the rank's parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.size, strict=True))
 
+    def in_blocks(self, block: int) -> Piece:
+        """The rectangle of a matrix with one value for each ``block`` values of a row of this one."""
+
+        def cut(shape: Shape) -> Shape:
+            return (shape[0], shape[1] // block)
+
+        return replace(
+            self,
+            global_shape=cut(self.global_shape),
+            offset=cut(self.offset),
+            local_offset=cut(self.local_offset),
+            size=cut(self.size),
+        )
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -129,6 +143,12 @@ def pieces(
         width = columns // tp.size
         return [Piece(name, shapes[name], (0, tp.rank * width), (0, 0), (rows, width))]
     raise KeyError(f"no Hugging Face name for parameter {parameter!r}")
+
+
+def whole_shape(parameter: str, model: ModelConfig, finetune: FinetuneConfig | None = None) -> Shape:
+    """The shape of one of our parameters in one piece: in no layout cut, and without padding."""
+    parts = pieces(parameter, model, TensorParallel(0, 1), model.vocab_size, finetune)
+    return (sum(part.size[0] for part in parts), *parts[0].size[1:])
 
 
 def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:

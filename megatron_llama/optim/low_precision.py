@@ -1,12 +1,13 @@
-"""torch's optimizers for bf16 weights without fp32 master weights.
+"""torch's optimizers for bf16 weights without fp32 master weights, and for states in 8 bits.
 
-Weights and optimizer states are cast to fp32 a block at a time, torch's own single-tensor function updates the block,
-and the bf16 tensors get the rounded result. Up to that rounding the result is torch's, bit for bit.
+Weights and optimizer states are cast to fp32 a few rows at a time, torch's own single-tensor function updates these,
+and what is kept in fewer bits gets the rounded result. Up to that rounding the result is torch's, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron_llama.model.names import Piece, keep_rows
+from megatron_llama.optim.blockwise import BlockwiseState, Levels
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
 
 WEIGHT = "weight"
@@ -35,10 +37,10 @@ Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """``adamw``, ``adam`` or ``sgd`` over bf16 tensors, which consist of the ``pieces`` of Hugging Face tensors.
+    """``adamw``, ``adam`` or ``sgd`` over tensors which consist of the ``pieces`` of Hugging Face tensors.
 
-    ``state_dtype`` is the dtype of the optimizer states. With ``stochastic`` bf16 is rounded stochastically, by
-    noise from ``seed``, else to nearest.
+    ``state_dtype`` is the dtype of the optimizer states, but those of the matrices ``in_blocks`` are in 8 bits. With
+    ``stochastic`` bf16 is rounded stochastically, by noise from ``seed``, else to nearest.
     """
 
     def __init__(
@@ -50,15 +52,21 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         stochastic: bool,
         seed: int,
+        in_blocks: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
         super().__init__(groups, {})
         self.pieces, self.stochastic, self.seed = pieces, stochastic, seed
         self._kinds, self._function = STATES[name], _UPDATES[name]
+        devices = {matrix.device for matrix in in_blocks}
+        levels = {kind: Levels.on(at, signed=kind != "exp_avg_sq") for at in devices for kind in self._kinds}
         for weight in pieces:
             state = self.state[weight]
             state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
             for kind in self._kinds:
-                state[kind] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
+                if weight in in_blocks:
+                    state[kind] = BlockwiseState(weight, levels[kind])
+                else:
+                    state[kind] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
 
     @torch.no_grad()
     def step(self, closure: Any = None, *, gradient_factor: torch.Tensor | None = None) -> None:  # type: ignore[override]
@@ -77,13 +85,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         rows = max(1, block // max(1, weight[:1].numel()))
         for start in range(0, weight.shape[0], rows):
             part = slice(start, min(start + rows, weight.shape[0]))
-            wide = [tensor[part].float() for tensor in kept.values()]  # fp32 states are not copied: updated in place
+            wide = [tensor[part].float() for tensor in kept.values()]  # what is fp32 is not copied: updated in place
             gradient = weight.grad[part].float()  # type: ignore[index]
-            gradient = gradient if factor is None else gradient.mul_(factor)
+            gradient = gradient if factor is None else gradient * factor
             self._function(wide, gradient, state["step"].clone(), group)
             pieces = keep_rows(list(self.pieces[weight]), part.start, part.stop)
             for (kind, tensor), values in zip(kept.items(), wide, strict=True):
-                if tensor.dtype != torch.float32:
+                if isinstance(tensor, BlockwiseState):
+                    tensor[part] = values
+                elif tensor.dtype != torch.float32:
                     tensor[part] = self._rounded(values, kind, pieces, state["step"])
         state["step"] += 1
 

@@ -14,7 +14,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.model.names import whole_shape
+from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.optim.host import to_host
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
@@ -93,8 +96,8 @@ class Optimizer:
         states = (self.inner.state[view] for view in self._views())
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
-    def states(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-        """(torch's name, shard, tensor shaped like ``shard.local``) of all optimizer states, e.g. exp_avg.
+    def states(self) -> Iterator[tuple[str, Shard, torch.Tensor | BlockwiseState]]:
+        """(torch's name, shard, values shaped like ``shard.local``) of all optimizer states, e.g. exp_avg.
 
         torch creates them at the first step; before that they are created here, as zeros.
         """
@@ -158,7 +161,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     ]
     beta1, beta2 = optim.betas
     inner: torch.optim.Optimizer
-    if plan.precision.param_dtype != "float32":
+    if plan.precision.param_dtype != "float32" or optim.state_bits == 8:
         numbers = {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps, "momentum": beta1}
         inner = LowPrecisionOptimizer(
             [{**numbers, **group} for group in groups],
@@ -167,6 +170,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
             state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
             stochastic=plan.precision.stochastic,
             seed=plan.config.trainer.seed,
+            in_blocks={views[id(s)] for s in trained if optim.state_bits == 8 and _has_8bit_states(s, plan)},
         )
     elif optim.name == "onebit_adam":
         assert optim.freeze_step is not None, "a plan has one"
@@ -184,6 +188,10 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
         inner = kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
+
+
+def _has_8bit_states(shard: Shard, plan: Plan) -> bool:
+    return has_8bit_states(whole_shape(shard.name, plan.model, plan.config.finetune))
 
 
 def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_llama.config.curriculum import PERCENTILE, VALUE, metrics_of
-from megatron_llama.config.precision import QUANTIZATION_BLOCK, quantized_bytes
+from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan.attention_pattern import pattern_of
@@ -183,6 +183,9 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
     rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
     yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
+    if optim.state_bits:
+        share = state_bytes_8bit(STATE_BLOCK) / STATE_BLOCK
+        yield _line("", f"states of matrices in {optim.state_bits} bits: {share:g} bytes a value")
     target = str(optim.schedule.get("_target_", ""))
     schedule = target.removeprefix("megatron_llama.optim.schedules.")
     warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"

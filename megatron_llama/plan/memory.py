@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_llama.config.precision import BYTES, quantized_bytes
+from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.cheaper import fitting_changes
@@ -111,10 +111,17 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
     if one_micro_batch:
         # Each block frees its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
-    states = BYTES[precision.optimizer_state_dtype] * OPTIMIZER_STATES[plan.config.optim.name] * shard
+    states = optimizer_bytes(plan, stage, plan.shard_size)
     if plan.exchanges_signs:  # the errors of the rank that averages
         states += BYTES[precision.optimizer_state_dtype] * -(-shard // plan.dp)
     return States(kept + working, gradients, states)
+
+
+def optimizer_bytes(plan: Plan, stage: StageParameters, ranks: int = 1) -> int:
+    """Bytes of the states of what is trained in ``stage`` on one of the ``ranks`` that share them."""
+    in_blocks = stage.in_blocks if plan.config.optim.state_bits == 8 else 0
+    rest = -(-(stage.trained - in_blocks) // ranks) * BYTES[plan.precision.optimizer_state_dtype]
+    return OPTIMIZER_STATES[plan.config.optim.name] * (rest + state_bytes_8bit(-(-in_blocks // ranks)))
 
 
 def check_memory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.data_prefixes import weights_and_paths
+from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.settings import ATTENTION_KERNELS, Config
 from megatron_llama.plan.attention_pattern import Pattern, attention_kernel, pattern_of
 from megatron_llama.plan.epochs import samples_per_epoch
@@ -44,6 +45,10 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
             f"{trainer.steps:,} steps on the demo's data are a trial of {plan.model.name}; python train.py --help "
             "lists the recipes that pretrain, experiment=pretrain_..."
         )
+    bits = plan.config.optim.state_bits
+    if bits is not None and not plan.whole.in_blocks:
+        least = f"{LEAST_IN_BLOCKS:,} values, in rows of whole blocks of {STATE_BLOCK}"
+        yield f"optim.state_bits={bits} changes nothing: no trained matrix has {least}"
     yield from _random_ltd(plan)
     if data.mock:
         if data.prefixes:

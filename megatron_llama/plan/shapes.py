@@ -4,9 +4,11 @@ table that memory, FLOPs, traffic, LoRA and the names of checkpoints are derived
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_llama.config.model_settings import ModelConfig
+from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.config.settings import FinetuneConfig
 
 
@@ -98,6 +100,8 @@ class StageParameters:
     """Those that get gradients."""
     quantizable: int
     """Elements of the blocks' seven matrices, which LoRA may keep in 8 or 4 bits."""
+    in_blocks: int = 0
+    """Trained ones whose optimizer states can be in 8 bits."""
 
 
 def parameters(model: ModelConfig) -> int:
@@ -136,8 +140,10 @@ def stage_parameters(
     tables = first + (last and not (model.tie_word_embeddings and first))
     held = layers * parameters_per_layer(model, tp) + last * model.hidden_size + tables * table
     quantizable = layers * matrices_per_layer(model, tp)
+    in_blocks = layers * sum(cut[0] * cut[1] for whole, cut in _trained(model, finetune, tp) if has_8bit_states(whole))
+    table_in_blocks = table * has_8bit_states((model.vocab_size, model.hidden_size))
     if finetune.method != "lora":
-        return StageParameters(held, held, quantizable)
+        return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks)
 
     def saved(module: str) -> bool:
         return module.endswith(tuple(finetune.modules_to_save))
@@ -145,4 +151,27 @@ def stage_parameters(
     added = lora_parameters(model, finetune, layers, tp)
     norms = layers * (saved("input_layernorm") + saved("post_attention_layernorm")) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
-    return StageParameters(held + added, added + norms * model.hidden_size + tables * table, quantizable)
+    trained = added + norms * model.hidden_size + tables * table
+    return StageParameters(held + added, trained, quantizable, in_blocks + tables * table_in_blocks)
+
+
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Matrices that lie below one another in one parameter."""
+
+
+def _trained(model: ModelConfig, finetune: FinetuneConfig, tp: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The shapes of a block's trained matrices: as one parameter whole, and on one of ``tp`` ranks."""
+    lora, rank = finetune.method == "lora", finetune.lora_rank
+    for names in _MERGED:
+        parts = [matrices(model)[name] for name in names if not lora or name in finetune.lora_target_modules]
+        if not parts:
+            continue
+        below = [
+            (sum(rows for rows, _ in shapes), shapes[0][1])
+            for shapes in ([part.shape for part in parts], [part.local_shape(tp) for part in parts])
+        ]
+        if lora:  # A has ``rank`` rows for each matrix, B the matrices' rows
+            yield tuple((rank * len(parts), columns) for _, columns in below)
+            yield tuple((rows, rank) for rows, _ in below)
+        else:
+            yield tuple(below)

@@ -135,6 +135,7 @@ CHANGES: dict[str, Change] = {
     "optim.eps": Change(1e-6),
     "optim.weight_decay": Change(0.01),
     "optim.clip": Change(0.5),
+    "optim.state_bits": Change(8, {"model.hidden_size": 256, "model.head_dim": 64, "model.intermediate_size": 512}),
     "optim.freeze_step": Change(7, {"optim.name": "onebit_adam", "trainer.zero": 0}),
     "optim.schedule": Change({"_target_": "megatron_llama.optim.schedules.Constant", "max_steps": 100}),
     "finetune.method": Change("lora", {"init_from": "/models/one"}),

@@ -13,6 +13,7 @@ from megatron_llama.config import load_config
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
+from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
@@ -82,7 +83,8 @@ def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run
 def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
     """(name, global shape, offset, values) of all that this rank holds."""
     held = [("", shard, shard.local) for shard in model.shards]
-    held += [(kind + "/", shard, moment) for kind, shard, moment in optimizer.states()]
+    for kind, shard, moment in optimizer.states():
+        held.append((kind + "/", shard, moment[:] if isinstance(moment, BlockwiseState) else moment))
     return [
         (prefix + piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
         for prefix, shard, tensor in held

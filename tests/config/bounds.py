@@ -92,6 +92,7 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.val_steps": COUNT,
     "optim.name": (["adagrad"], ["adamw", "adam", "sgd", "onebit_adam"]),
     "optim.freeze_step": COUNT,
+    "optim.state_bits": ([4, 16, 32], [8, None]),
     "optim.lr": POSITIVE,
     "optim.min_lr": ([-1e-9], [0.0, 1e-9]),
     "optim.warmup_steps": COUNT_FROM_0,

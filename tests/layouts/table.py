@@ -11,6 +11,10 @@ OFFLOAD = "trainer.offload=[activations,optimizer]"
 STEPS = "schedule_type: fixed_discrete, difficulty: [8, 12, 16], max_step: [1, 2]"
 PIECES = f"data.curriculum=[{{metric: seqlen_reshape, {STEPS}}}]"
 SHORT = PIECES.replace("reshape", "truncate")
+# Rows of two blocks, so that tensor-parallel ranks get one each. Sums in another order put one value in 10,000 on the
+# other side of a border between two levels, where it is 1 to 30 % off: the learning rate keeps that out of the weights.
+# tests/optim/test_blockwise.py compares all bits, with equal gradients.
+EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2", "optim.lr=0.0001"]
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -37,6 +41,7 @@ QUICK = {
     "micro batches of 8",
     "tp2+sp, random-LTD",
     "pp2·dp2, random-LTD, zero 3",
+    "tp2·dp2+sp, zero 2, 8-bit states",
 }
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
@@ -140,6 +145,13 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ),
     ("tp2·pp2+sp, sequences in pieces", 4, ["trainer.tp=2", "trainer.pp=2"], [PIECES]),
     ("pp2·vpp2·dp2, zero 3, short sequences first", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], [SHORT]),
+    ("tp2·dp2+sp, zero 2, 8-bit states", 4, ["trainer.tp=2", "trainer.zero=2"], EIGHT_BITS),
+    (
+        "tp2·pp2·dp2+sp, zero 3, 8-bit states, offloaded",
+        8,
+        ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", OFFLOAD],
+        EIGHT_BITS,
+    ),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),

@@ -13,9 +13,10 @@ from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
+from tests.optim.gradients import make_up_gradients
 from tests.oracle import Tensors, assemble, make_plan
 from tests.ranks import run_ranks
 
@@ -128,7 +129,7 @@ def _norm(rank: int, plan: Plan) -> tuple[float, float]:
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
-        _make_up_gradients(model, 0)
+        make_up_gradients(model, 0)
         assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
         squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
         return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
@@ -154,24 +155,13 @@ def _update(rank: int, plans: list[Plan], by_rank: bool) -> list[tuple[list, lis
             model = build_model(plan, topology, get_device("cpu"), CPU)
             optimizer = build_optimizer(plan, model)
             for step in range(STEPS):
-                _make_up_gradients(model, step)
+                make_up_gradients(model, step)
                 optimizer.step(torch.tensor(3.0))  # a norm of its own would differ in the last bit by layout
             kept = [("", shard, shard.local) for shard in model.shards]
             moments = list(optimizer.states())
             assert {shard.local.dtype for shard in model.shards} == {torch.bfloat16}
             found.append((_named(kept), _named(moments)))
     return found
-
-
-def _make_up_gradients(model: ParallelModel, step: int) -> None:
-    for shard in model.shards:
-        shard.parameter.grad = torch.zeros_like(shard.parameter)
-        for piece in shard.pieces:
-            generator = torch.Generator().manual_seed(sum(piece.name.encode()) + step)
-            whole = torch.randn(piece.global_shape, generator=generator)
-            part = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]
-            assert shard.grad is not None
-            shard.grad[piece.local_slices] = part.bfloat16()
 
 
 def _named(kept: list) -> list[tuple]:

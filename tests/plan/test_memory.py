@@ -70,6 +70,23 @@ def test_sgd_has_its_momentum_and_one_micro_batch_is_reduced_at_once() -> None:
     assert (once.weights, once.gradients, once.optimizer) == (4 * COUNT, COUNT, 2 * COUNT)
 
 
+def test_8_bit_states_are_planned_and_shown() -> None:
+    config = load_config(["model=llama7b", "data=mock", "trainer.zero=0", "optim.state_bits=8"], CONF)
+    plan = resolve(config, 1)
+    norms = (2 * 32 + 1) * 4096
+    assert stage_memory(plan)[0].optimizer == 2 * (1.125 * (plan.parameters - norms) + 4 * norms)
+    assert "states of matrices in 8 bits: 1.125 bytes a value" in format_plan(plan)
+    assert not any("state_bits" in note for note in plan.notes)
+    toy = {
+        "model.hidden_size": 32,
+        "model.intermediate_size": 32,
+        "model.vocab_size": 99,
+        "model.num_attention_heads": 4,
+    }
+    (note,) = resolve(make(**toy, **{"optim.state_bits": 8}), 1).notes
+    assert note.startswith("optim.state_bits=8 changes nothing")
+
+
 def test_each_stage_needs_what_its_parameters_need() -> None:
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
     assert [memory.total for memory in stage_memory(plan)] == [16 * stage.held for stage in plan.stages]

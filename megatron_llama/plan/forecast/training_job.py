@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, exchanged_bytes
+from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.derive import spread
 from megatron_llama.plan.plan import Plan
@@ -77,7 +77,7 @@ class StateBytes:
     """Gradient sums."""
     master: int = 4
     """Master weights; 0 where the optimizer updates the weights themselves."""
-    moments: int = 8
+    moments: float = 8
     """Adam's two averages."""
 
 
@@ -283,6 +283,13 @@ def _adapted(targets: Sequence[str]) -> frozenset[str]:
     return frozenset(products.get(target, "gate_up") for target in targets)
 
 
+def _state_bytes(plan: Plan) -> float:
+    """Bytes of an optimizer state for each value of a matrix."""
+    if plan.config.optim.state_bits == 8:
+        return state_bytes_8bit(STATE_BLOCK) / STATE_BLOCK
+    return BYTES[plan.precision.optimizer_state_dtype]
+
+
 def _exchanged(kind: str | None) -> float | None:
     """Bytes of a value in one of the formats of parallel/exchange.py."""
     return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
@@ -326,7 +333,7 @@ def job_of_plan(plan: Plan) -> Job:
             weight=compute,
             gradient=BYTES[precision.grad_accum_dtype],
             master=BYTES[precision.param_dtype] if precision.master else 0,
-            moments=2 * BYTES[precision.optimizer_state_dtype],
+            moments=2 * _state_bytes(plan),
         ),
         document=round(pattern_of(model).span(plan.config.data.length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,

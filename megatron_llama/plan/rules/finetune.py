@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_llama.config.fields import settings_by_name
-from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config, FinetuneConfig
-from megatron_llama.plan.rules.layout import layout_tp
-from megatron_llama.plan.rules.rule import nearest_legal, reads
+from megatron_llama.plan.rules.rule import reads
 from megatron_llama.plan.shapes import matrices
 
 
@@ -60,33 +58,3 @@ def tied_tables_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
         others = [name for name in config.finetune.modules_to_save if name not in tables]
         instead = f"write finetune.modules_to_save={shown(others)}, or finetune.method=full"
         yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
-
-
-@reads("finetune.frozen_dtype", "trainer.tp", "model")
-def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
-    """A block of values with one scale lies in one row, and tensor parallelism cuts none: its values would depend on
-    the layout."""
-    kind, tp, model, block = config.finetune.frozen_dtype, config.trainer.tp, config.model, QUANTIZATION_BLOCK
-    if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
-        return
-    widths = {module: matrices(model)[module].shape[1] for module in ("q_proj", "o_proj", "down_proj")}
-    bad = [module for module, width in widths.items() if width % block]
-    if bad:
-        rule = f"works on blocks of {block} values of a row, and {bad[0]} has rows of {widths[bad[0]]}"
-        yield Problem("finetune.frozen_dtype", kind, rule, "write finetune.frozen_dtype=bf16")
-        return
-
-    def cut(size: int) -> list[str]:
-        """The row-parallel matrices whose blocks this size of tp would cut."""
-        return [name for name in ("o_proj", "down_proj") if widths[name] % size == 0 and widths[name] // size % block]
-
-    if found := cut(tp):
-        width = widths[found[0]]
-        rule = (
-            f"finetune.frozen_dtype={kind} works on blocks of {block} values of a row; "
-            f"{found[0]} has rows of {width}, which is {width // tp} on a rank"
-        )
-        whole = [size for size in layout_tp(config, world_size) if not cut(size)]
-        advice = nearest_legal("trainer.tp", tp, whole)
-        advice = f"{advice}, or " if advice else "write "
-        yield Problem("trainer.tp", tp, rule, f"{advice}finetune.frozen_dtype=bf16")

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_llama.config import Config
 from megatron_llama.config.precision import BYTES
 from megatron_llama.plan import Plan
-from megatron_llama.plan.memory import OPTIMIZER_STATES
+from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.system.files import user_cache
 from megatron_llama.tools.doctor.disks import RUN, Need
 
@@ -25,8 +25,7 @@ def folders_of(config: Config) -> dict[str, Path]:
 def need_of(plan: Plan) -> Need:
     """Weights and optimizer states of what is trained, and how many checkpoints there will be."""
     config = plan.config
-    states = BYTES[plan.precision.optimizer_state_dtype] * OPTIMIZER_STATES[config.optim.name]
-    size = plan.whole.trained * (BYTES[plan.precision.param_dtype] + states)
+    size = plan.whole.trained * BYTES[plan.precision.param_dtype] + optimizer_bytes(plan, plan.whole)
     every, keep, steps = config.checkpoint.every_steps, config.checkpoint.keep, config.trainer.steps
     made = (steps // every if every else 0) + (1 if config.checkpoint.save_last and (not every or steps % every) else 0)
     # An old one goes once the new one is whole.

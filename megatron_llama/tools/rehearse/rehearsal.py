@@ -19,6 +19,7 @@ from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.optim import Optimizer, build_optimizer
+from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
@@ -196,7 +197,11 @@ def _label_states(watch: Watch, optimizer: Optimizer) -> None:
 def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """All that the optimizer keeps, its counts of updates too."""
     for state in optimizer.inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for value in state.values():
+            if isinstance(value, BlockwiseState):
+                yield from (value.codes, value.scales)
+            elif isinstance(value, torch.Tensor):
+                yield value
 
 
 def _of_all(found: Sequence[_Counted], total: int, of: Callable[[_Counted], int]) -> int:

@@ -82,6 +82,8 @@ SLOW = {
     "long": (0, "data.seq_length=4096", "trainer.micro_batch_size=1"),
     "small vocabulary": (0, "model.vocab_size=512"),
     "sgd": (0, "optim.name=sgd"),
+    "8-bit states on the host": (0, "trainer.offload=[optimizer]", "optim.state_bits=8"),
+    "8-bit states, zero 2": (0, TP2, "trainer.dp=2", "trainer.zero=2", "optim.state_bits=8"),
 }
 
 

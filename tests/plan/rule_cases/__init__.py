@@ -3,9 +3,8 @@ plan/rules/."""
 
 from __future__ import annotations
 
-from tests.plan.rule_cases import curricula, datasets, finetune, layout, schedule, token_dropping
+from tests.plan.rule_cases import curricula, datasets, finetune, layout, quantization, schedule, token_dropping
 from tests.plan.rule_cases.case import Case
 
-CASES: list[Case] = [
-    case for file in (curricula, datasets, finetune, layout, schedule, token_dropping) for case in file.CASES
-]
+FILES = (curricula, datasets, finetune, layout, quantization, schedule, token_dropping)
+CASES: list[Case] = [case for file in FILES for case in file.CASES]

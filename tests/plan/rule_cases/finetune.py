@@ -27,11 +27,4 @@ CASES = [
         {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm"]},
         "finetune.modules_to_save=[norm]",
     ),
-    Case(
-        "quantized_blocks_are_whole",
-        1,
-        {**LORA, "model.intermediate_size": 800, "finetune.frozen_dtype": "nf4"},
-        {**LORA, "model.intermediate_size": 800, "finetune.frozen_dtype": "bf16"},
-        "finetune.frozen_dtype=bf16",
-    ),
 ]

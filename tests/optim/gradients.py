@@ -1,0 +1,19 @@
+"""Gradients that do not come from a model."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_llama.parallel import ParallelModel
+
+
+def make_up_gradients(model: ParallelModel, step: int) -> None:
+    """bf16 gradients that depend only on name and position."""
+    for shard in model.shards:
+        shard.parameter.grad = torch.zeros_like(shard.parameter)
+        for piece in shard.pieces:
+            generator = torch.Generator().manual_seed(sum(piece.name.encode()) + step)
+            whole = torch.randn(piece.global_shape, generator=generator)
+            part = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]
+            assert shard.grad is not None
+            shard.grad[piece.local_slices] = part.bfloat16()

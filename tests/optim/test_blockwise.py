@@ -1,0 +1,209 @@
+"""Optimizer states in 8 bits: torchao's arithmetic, the same blocks in every layout, and checkpoints of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_llama.optim.low_precision as low_precision
+from megatron_llama.checkpoint import state as contents
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config.precision import STATE_BLOCK
+from megatron_llama.devices import get_device
+from megatron_llama.model.names import Piece
+from megatron_llama.optim import build_optimizer
+from megatron_llama.optim.blockwise import BlockwiseState, Levels
+from megatron_llama.optim.low_precision import LowPrecisionOptimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan
+from megatron_llama.plan.memory import rank_memory
+from megatron_llama.topology import build_topology
+from tests.checkpoint.runner import assert_same, run
+from tests.optim.gradients import make_up_gradients
+from tests.oracle import Tensors, assemble, make_plan
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+LEVELS = {signed: Levels.on(CPU, signed=signed) for signed in (True, False)}
+# Two blocks of a row on each of two tensor-parallel ranks; k_proj and v_proj alone would be too small for 8 bits.
+WIDE = ("model.hidden_size=128", "model.intermediate_size=128", "model.num_hidden_layers=2")
+EIGHT = (*WIDE, "optim.state_bits=8")
+ADAM = ("optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8")
+
+
+def random(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
+    """Values of many magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-9, 1, (rows, columns), generator=generator)
+    return torch.randn(rows, columns, generator=generator) * 10.0**exponents
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_and_scales_are_torchaos(signed: bool) -> None:
+    torchao = pytest.importorskip("torchao.optim.subclass_8bit", reason="torchao is an extra")
+    values = random(300, 256) if signed else random(300, 256).square()
+    values[7] = 0
+    theirs = torchao.OptimState8bit.zeros(values.shape, signed, STATE_BLOCK)
+    theirs.copy_(values)
+    ours = BlockwiseState(values, LEVELS[signed])
+    ours[:] = values
+    assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales.flatten(), theirs.scale)
+    assert torch.equal(ours[:], theirs.dequantize())
+    near = LEVELS[signed].borders[:-1]  # in a block whose scale is 1
+    for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
+        rows = torch.ones(len(near), STATE_BLOCK)
+        rows[:, 0] = part
+        theirs = torchao.OptimState8bit.zeros(rows.shape, signed, STATE_BLOCK)
+        theirs.copy_(rows)
+        ours = BlockwiseState(rows, LEVELS[signed])
+        ours[:] = rows
+        assert torch.equal(ours.codes, theirs.codes)
+
+
+def test_every_level_is_kept_and_what_is_not_finite_stays_so() -> None:
+    for signed in (True, False):
+        values = LEVELS[signed].values
+        rows = torch.ones(256, STATE_BLOCK)
+        rows[:, 0] = values
+        state = BlockwiseState(rows, LEVELS[signed])
+        state[:] = rows
+        assert torch.equal(state[:], rows) and torch.equal(state.codes[:, 0].int(), torch.arange(256).int())
+    rows[3, 5], rows[4, 40 % STATE_BLOCK] = torch.nan, torch.inf
+    state[:] = rows
+    assert not state[3:5].isfinite().any() and torch.equal(state[5:], rows[5:])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is an extra")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(low_precision, "_CPU_BLOCK", 1 << 9)  # a few rows at a time
+    start = random(48, 128)
+    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    kind = {"adamw": torchao.AdamW8bit, "adam": torchao.Adam8bit}[name]
+    reference = kind([theirs], **settings, block_size=STATE_BLOCK)
+    ours = LowPrecisionOptimizer(
+        [{"params": [mine], **settings}],
+        name,
+        {mine: [Piece("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
+        state_dtype=torch.float32,
+        stochastic=False,
+        seed=1,
+        in_blocks={mine},
+    )
+    for step in range(12):
+        gradient = torch.randn(48, 128, generator=torch.Generator().manual_seed(step))
+        mine.grad, theirs.grad = gradient.clone(), gradient * 0.5
+        ours.step(gradient_factor=torch.tensor(0.5))
+        reference.step()
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state = ours.state[mine][moment]
+            assert isinstance(state, BlockwiseState)
+            # The two multiply in another order, so that a value in thousands falls on another side of a border.
+            assert (state.codes != reference.state[theirs][moment].codes).float().mean() < 2e-3
+
+
+def test_bytes_are_the_plans_in_every_layout() -> None:
+    lora = ["trainer.pp=2", "finetune=lora", "finetune.lora_rank=32", "finetune.lora_target_modules=all-linear"]
+    for ranks, layout in ((1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=2"]), (2, [*lora, "init_from=null"])):
+        for more in ([], ["optim.name=sgd"], ["trainer.precision=bf16_sr"]):
+            plan = make_plan(ranks, *EIGHT, *layout, *more)
+            for rank, counted in enumerate(run_ranks(_bytes, ranks, plan)):
+                stage = build_topology(plan, rank).pp_rank
+                assert counted == rank_memory(plan, plan.stages[stage]).optimizer
+
+
+def _bytes(rank: int, plan: Plan) -> int:
+    topology, device = build_topology(plan, rank), get_device("cpu")
+    with process_groups(plan, topology, device, CPU):
+        found = 0
+        for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states():
+            parts = (state.codes, state.scales) if isinstance(state, BlockwiseState) else (state,)
+            found += sum(part.nbytes for part in parts)
+        return found
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Tensors:
+    return updated(1, [])
+
+
+LAYOUTS = [
+    (2, ["trainer.tp=2"]),
+    (2, ["trainer.zero=1"]),
+    (4, ["trainer.tp=2", "trainer.pp=2"]),
+    (4, ["trainer.zero=3", "trainer.shard_group=2"]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[" ".join(layout) for _, layout in LAYOUTS])
+def test_the_same_gradients_give_the_same_bits_in_every_layout(
+    ranks: int, layout: list[str], one_process: Tensors
+) -> None:
+    found = updated(ranks, layout)
+    assert found.keys() == one_process.keys() and any("scale" in name for name in found)
+    for name, tensor in one_process.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def updated(ranks: int, layout: list[str]) -> Tensors:
+    """Weights, codes and scales after some updates; gradients depend only on name and position."""
+    answers = run_ranks(_update, ranks, make_plan(ranks, *EIGHT, *layout))
+    return assemble(answers)[0]
+
+
+def _update(rank: int, plan: Plan) -> list[tuple]:
+    topology, device = build_topology(plan, rank), get_device("cpu")
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        optimizer = build_optimizer(plan, model)
+        for step in range(3):
+            make_up_gradients(model, step)
+            optimizer.step(torch.tensor(3.0))
+        held = contents.weights(model.shards) | contents.optimizer_states(optimizer)
+        return [
+            (name, whole.shape, offset, part.float()) for name, whole in held.items() for offset, part in whole.parts
+        ]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    layout = ("trainer.tp=2", "trainer.zero=2")
+    whole = run(2, tmp_path / "whole", *ADAM, *EIGHT, *layout, until=4)
+    run(2, tmp_path / "halves", *ADAM, *EIGHT, *layout, until=2)
+    second = run(2, tmp_path / "halves", *ADAM, *EIGHT, *layout, until=4)
+    assert second.started_at == 2 and second.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert_same(second.tensors, whole.tensors)
+
+
+def test_any_layout_reads_the_same_codes_and_32_bits_their_values(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = run(2, tmp_path / "run", *EIGHT, "trainer.tp=2", until=2)
+    stored = read_manifest(find_checkpoint(tmp_path / "run")).stored
+    weight = "model.layers.1.mlp.down_proj.weight"
+    kept = [stored.tensors[f"optimizer.exp_avg{part}.{weight}"] for part in ("", contents.SCALE)]
+    assert [(part.dtype, part.shape) for part in kept] == [(torch.uint8, (128, 128)), (torch.float32, (128, 4))]
+    saved = [f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002", "checkpoint.save_last=false"]
+    assert_same(run(2, tmp_path / "other", *EIGHT, *saved, "trainer.pp=2").tensors, before.tensors)
+    assert "optim.state_bits" not in capfd.readouterr().err
+    assert_same(run(2, tmp_path / "wide", *WIDE, *saved, "trainer.zero=3").tensors, before.tensors)
+    assert "optim.state_bits: from 8 to null" in capfd.readouterr().err
+
+
+def test_from_32_bits_each_block_is_quantized(tmp_path: Path) -> None:
+    wide = run(2, tmp_path / "run", *WIDE, "trainer.zero=3", until=2).tensors
+    saved = [f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002", "checkpoint.save_last=false"]
+    narrow = run(2, tmp_path / "narrow", *EIGHT, *saved, "trainer.tp=2").tensors
+    assert wide.keys() == narrow.keys()
+    for name, values in wide.items():
+        if "/" in name and values.dim() == 2:
+            state = BlockwiseState(values, LEVELS[not name.startswith("exp_avg_sq/")])
+            state[:] = values
+            assert torch.equal(narrow[name], state[:]) and not torch.equal(values, state[:]), name
+        else:
+            assert torch.equal(narrow[name], values), name
