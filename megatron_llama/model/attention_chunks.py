@@ -1,6 +1,6 @@
 """Causal attention over whole sequences on a CPU: plain products, by chunks of queries with the keys that they see.
 
-torch's FlashAttention for CPUs gains nothing from 16-bit formats, and sums gradients in them. Here a chunk is two
+torch's FlashAttention for CPUs gains nothing from 16-bit formats. Here a chunk is two
 batched products in the forward pass and five in the backward, and its softmax is one operator of torch on scores that
 are still in the cache. What lies behind a chunk's last query is not computed. The queries of a group of heads are rows
 of one matrix, so key and value heads are not repeated.
@@ -10,7 +10,7 @@ arXiv:2205.14135), for which torch's operator finds maximum and sum while it is 
 gradient with the mean that FlashAttention takes from the output.
 
 Scores and the gradients of the weights are products in fp32, as in torch's kernel, and so is the output; the other
-three products of the backward pass are in the tensors' dtype, their sums over chunks in fp32.
+three products of the backward pass are in the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     queries, keys, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, grad))
     wide_queries *= scale
     wide_grads *= scale  # and with it all that is linear in it, but not the product for the values
-    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(wide_keys), torch.zeros_like(wide_values)
+    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
     memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
     for chunk in _chunks(wide_queries, wide_keys):
         some, rows, seen = chunk.heads, chunk.rows, chunk.seen
         weights = _weights(wide_queries, wide_keys, chunk, memory)
         by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, second)
         factors = _narrowed(weights, narrow)
-        _add_product(dv[some, :seen], factors.mT, grads[some, rows])
+        dv[some, :seen].baddbmm_(factors.mT, grads[some, rows])
         by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
         factors = _narrowed(by_score, narrow)
         dq[some, rows] = factors @ keys[some, :seen]
-        _add_product(dk[some, :seen], factors.mT, queries[some, rows])
+        dk[some, :seen].baddbmm_(factors.mT, queries[some, rows])
     return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
 
 
@@ -133,14 +133,6 @@ def _product(one: Tensor, other: Tensor, memory: _Memory) -> Tensor:
 def _narrowed(x: Tensor, memory: _Memory) -> Tensor:
     """x in the memory's dtype, which may be its own."""
     return x if x.dtype == memory.dtype else memory.of(*x.shape).copy_(x)
-
-
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Adds to the fp32 sum."""
-    if one.dtype == total.dtype:
-        total.baddbmm_(one, other)
-    else:
-        total += one @ other
 
 
 def _by_kv_head(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
