@@ -116,8 +116,9 @@ def pattern_of(model: ModelConfig) -> Pattern:
 def attention_kernel(device: str, pattern: Pattern, dtype: str, head_dim: int) -> str:
     """The kernel for documents and patterns on a device: one of the values of ``ATTENTION_KERNELS``.
 
-    Plain causal attention over whole sequences is torch's scaled_dot_product_attention everywhere. FlashAttention's
-    kernel for sequences of different lengths (varlen) has 16-bit formats, heads of at most 256, and no blocks.
+    Plain causal attention over whole sequences is torch's scaled_dot_product_attention, or on a CPU what
+    model/attention_chunks.py computes. FlashAttention's kernel for sequences of different lengths (varlen) has 16-bit
+    formats, heads of at most 256, and no blocks.
     """
     kernel = ATTENTION_KERNELS[device]
     if kernel == "varlen" and (pattern.group or dtype == "float32" or head_dim > LARGEST_FLASH_HEAD or head_dim % 8):
