@@ -29,6 +29,7 @@ from megatron_llama.tools.plan.calibrate import calibrate
 
 SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
 LARGE = ("model=llama_56m", "trainer.micro_batch_size=1", "trainer.global_batch_size=2", "data.seq_length=512")
+LORA = "finetune.method=lora"
 BF16, TP2, PP2, DP2 = "trainer.precision=bf16", "trainer.tp=2", "trainer.pp=2", "trainer.dp=2"
 JOBS = {
     "15M": SMALL,
@@ -53,6 +54,9 @@ JOBS = {
     "56M, dp 2, zero 3, bf16": (*LARGE, DP2, BF16, "trainer.zero=3"),
     "15M, pp 2": (*SMALL, PP2, "trainer.global_batch_size=8"),
     "56M, pp 2, bf16": (*LARGE, PP2, BF16, "trainer.global_batch_size=4"),
+    "15M, LoRA": (*SMALL, LORA),
+    "15M, tp 2, LoRA": (*SMALL, TP2, LORA),
+    "15M, dp 2, LoRA": (*SMALL, DP2, LORA),
     "15M, compile": (*SMALL, "trainer.compile=true"),
 }
 

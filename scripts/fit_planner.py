@@ -7,7 +7,8 @@ The constants are few: one share of the peak for each chip and number format, on
 and what kinds of kernels, networks and hosts cost. None belongs to a row, a model or a release of a framework. Each
 stays between physical bounds and is drawn towards a value that was chosen before the fit. Rows of high confidence count
 fully, of medium less, those of a sweep over one machine's layouts little, of low not at all. Held out is each fifth of
-the rows in turn, while the other four are fitted; what is written is fitted to all of them.
+the rows in turn, while the other four are fitted, and then each source in turn, which says what to expect of pages that
+nobody has read; what is written is fitted to all of them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_llama.plan.forecast.constants import FILE  # noqa: E402
 from megatron_llama.plan.forecast.step_time import step_time  # noqa: E402
 from megatron_llama.system.errors import run_main  # noqa: E402
-from megatron_llama.tools.plan.judge import summary  # noqa: E402
-from megatron_llama.tools.plan.published import NotSpoken, Published, read_run, read_table  # noqa: E402
+from megatron_llama.system.text_table import text_table  # noqa: E402
+from megatron_llama.tools.plan.judge import source_of, summary  # noqa: E402
+from megatron_llama.tools.plan.published import Published, read_run  # noqa: E402
+from megatron_llama.tools.plan.table_cells import NotSpoken, read_table  # noqa: E402
 
 FOLDS = 5
 WEIGHTS = {"high": 1.0, "medium": 0.25, "sweep": 0.05}
 BEND = 0.05  # errors below count by their square, larger ones by their size: a wild row must not decide
+ITERATIONS = 5  # from the constants of all rows on, those of most of them are near
 PULL = 0.02  # towards the values that were chosen before the fit
 SHARE = "share of the peak that large matrix products reach, "
 ATTENTION = "share of the peak that attention reaches, "
@@ -104,8 +108,35 @@ def log_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> Vec
     return np.array([math.log(step_time(run.job, run.device, constants).total / run.seconds) for run in runs])  # type: ignore[operator]
 
 
-def fit(runs: Sequence[Published], iterations: int = 12) -> dict[str, float]:
-    """The constants with the least weighted error: Gauss and Newton's steps, each damped until it helps."""
+class _Read(dict[str, float]):
+    """Constants that know which of them were asked for."""
+
+    def __init__(self, constants: Mapping[str, float]) -> None:
+        super().__init__(constants)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> float:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The constant, if there is one."""
+        return self[name] if name in self else default
+
+
+def rows_by_constant(runs: Sequence[Published]) -> list[Vector]:
+    """For each constant, the numbers of the rows whose step time asks for it: the others do not move with it."""
+    start, reads = named(np.log([SPECIFICATION[name][0] for name in NAMES])), []
+    for run in runs:
+        constants = _Read(start)
+        step_time(run.job, run.device, constants)
+        reads.append(constants.names)
+    return [np.array([row for row, names in enumerate(reads) if name in names], dtype=np.intp) for name in NAMES]
+
+
+def fit(runs: Sequence[Published], begin: Mapping[str, float] | None = None, iterations: int = 12) -> dict[str, float]:
+    """The constants with the least weighted error: Gauss and Newton's steps from ``begin`` on, or from what was chosen
+    before, each damped until it helps."""
     start, low, high = (np.log([SPECIFICATION[name][column] for name in NAMES]) for column in (0, 1, 2))
     weights = np.array([WEIGHTS[run.row["confidence"]] for run in runs])
     pull = 2 * PULL * len(runs) / 100
@@ -115,15 +146,16 @@ def fit(runs: Sequence[Published], iterations: int = 12) -> dict[str, float]:
         bent = np.where(size < BEND, size * size / 2 / BEND, size - BEND / 2)
         return float((weights * bent).sum() + pull / 2 * ((logs - start) ** 2).sum())
 
-    logs, damping = start.copy(), 1e-2
-    errors = log_errors(runs, named(logs))
+    logs = start.copy() if begin is None else np.log([begin[name] for name in NAMES])
+    damping = 1e-2
+    errors, moving = log_errors(runs, named(logs)), rows_by_constant(runs)
     best = cost(errors, logs)
     for _ in range(iterations):
-        slopes = np.empty((len(runs), len(NAMES)))
-        for column in range(len(NAMES)):
+        slopes = np.zeros((len(runs), len(NAMES)))
+        for column, rows in enumerate(moving):
             moved = logs.copy()
             moved[column] += 1e-3
-            slopes[:, column] = (log_errors(runs, named(moved)) - errors) / 1e-3
+            slopes[rows, column] = (log_errors([runs[row] for row in rows], named(moved)) - errors[rows]) / 1e-3
         scaled = weights / np.maximum(np.abs(errors), BEND)
         curvature = slopes.T @ (slopes * scaled[:, None])
         gradient = slopes.T @ (scaled * errors) + pull * (logs - start)
@@ -159,16 +191,45 @@ def fold_of(run: Published) -> int:
     return int.from_bytes(hashlib.sha256(run.row["id"].encode()).digest()[:4], "big") % FOLDS
 
 
-def held_out_errors(runs: Sequence[Published]) -> dict[str, list[float]]:
-    """By confidence: (predicted - published) / published of each row, by constants fitted without its fifth."""
+def held_out_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[float]]:
+    """By confidence: (predicted - published) / published of each row, by constants fitted without its fifth, from
+    ``constants``, those of all rows, on."""
     errors: dict[str, list[float]] = {confidence: [] for confidence in WEIGHTS}
     for fold in range(FOLDS):
         judged = [run for run in runs if fold_of(run) == fold]
-        constants = fit([run for run in runs if fold_of(run) != fold])
-        for run, error in zip(judged, np.expm1(log_errors(judged, constants)), strict=True):
+        without = fit([run for run in runs if fold_of(run) != fold], constants, ITERATIONS)
+        for run, error in zip(judged, np.expm1(log_errors(judged, without)), strict=True):
             errors[run.row["confidence"]].append(float(error))
         print(f"fifth {fold + 1} of {FOLDS} judged", flush=True)
     return errors
+
+
+def left_out_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
+    """By source: (confidence, error) of each of its rows, by constants fitted without any of them, from ``constants``,
+    those of all rows, on."""
+    sources = sorted({source_of(run.row) for run in runs})
+    errors = {}
+    for number, source in enumerate(sources, 1):
+        judged = [run for run in runs if source_of(run.row) == source]
+        without = fit([run for run in runs if source_of(run.row) != source], constants, ITERATIONS)
+        found = np.expm1(log_errors(judged, without)).tolist()
+        errors[source] = [(run.row["confidence"], error) for run, error in zip(judged, found, strict=True)]
+        print(f"source {number} of {len(sources)} judged: {source}", flush=True)
+    return errors
+
+
+def print_left_out(errors: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, dict[str, float]]:
+    """Prints the table by source, the worst first; returns the summaries by confidence."""
+    by_source = {source: summary([error for _, error in rows]) for source, rows in errors.items()}
+    rows = [("left out", "rows", "mean", "90th percentile", "bias")]
+    for source, numbers in sorted(by_source.items(), key=lambda item: -item[1]["mean"]):
+        shares = (f"{100 * numbers[part]:.1f} %" for part in ("mean", "percentile_90", "bias"))
+        rows.append((source, str(numbers["rows"]), *shares))
+    print("\n".join(text_table(rows, left=1)))
+    by_confidence: dict[str, list[float]] = {}
+    for confidence, error in (row for rows in errors.values() for row in rows):
+        by_confidence.setdefault(confidence, []).append(error)
+    return {name: rounded(summary(by_confidence[name])) for name in WEIGHTS if name in by_confidence}
 
 
 def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -189,16 +250,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write constants.json")
     options = parser.parse_args(arguments)
     runs = usable(row for table in options.tables for row in read_table(table))
-    held_out = {name: rounded(summary(errors)) for name, errors in held_out_errors(runs).items() if errors}
     constants = fit(runs)
+    held_out = {name: rounded(summary(errors)) for name, errors in held_out_errors(runs, constants).items() if errors}
     fitted_errors = {
         name: rounded(summary(np.expm1(log_errors(part, constants)).tolist()))
         for name in WEIGHTS
         if (part := [run for run in runs if run.row["confidence"] == name])
     }
+    left_out = print_left_out(left_out_errors(runs, constants))
     for name, value in constants.items():
         print(f"{name:30s} {SPECIFICATION[name][0]:10.4g} -> {value:10.4g}   {SPECIFICATION[name][3]}")
-    for title, errors in (("held out", held_out), ("fitted", fitted_errors)):
+    for title, errors in (("held out", held_out), ("source left out", left_out), ("fitted", fitted_errors)):
         for name, numbers in errors.items():
             mean, most = numbers["mean"], numbers["percentile_90"]
             print(f"{title}, confidence {name}: mean {mean:.1%}, 90th percentile {most:.1%}")
@@ -208,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "data": f"{len(runs)} step times of " + " and ".join(map(_name_and_hash, options.tables)),
             "script": "scripts/fit_planner.py",
             "held out, each fifth judged by the other four": held_out,
+            "held out, each source judged by the others": left_out,
             "fitted": fitted_errors,
             "constants": {
                 name: {"value": value, "meaning": SPECIFICATION[name][3]} for name, value in rounded(constants).items()

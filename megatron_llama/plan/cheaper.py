@@ -39,8 +39,9 @@ class Change:
     def in_words(self, needed: int) -> str:
         """For a message: the settings, the memory, and what they cost."""
         written = " ".join(f"{name}={shown(value)}" for name, value in self.settings.items())
-        cost = f", {self.slower - 1:+.0%} time" if abs(self.slower - 1) >= 0.005 else ""
         grown = self.plan.world_size != self.world_size
+        what = "device time" if grown else "time"
+        cost = f", {self.slower - 1:+.0%} {what}" if abs(self.slower - 1) >= 0.005 else ""
         where = f" on a multiple of {self.plan.world_size} devices" if grown else ""
         return f"{written}{where} ({gib(needed)}{cost})"
 
@@ -72,8 +73,22 @@ def fitting_changes(
             break
     if not found and more_devices:
         found = list(_grown(plan, again, fits))
-    changes = [Change(settings, plan.world_size, other, _price(other, device) / before) for settings, other in found]
+    changes = [
+        Change(_typed(plan, settings, other), plan.world_size, other, _price(other, device) / before)
+        for settings, other in found
+    ]
     return sorted(changes, key=lambda change: (change.slower, len(change.settings)))[:SUGGESTED]
+
+
+def _typed(plan: Plan, settings: Mapping[str, Any], other: Plan) -> dict[str, Any]:
+    """What to type after the command for ``other``: what was asked for another grid no longer holds."""
+    asked, found = plan.asked.trainer, dict(settings)
+    if asked.dp not in (None, other.dp):
+        found["trainer.dp"] = other.dp
+    for name in ("pipeline_layers", "shard_group"):
+        if getattr(asked, name) is not None and getattr(other.asked.trainer, name) is None:
+            found[f"trainer.{name}"] = None
+    return found
 
 
 def _price(plan: Plan, device: Device) -> float:
@@ -132,16 +147,18 @@ def _tried(
 def _grown(
     plan: Plan, again: Callable[[Config, int], Plan], fits: Callable[[Plan], bool]
 ) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """Larger grids, on the fewest devices that do, with and without recomputation."""
+    """Larger grids, on the fewest devices that do, with and without recomputation: all of them one copy of the model,
+    or tensor parallelism with ZeRO 3 over the rest."""
     trainer = plan.config.trainer
     for world in (plan.world_size * 2**power for power in range(MOST_DEVICES.bit_length())):
         if world > MOST_DEVICES:
             return
         found = []
-        for tp in (8, 4, 2, 1):
-            pp = max(1, world // tp)
+        grids = [(tp, max(1, world // tp), trainer.zero) for tp in (8, 4, 2, 1)]
+        grids += [(tp, 1, 3) for tp in (8, 4, 2, 1) if tp < world]
+        for tp, pp, zero in grids:
             for recompute in dict.fromkeys((trainer.recompute, "full")):
-                settings = {"trainer.tp": tp, "trainer.pp": pp, "trainer.recompute": recompute}
+                settings = {"trainer.tp": tp, "trainer.pp": pp, "trainer.zero": zero, "trainer.recompute": recompute}
                 settings |= {"trainer.micro_batch_size": 1} if trainer.micro_batch_size > 1 else {}
                 other = _planned(plan, settings, world, again)
                 if other is not None and fits(other):

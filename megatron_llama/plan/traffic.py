@@ -19,8 +19,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_llama.config.precision import BYTES, exchanged_bytes
+from megatron_llama.plan.parameter_units import (
+    FUSED,
+    ROW_PARALLEL,
+    block_parameters,
+    gathered_bytes,
+    is_trained,
+    key_rows,
+    target_rows,
+    units,
+)
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import kv_copies, loss_chunk, matrices
+from megatron_llama.plan.shapes import kv_copies, loss_chunk
 
 AXES = ("tp", "pp", "dp", "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
@@ -174,7 +184,7 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
 
     if plan.sp:
         yield op("embedding, forward", "reduce_scatter", first)
-        yield op("embedding, backward", "all_gather", first)
+        yield op("embedding, backward", "all_gather", first * is_trained(plan, "embed_tokens"))
         yield op("head", "all_gather", last)
         yield op("head, gradient", "reduce_scatter", last)
     else:
@@ -199,9 +209,12 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
 
 def _blocks(plan: Plan, what: str, blocks: int, recomputed: int, activations: int) -> Iterator[Operation]:
     """Inside ``blocks`` passes through a block, ``recomputed`` of them in full, on ``activations`` bytes."""
-    # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them.
-    # For the weights' gradients megatron-core gathers inputs a second time; Inductor keeps what it has gathered.
-    inputs = 0 if plan.config.trainer.compile else 2 * blocks
+    # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them, but what
+    # LoRA's B multiplies is made after it. For the weights' gradients megatron-core gathers inputs a second time;
+    # Inductor keeps what it has gathered, and frozen weights have no gradients.
+    lora = plan.config.finetune.method == "lora"
+    inputs = 0 if plan.config.trainer.compile or lora else 2 * blocks
+    sums_again = recomputed * (2 if target_rows(plan, "down_proj") else 1)
 
     def op(of: str, kind: str, calls: int) -> Operation:
         return Operation(f"{what}{of}", Line("tp", kind, plan.config.trainer.tp), calls, activations)
@@ -213,11 +226,24 @@ def _blocks(plan: Plan, what: str, blocks: int, recomputed: int, activations: in
         yield op(", backward: inputs of gate_up, qkv again", "all_gather", inputs)
         yield op(", backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
         yield op(" recomputed: into qkv, gate_up", "all_gather", 2 * recomputed)
-        yield op(" recomputed: out of o", "reduce_scatter", recomputed)
+        yield op(" recomputed: out of o", "reduce_scatter", sums_again)
     else:
         yield op(", forward: out of o, down", "all_reduce", 2 * blocks)
         yield op(", backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
-        yield op(" recomputed: out of o", "all_reduce", recomputed)
+        yield op(" recomputed: out of o", "all_reduce", sums_again)
+    for matrix in FUSED if lora else ():
+        # x Aᵀ, gathered or summed as the matrix' own input or output is.
+        size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
+        forward, backward = blocks + recomputed, blocks
+        if plan.sp:
+            kinds = {"reduce_scatter": forward, "all_gather": backward}
+            if matrix not in ROW_PARALLEL:
+                kinds = {"all_gather": forward, "reduce_scatter": backward}
+        else:
+            kinds = {"all_reduce": forward if matrix in ROW_PARALLEL else backward}
+        for kind, calls in kinds.items():
+            line = Line("tp", kind, plan.config.trainer.tp)
+            yield Operation(f"{what}: LoRA of {matrix}", line, calls * (size > 0), size)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -238,36 +264,25 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
 def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """What ``fully_shard`` gathers and scatters, unit by unit: each parameter's rows are filled up to a multiple of the
     shard size."""
-    trainer, m, n, h = plan.config.trainer, plan.num_microbatches, plan.shard_size, plan.model.hidden_size
+    trainer, m, n = plan.config.trainer, plan.num_microbatches, plan.shard_size
     zero, inside = trainer.zero, trainer.secondary_group or plan.shard_size
-    weight_bytes = BYTES[plan.precision.compute_dtype]
-    # (rows, columns) of the parameters on one tensor-parallel rank; a vector has one column.
-    cut = _local_shapes(plan)
-    qkv = sum(cut[name][0] for name in ("q_proj", "k_proj", "v_proj"))
-    gate_up = cut["gate_proj"][0] + cut["up_proj"][0]
-    block = [(h, 1), (qkv, h), cut["o_proj"], (h, 1), (gate_up, h), cut["down_proj"]]
-    table = (plan.padded_vocab_size // plan.config.trainer.tp, h)
     again = m if zero == 3 else 0  # blocks are gathered for the backward pass too, but the one that it begins with
     gathers = m if zero == 3 else 1
     sums = m if zero >= 2 else 1
     held: list[int] = []
     for chunk in chunks:
-        head, together = [table, (h, 1)], plan.model.tie_word_embeddings and chunk.is_first and chunk.is_last
-        units = [("blocks", chunk.layers, block, again * (chunk.layers - chunk.is_last))]
-        if chunk.is_first and not together:
-            units.append(("embedding", 1, [table], 0))
-        if chunk.is_last:
-            units.append(("embedding, norm and head" if together else "norm and head", 1, head, 0))
-        for what, count, parameters, in_backward in units:
-            held += [rows * columns for _ in range(count) for rows, columns in parameters]
-            sizes = [-(-rows // n) * columns for rows, columns in parameters]
-            whole = sum(sizes) * n * weight_bytes
+        for what, count, parameters in units(plan, chunk.layers, chunk.is_first, chunk.is_last):
+            held += [parameter.rows * parameter.columns for _ in range(count) for parameter in parameters]
+            whole = n * sum(gathered_bytes(plan, parameter, n) for parameter in parameters)
+            sizes = [parameter.shard(n) for parameter in parameters]
             weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
             yield Operation(f"{what}: weights", Line("dp", "all_gather", n), count * gathers, weights, trainer.tp)
+            in_backward = again * (count - chunk.is_last) if what == "blocks" else 0
             again_bytes = whole if trainer.secondary_group else weights
             again_line = Line("dp", "all_gather", inside)
             yield Operation(f"{what}: weights, backward", again_line, in_backward, again_bytes, trainer.tp)
-            for reason, line, payload, stride in _reductions(plan, sizes):
+            trained = [parameter.shard(n) for parameter in parameters if parameter.trained]
+            for reason, line, payload, stride in _reductions(plan, trained) if trained else ():
                 yield Operation(f"{what}: {reason}", line, count * sums, payload, stride)
     if plan.exchanges_signs:
         yield from _signs(plan.dp, held, trainer.tp)
@@ -306,9 +321,8 @@ def _signs(dp: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     yield Operation("scales of momenta and averages", gather, 2, dp * len(sizes) * FP32, stride)
 
 
-def _local_shapes(plan: Plan) -> dict[str, tuple[int, int]]:
-    tp = plan.config.trainer.tp
-    return {name: matrix.local_shape(tp) for name, matrix in matrices(plan.model).items()}
+_REPLICATED = ("norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
+"""What each tensor-parallel rank holds whole and, under sequence parallelism, applies to a part of the sequence."""
 
 
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
@@ -323,19 +337,31 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
 
     layers = sum(chunk.layers for chunk in chunks)
     first, last = (any(getattr(chunk, end) for chunk in chunks) for end in ("is_first", "is_last"))
+    named = {parameter.name: parameter for parameter in block_parameters(plan)}
+    ends = {
+        parameter.name: parameter
+        for chunk in chunks
+        for unit in units(plan, chunk.layers, chunk.is_first, chunk.is_last)
+        if unit.what != "blocks"
+        for parameter in unit.parameters
+    }
     if plan.sp:
-        vectors = 2 * layers + last
-        payload = vectors * held(h, (0, h)) * width
-        yield Operation("gradients of norms", Line("tp", "all_reduce", t), int(vectors > 0), payload)
+        vectors = [name for name, parameter in named.items() if parameter.trained and name.endswith(_REPLICATED)]
+        values = layers * sum(held(named[name].rows, (0, named[name].rows)) * named[name].columns for name in vectors)
+        calls = int(bool(vectors) and layers > 0)
+        if "norm" in ends and ends["norm"].trained:
+            values, calls = values + held(h, (0, h)), 1
+        what = "gradients of norms, and of LoRA's whole matrices"
+        yield Operation(what, Line("tp", "all_reduce", t), calls, values * width)
     copies = kv_copies(model, t)
-    if copies > 1:
-        cut = _local_shapes(plan)
-        queries, both = cut["q_proj"][0], cut["k_proj"][0] + cut["v_proj"][0]
-        rows = held(queries + both, (queries, queries + both))
+    shared = [name for name in ("qkv_proj", "qkv_proj.lora_B") if name in named and named[name].trained]
+    if copies > 1 and shared:
+        rows, columns = named[shared[0]].rows, named[shared[0]].columns
+        mine = held(rows, (rows - key_rows(plan), rows))
         line = Line("tp", "all_reduce", copies)
-        yield Operation("gradients of shared kv heads", line, int(layers * rows > 0), layers * rows * h * width)
-    if model.tie_word_embeddings and plan.config.trainer.pp > 1:
+        yield Operation("gradients of shared kv heads", line, int(layers * mine > 0), layers * mine * columns * width)
+    if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
         table = plan.padded_vocab_size // t
         payload = held(table, (0, table)) * h * width
-        ends = (plan.config.trainer.pp - 1) * t * plan.dp
-        yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload, ends)
+        apart = (plan.config.trainer.pp - 1) * t * plan.dp
+        yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload, apart)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from megatron_llama.config import load_config
+from megatron_llama.config import Config, load_config
 from megatron_llama.plan import Machine, Plan, format_plan, resolve, stage_memory
 from megatron_llama.plan.forecast.footprint import States
 from megatron_llama.plan.memory import rank_memory, stage_footprints
@@ -184,6 +185,34 @@ def test_each_advice_is_tried_and_fits(settings: list[str]) -> None:
         words, _, devices = option.partition(" on a multiple of ")
         world = int(devices.removesuffix(" devices") or 16)
         assert problems_of(load_config([*typed, *words.split()], CONF), world, machine) == [], option
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["trainer.tp=4", "trainer.pp=2", "trainer.dp=1", "trainer.pipeline_layers=[39,41]"],
+        ["trainer.dp=8"],
+        ["trainer.tp=2", "trainer.dp=16", "trainer.zero=3", "trainer.shard_group=4"],
+    ],
+    ids=["stages", "dp", "shard group"],
+)
+def test_advice_replaces_what_was_asked_for_another_grid(settings: list[str]) -> None:
+    """Typed after the command, where dp, stages and groups were given too, it is the plan that was priced."""
+    typed = ["model=llama70b", "data=mock", "data.seq_length=4096", "trainer.precision=bf16", *settings]
+    typed += ["trainer.global_batch_size=64", "device.memory_gib=80", "device=cuda", "dry_run=true"]
+
+    def world(config: Config) -> int:
+        return config.trainer.tp * config.trainer.pp * (config.trainer.dp or 1)
+
+    (problem,) = problems_of(load_config(typed, CONF), world(load_config(typed, CONF)))
+    for option in problem.instead.removeprefix("write ").split(", or "):
+        found = re.fullmatch(r"(.+?)(?: on a multiple of (\d+) devices)? \(([\d.]+ GiB)(?:, .+)?\)", option)
+        assert found, option
+        config = load_config([*typed, *found[1].split()], CONF)
+        config.device.memory_gib = None
+        plan = resolve(config, world(config))
+        assert found[2] in (None, str(plan.world_size)), option
+        assert gib(max(each.total for each in stage_footprints(plan))) == found[3], option
 
 
 def test_the_cheapest_change_comes_first() -> None:

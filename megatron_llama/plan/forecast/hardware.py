@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("hardware.csv")
+MAKERS = {"nvidia", "amd", "intel", "aws", "instinct", "tesla", "dgx", "hgx"}
+"""Words that may stand before a chip's name."""
 TYPICAL_REACH = 0.80
 """Share of its peak that a large product reaches where nobody has published it: the median of the table."""
 TYPICAL_BUS_SHARE = 0.80
@@ -81,22 +84,32 @@ def devices() -> dict[str, Device]:
 
 @functools.cache
 def _aliases() -> dict[str, str]:
+    """The names that mean a device, lower case, its own too; the longest first."""
     with TABLE.open(encoding="utf-8", newline="") as file:
-        return {alias: row["name"] for row in csv.DictReader(file) for alias in row["aliases"].split(";") if alias}
+        rows = [(row["name"], row["aliases"]) for row in csv.DictReader(file)]
+    found = {alias: name for name, aliases in rows for alias in (name, *filter(None, aliases.split(";")))}
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def find_device(name: str) -> Device | None:
-    """The device that ``name`` means, as tables write it ("H100-80GB-SXM (DGX)"); None where none is meant.
+    """The device that ``name`` means, as tables write it ("8x NVIDIA H100 SXM5 80GB", "A100-SXM4-40GB (DGX)"); None
+    where none is meant.
 
-    A name is read from its beginning, the longest alias first, so that words behind it do no harm.
+    A name is read from its chip on, which is its first word but for a count and the maker's; words behind it do no
+    harm. What else an alias says may stand in any order.
     """
-    plain = "".join(letter if letter.isalnum() else " " for letter in name.lower())
-    squeezed = plain.replace(" ", "")
-    table = {"".join(filter(str.isalnum, alias)): device for alias, device in _aliases().items()}
-    table |= {"".join(filter(str.isalnum, own)): own for own in devices()}
-    for alias in sorted(table, key=len, reverse=True):
-        if squeezed.startswith(alias):
-            return devices()[table[alias]]
+    plain = re.sub(r"(?<=\d) ?gi?b\b", "gb", re.sub(r"^(\d+ ?x ?)+", "", name.strip().lower()))
+    words = re.findall("[a-z0-9]+", plain)
+    while words and (words[0] in MAKERS or words[0].isdigit()):
+        words.pop(0)
+    squeezed = "".join(words)
+    for alias, device in _aliases().items():
+        chip, *rest = alias.split("-")
+        if rest and words[:1] == [chip] and set(rest) <= set(words):
+            return devices()[device]
+    for alias, device in _aliases().items():
+        if squeezed.startswith(re.sub("[^a-z0-9]", "", alias)):
+            return devices()[device]
     return None
 
 

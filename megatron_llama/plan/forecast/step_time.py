@@ -89,9 +89,10 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
     layer, head = _layer(job, device, constants), _head(job, device, constants)
     layers, m = job.layers_by_stage, job.num_microbatches
     on_device = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
-    # The host starts kernels ahead of the device, so that the slower of the two sets the pace.
+    # The host starts kernels ahead of the device, so that the slower of the two sets the pace; if it can.
     on_host = [count * operations(job) * constants["host.operation"] / device.host_speed for count in layers]
-    per_stage = list(map(max, on_device, on_host))
+    in_turn = job.pp > 1 and job.program.waits_for_messages
+    per_stage = [sum(both) if in_turn else max(both) for both in zip(on_device, on_host, strict=True)]
     slowest = max(range(job.pp), key=per_stage.__getitem__)
     count, has_head = layers[slowest], slowest == job.pp - 1
     bubble = (sum(per_stage) - per_stage[slowest]) / job.vpp

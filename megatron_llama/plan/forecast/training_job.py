@@ -111,6 +111,9 @@ class Program:
     """Selective recomputation repeats norms, rotations and the activation too, beside attention."""
     stages_by_cost: bool = False
     """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
+    waits_for_messages: bool = False
+    """The host reads how large each message between stages is before it starts what follows, so that it never runs
+    ahead of the device in a pipeline."""
     loss_in_steps: bool = False
     """The loss is computed in 32 bits, one kernel for each operation, as the cross entropy of tensor-parallel ranks
     was written first; else by one kernel that reads and writes the logits a few times."""
@@ -147,7 +150,14 @@ PROGRAMS = {
     "eager": Program(
         "PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14, sharded_logit_bytes=16
     ),
-    "nanotron": Program("nanotron", keeps_gathered=True, stages_by_cost=True, logit_bytes=10, loss_in_steps=True),
+    "nanotron": Program(
+        "nanotron",
+        keeps_gathered=True,
+        stages_by_cost=True,
+        waits_for_messages=True,
+        logit_bytes=10,
+        loss_in_steps=True,
+    ),
     "eager, flash 1": Program("the same, with the first FlashAttention", "flash 1", logit_bytes=14),
     "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True, sharded_logit_bytes=16),
     "compiled, overlapped": Program(
@@ -157,6 +167,7 @@ PROGRAMS = {
         keeps_gathered=True,
         sharded_logit_bytes=16,
     ),
+    "synapse": Program("compiled whole, by Gaudi's graph compiler, with its fused attention", kernels="compiled"),
     "xla": Program("compiled whole, by XLA", "scores", "compiled"),
 }
 """The variants that the formulas know, by the name under which tables are read."""

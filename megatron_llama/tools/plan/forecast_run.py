@@ -128,10 +128,6 @@ def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Machine | None:
 def forecast_here(config: Config, cluster: ClusterConfig, machine: Machine) -> Forecast:
     """The forecast of a run on this machine, all ranks on it. Raises ConfigError."""
     ranks = config.trainer.tp * config.trainer.pp * (config.trainer.dp or 1)
-    if config.finetune.method == "lora" and ranks > 1:
-        rule = "is forecast on this machine in one rank alone: what adapters send is not predicted"
-        advice = "write trainer.tp=1 trainer.pp=1 trainer.dp=1, or another cluster.device"
-        raise ConfigError([Problem("finetune.method", "lora", rule, advice)])
     plan = resolve(config, ranks, exists=lambda path: True)
     job = job_of_plan(plan)
     device, _ = this_machine.device_of(machine, job)

@@ -16,13 +16,12 @@ from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import GIB, gib
 from megatron_llama.tools.plan.published import (
     DO_NOT_FIT,
-    NotSpoken,
     Published,
     flops_per_token,
     predicted_memory,
     read_run,
-    read_table,
 )
+from megatron_llama.tools.plan.table_cells import NotSpoken, read_table
 
 UNSTATED = "(not stated)"
 LEAST_MFU = 0.01
@@ -117,9 +116,9 @@ def summaries(found: Sequence[Compared], key: Callable[[Compared], str]) -> dict
     return result
 
 
-def source_of(row: Compared) -> str:
-    """The source without what points into it: the paper, or the repository and its version."""
-    return re.split(r" \(|:|;| \[", row.of("source"))[0].strip() or UNSTATED
+def source_of(row: Mapping[str, str]) -> str:
+    """A row's source without what points into it: the paper, or the repository and its version."""
+    return re.split(r" \(|:|;| \[", row.get("source", ""))[0].strip() or UNSTATED
 
 
 def as_json(found: Sequence[Compared], unspoken: Mapping[str, int]) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def as_json(found: Sequence[Compared], unspoken: Mapping[str, int]) -> dict[str,
         "not_predicted_or_compared": dict(unspoken),
         "errors": {
             "by confidence": summaries(found, lambda row: row.of("confidence")),
-            "by source": summaries(found, source_of),
+            "by source": summaries(found, lambda row: source_of(row.run.row)),
             "by device": summaries(found, lambda row: row.of("device")),
         },
     }
@@ -155,7 +154,7 @@ def lines(found: Sequence[Compared], unspoken: Mapping[str, int]) -> Iterator[st
     head = ("id", "model", "device", "devices", "layout", *numbers)
     yield from text_table([head, *map(_cells, found)], left=5)
     for title, key in (
-        ("by source and confidence", lambda row: f"{source_of(row)} · {row.of('confidence')}"),
+        ("by source and confidence", lambda row: f"{source_of(row.run.row)} · {row.of('confidence')}"),
         ("by device", lambda row: row.of("device")),
         ("by confidence", lambda row: row.of("confidence")),
     ):

@@ -6,18 +6,16 @@ utilisation counts, what a device is, which program ran with which kernels.
 
 from __future__ import annotations
 
-import csv
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron_llama.plan.forecast.footprint import footprint
 from megatron_llama.plan.forecast.hardware import Device, find_device
 from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Program, Shape, StateBytes
-from megatron_llama.tools.plan import sweep
+from megatron_llama.tools.plan.table_cells import NO, NotSpoken, Row, need, number, said, whole
 
-Row = Mapping[str, str]
 SQUAD_DOCUMENT = 256
 """Tokens of an example of the fine-tuning sets that NVIDIA's pages pack (SQuAD): attention is computed among them."""
 
@@ -43,20 +41,10 @@ class Published:
     """What the row does not say, and what was taken."""
 
 
-class NotSpoken(ValueError):
-    """A row that nothing can be predicted for, and why."""
-
-
 MOST_LAYERS = 10_000
 """More are a mistake, and stages are looked at one by one."""
 DO_NOT_FIT = "its sizes do not fit together"
-
-
-def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file of published runs, or of a sweep; columns that are not there are empty."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
-    return sweep.published_rows(rows) if sweep.is_sweep(rows) else rows
+_NOT_DENSE = re.compile(r"moe|mixture|mixtral|\b\d+x\d+b|-a\d+b|deepseek|mamba|\bssm\b|\bt5\b|bert|\bvit\b|diffusion")
 
 
 def read_run(row: Row) -> Published:
@@ -66,17 +54,20 @@ def read_run(row: Row) -> Published:
     if device is None:
         raise NotSpoken("the device is not in the hardware table")
     device = with_network(device, row.get("interconnect", ""))
+    row = _with_devices(row, device)
+    if found := _NOT_DENSE.search(f"{row.get('arch', '')} {row.get('model', '')}".lower()):
+        raise NotSpoken(f"the model is no dense decoder ({found[0].strip('-')})")
     shape = _shape(row, assumed)
-    seq = _need(row, "seq", "the sequence length")
+    seq = need(row, "seq", "the sequence length")
     form = number_format(row.get("precision", ""))
     tp, pp, cp, dp, device = _layout(row, device, assumed)
-    vpp = _whole(row, "vpp") or 1
+    vpp = whole(row, "vpp") or 1
     micro, batches = _batch(row, dp, pp, assumed)
     arch = row.get("arch", "").lower()
     lora = "lora" in arch
     program = program_of(row, device)
-    sp = "yes" in row.get("sp", "").lower()
-    if not row.get("sp") and tp > 1 and program.attention != "scores":
+    sp = said(row, "sp")
+    if sp is None and tp > 1 and program.attention != "scores":
         sp = True
         assumed.append("sequence parallelism")
     zero = zero_stage(row.get("sharding", ""), program)
@@ -99,7 +90,7 @@ def read_run(row: Row) -> Published:
         vpp=max(1, min(vpp, shape.layers // pp)),
         cp=cp,
         dp=dp,
-        sp=sp and tp > 1,
+        sp=bool(sp) and tp > 1,
         zero=zero,
         shard_size=_shard_size(row.get("sharding", ""), dp * cp) if zero else 1,
         recompute=recompute,
@@ -114,13 +105,22 @@ def read_run(row: Row) -> Published:
     return Published(row, job, device, _seconds(row, job, device, assumed), _memory(row), tuple(assumed))
 
 
+def _with_devices(row: Row, device: Device) -> Row:
+    """The row with the number of devices that its layout needs, where it does not say it."""
+    sizes = [whole(row, axis) for axis in ("tp", "pp", "dp")]
+    if whole(row, "n_devices") is not None or None in sizes:
+        return row
+    ranks = math.prod(size or 1 for size in sizes) * (whole(row, "cp") or 1)
+    return {**row, "n_devices": str(max(1, ranks // device.ranks_per_device))}
+
+
 def number_format(precision: str) -> str:
     """The format of the blocks' products, from words such as "fp8 hybrid", "bf16 (PURE)", "nvfp4"."""
-    words = precision.lower()
-    for form in ("fp4", "fp8"):
-        if words.startswith((form, "mx" + form, "nv" + form, "amp_" + form)):
-            return form
-    return "fp32" if words.startswith(("fp32", "tf32")) else "bf16"
+    words = re.sub("float(?=\\d)|e4m3|e5m2", lambda found: "fp" if found[0] == "float" else "fp8", precision.lower())
+    named = re.search(r"fp4|fp8|b?fp?16|half", words)
+    if named:
+        return named[0] if named[0] in ("fp4", "fp8") else "bf16"
+    return "fp32" if "32" in words else "bf16"
 
 
 def scaling_of(precision: str) -> str:
@@ -148,6 +148,8 @@ def program_of(row: Row, device: Device) -> Program:
     overlapped = "overlap" in row.get("sp", "").lower() or "overlap" in row.get("note", "").lower()
     if device.family.startswith("trn"):
         return PROGRAMS["xla"]
+    if device.family.startswith("gaudi"):
+        return PROGRAMS["synapse"]
     if "async" in words:
         return PROGRAMS["compiled, overlapped"]
     if "compile" in words:
@@ -156,11 +158,11 @@ def program_of(row: Row, device: Device) -> Program:
         return PROGRAMS["megatron 2021"]
     if re.search(r"megatron|nemo|bridge|primus|mlperf|mcore|transformer ?engine", words) or words == "amd":
         return PROGRAMS["megatron, overlapped" if overlapped else "megatron"]
-    if date[:4].isdigit() and int(date[:4]) < 2022:
+    if date[:4].isdecimal() and int(date[:4]) < 2022:
         return PROGRAMS["megatron 2021"]
     if "nanotron" in words:
         return PROGRAMS["nanotron"]
-    if "foundry" in words or "composer" in words or date[:4].isdigit() and int(date[:4]) < 2023:
+    if "foundry" in words or "composer" in words or date[:4].isdecimal() and int(date[:4]) < 2023:
         return PROGRAMS["eager, flash 1"]
     return PROGRAMS["eager"]
 
@@ -168,18 +170,18 @@ def program_of(row: Row, device: Device) -> Program:
 def zero_stage(sharding: str, program: Program) -> int:
     """ZeRO's stage from a page's words for it; where there are none, what the program does by default."""
     words = sharding.lower()
-    stated = re.search(r"zero[- ]?(\d)", words)
+    stated = re.search(r"zero[\W_]*(?:stage[\W_]*)?(\d)", words)
     if "full_shard" in words or "fsdp2" in words:
         return 3
     if stated:
         return min(int(stated[1]), 3)
     if "grad_op" in words:
         return 2
-    if "fsdp" in words:
+    if "fsdp" in words or "hsdp" in words:
         return 3
     if "distributed optimizer" in words:
         return 1
-    if words in ("none", "ddp", "no"):
+    if words in (*NO, "ddp"):
         return 0
     return {"scores": 0}.get(program.attention, 1)
 
@@ -187,7 +189,7 @@ def zero_stage(sharding: str, program: Program) -> int:
 def recompute_of(text: str) -> str:
     """none, selective, half (every second product is kept, as torchtitan does) or full."""
     words = text.lower()
-    if words.startswith("none") or not words or words in ("no", "off"):
+    if not words or words.startswith(("none", "no ")) or words in NO:
         return "none"
     if "per-op" in words or "sac" in words:
         return "half"
@@ -195,13 +197,13 @@ def recompute_of(text: str) -> str:
 
 
 def _shape(row: Row, assumed: list[str]) -> Shape:
-    hidden, layers = _need(row, "hidden", "the model's shape"), _need(row, "layers", "the model's shape")
-    heads, ffn = _need(row, "heads", "the model's shape"), _need(row, "ffn", "the model's shape")
-    vocab = _whole(row, "vocab")
+    hidden, layers = need(row, "hidden", "the model's shape"), need(row, "layers", "the model's shape")
+    heads, ffn = need(row, "heads", "the model's shape"), need(row, "ffn", "the model's shape")
+    vocab = whole(row, "vocab")
     if vocab is None:
         vocab = TYPICAL_VOCABULARY
         assumed.append(f"a vocabulary of {vocab:,}")
-    kv_heads = _whole(row, "kv_heads") or heads
+    kv_heads = whole(row, "kv_heads") or heads
     if layers > MOST_LAYERS:
         raise NotSpoken(f"there are more than {MOST_LAYERS:,} layers")
     if heads > hidden or kv_heads > heads:
@@ -215,27 +217,27 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
         head_dim=max(1, hidden // heads),
         ffn=ffn,
         vocab=vocab,
-        gated="glu" in row.get("ffn_kind", "").lower() or (not row.get("ffn_kind") and "llama" in arch.lower()),
-        tied=row.get("tied", "").lower() in ("1", "true", "yes"),
-        learned_positions=(_whole(row, "seq") or 0) if arch.startswith("GPT") else 0,
+        gated="glu" in row.get("ffn_kind", "").lower()
+        or ("llama" in arch.lower() and row.get("ffn_kind", "").lower() in ("", "silu", "swish")),
+        tied=bool(said(row, "tied")),
+        learned_positions=(whole(row, "seq") or 0) if arch.startswith("GPT") else 0,
     )
 
 
 def _layout(row: Row, device: Device, assumed: list[str]) -> tuple[int, int, int, int, Device]:
     """tp, pp, cp, dp, and what one rank has. dp is what the other sizes leave of the ranks: printed ones are often
     wrong. Where a device has several cores, a table may count either."""
-    count = _need(row, "n_devices", "the number of devices")
-    tp, pp, cp = (_whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
+    tp, pp, cp = (whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
     if not row.get("tp") and not row.get("pp"):
         assumed.append("no model parallelism")
-    model, printed = tp * pp * cp, _whole(row, "dp")
-    parts = 1
+    model, printed = tp * pp * cp, whole(row, "dp")
+    count, parts = need(row, "n_devices", "the number of devices"), 1
     if device.ranks_per_device > 1 and (printed is None or model * printed == count * device.ranks_per_device):
         parts = device.ranks_per_device
     dp, rest = divmod(count * parts, model)
     if rest or not dp:
         raise NotSpoken("tp, pp and cp do not divide the devices")
-    if pp > _need(row, "layers", "the model's shape"):
+    if pp > need(row, "layers", "the model's shape"):
         raise NotSpoken("there are more pipeline stages than layers")
     if printed is not None and printed != dp:
         assumed.append(f"dp {dp}, not the printed {printed}")
@@ -244,17 +246,17 @@ def _layout(row: Row, device: Device, assumed: list[str]) -> tuple[int, int, int
 
 def _batch(row: Row, dp: int, pp: int, assumed: list[str]) -> tuple[int, int]:
     """Sequences in a micro batch, and micro batches."""
-    micro, whole = _whole(row, "micro_batch"), _whole(row, "global_batch")
-    if micro is None and whole is None:
+    micro, together = whole(row, "micro_batch"), whole(row, "global_batch")
+    if micro is None and together is None:
         raise NotSpoken("neither micro batch nor global batch is stated")
-    if whole is None:
+    if together is None:
         assert micro is not None
         assumed.append("one micro batch a stage")
         return micro, pp
     if micro is None:
         micro = 1
         assumed.append("micro batch 1")
-    per_rank = max(1, round(whole / dp))
+    per_rank = max(1, round(together / dp))
     micro = min(micro, per_rank)
     return micro, max(1, round(per_rank / micro))
 
@@ -290,10 +292,10 @@ def _lora(row: Row, shape: Shape, tp: int) -> int:
 
 def _seconds(row: Row, job: Job, device: Device, assumed: list[str]) -> float | None:
     """Published seconds of a step of ``job``."""
-    count = _need(row, "n_devices", "the number of devices")
-    if (rate := _number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
+    count = need(row, "n_devices", "the number of devices")
+    if (rate := number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
         return job.tokens_per_step / (rate * count)
-    if seconds := _number(row, "step_time_s"):
+    if seconds := number(row, "step_time_s"):
         return seconds
     if rate:
         return job.tokens_per_step / (rate * count)
@@ -318,9 +320,9 @@ def _seconds_from_flops(row: Row, job: Job, device: Device, count: int, assumed:
         return None
     rank_parts = job.ranks / count
     peak = device.peak(job.format) * rank_parts
-    if tflops := _number(row, "tflops_per_dev"):
+    if tflops := number(row, "tflops_per_dev"):
         rate = tflops * 1e12
-    elif percent := _number(row, "mfu_pct"):
+    elif percent := number(row, "mfu_pct"):
         rate = percent / 100 * peak
     else:
         return None
@@ -338,7 +340,7 @@ def flops_per_token(job: Job, attention: int) -> float:
 
 
 def _memory(row: Row) -> float | None:
-    peak = _number(row, "peak_mem_GiB")
+    peak = number(row, "peak_mem_GiB")
     return None if peak is None else peak * 2**30
 
 
@@ -352,23 +354,3 @@ def predicted_memory(run: Published) -> float:
         stages = [job.pp - 1]
     peak = max(footprint(job, stage).total for stage in stages)
     return peak * (RESERVED if "max reserved" in words else 1)
-
-
-def _number(row: Row, column: str) -> float | None:
-    try:
-        value = float(row.get(column, "").replace(",", ""))
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
-
-
-def _whole(row: Row, column: str) -> int | None:
-    value = _number(row, column)
-    return int(value) if value is not None and value >= 1 and value == int(value) else None
-
-
-def _need(row: Row, column: str, what: str) -> int:
-    value = _whole(row, column)
-    if value is None:
-        raise NotSpoken(f"{what} is not stated")
-    return value

@@ -56,9 +56,5 @@ def published_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
     found = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
-    found["ffn"] = str(4 * int(found["hidden"])) if found["hidden"].isdigit() else ""
-    try:
-        found["step_time_s"] = repr(float(row[TIME]) / 1e3)
-    except ValueError:
-        found["step_time_s"] = ""
+    found["ffn"], found["step_time_s"] = f"4 x {found['hidden']}", f"{row.get(TIME, '')} ms"
     return found

@@ -29,7 +29,9 @@ class Place(NamedTuple):
     run: int
     """Number of the chunk's forward pass, counted from 0 over all chunks; -1 outside."""
     accumulates: bool = False
-    """Whether a weight's gradient is being stored."""
+    """Whether a gradient is being stored: a weight's, or that of what a stage got or looked up."""
+    of_weight: bool = False
+    """Whether it is a weight's."""
 
 
 OUTSIDE = Place(FORWARD, "", -1)
@@ -76,7 +78,7 @@ class Modules:
         if node is None:
             return self._stack[-1] if self._stack else OUTSIDE
         if type(node).__name__ == "AccumulateGrad":
-            return Place(BACKWARD, "", -1, accumulates=True)
+            return Place(BACKWARD, "", -1, accumulates=True, of_weight=isinstance(node.variable, nn.Parameter))
         if self._stack:
             return self._stack[-1]
         if torch.is_grad_enabled():  # recomputation between the modules of a block

@@ -19,8 +19,12 @@ from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.optim import Optimizer, build_optimizer
+<<<<<<< HEAD
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import build_model, process_groups
+=======
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+>>>>>>> bfac114 (Planner: LoRA's traffic, and its forecast on several ranks of this machine; gradients to the byte; each source left out of the fit, nanotron's waiting host and Gaudi's fused attention found so; tables in any hand; advice that is complete when typed)
 from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
@@ -79,14 +83,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         built = watch.alive
         watch.modules = modules = Modules(model.chunks)
         batches = _Batches(data.train.with_length(), watch, mode)
-        gradient_norm = optimizer.gradient_norm
-
-        def labelled() -> torch.Tensor:
-            """At this moment the shards' gradients are there and complete."""
-            watch.label((shard.grad for shard in model.shards), GRADIENTS)
-            return gradient_norm()
-
-        inside.enter_context(patch.object(optimizer, "gradient_norm", labelled))
+        reduced = _watch_gradients(inside, watch, model, optimizer)
         inside.enter_context(modules.following())
         watch.counter = counter = TrafficCounter(axes_of(model))
         steps = inside.enter_context(steps_of(plan, topology, model, optimizer, data, batches))
@@ -113,6 +110,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         rehearsed_microbatches=many,
         built=built,
         at_rest=at_rest,
+        reduced=reduced[-1],
         **history.summary(watch.marks, modules.runs),
         flops=_by_module(found, total),
         traffic=_traffic(found, total),
@@ -122,6 +120,20 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         order=tuple(modules.order),
         seconds=time.perf_counter() - start,
     )
+
+
+def _watch_gradients(inside: ExitStack, watch: Watch, model: ParallelModel, optimizer: Optimizer) -> list[int]:
+    """Labels the gradients that the optimizer gets, and notes their bytes, one for each step."""
+    gradient_norm, reduced = optimizer.gradient_norm, list[int]()
+
+    def labelled() -> torch.Tensor:
+        """At this moment the shards' gradients are there and complete."""
+        watch.label((shard.grad for shard in model.shards), GRADIENTS)
+        reduced.append(sum(shard.grad.nbytes for shard in model.shards if shard.grad is not None))
+        return gradient_norm()
+
+    inside.enter_context(patch.object(optimizer, "gradient_norm", labelled))
+    return reduced
 
 
 class _Batches:

@@ -111,6 +111,8 @@ class Rehearsal:
     """Bytes by kind once model and optimizer are built."""
     at_rest: Mapping[str, int]
     """Bytes by kind between steps."""
+    reduced: int
+    """Bytes of the gradients that the optimizer gets, summed over micro batches and ranks."""
     peak: int
     """Most bytes alive at once."""
     at_peak: Mapping[str, int]

@@ -203,7 +203,7 @@ class Watch(TorchDispatchMode):
         storage = _storage(tensor)
         key = storage._cdata
         if key in self._live:
-            if place is not None and place.accumulates:
+            if place is not None and place.of_weight:
                 self.records[self._live[key][0]].kind = GRADIENTS
             return
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -227,7 +227,7 @@ class Watch(TorchDispatchMode):
         if place is None:  # while the model is built; weights are labelled when it is there
             return TEMPORARY
         if place.accumulates:
-            return GRADIENTS
+            return GRADIENTS if place.of_weight else IN_BACKWARD
         if (kind := _kind_by_caller()) is not None:
             return kind
         if place.run < 0:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     # Imported here: --help needs none of it.
-    from megatron_llama.config import ConfigError, Problem, format_problems
+    from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.world import find_world
 
     measure = MEASURE in argv
@@ -57,9 +57,6 @@ def main(argv: Sequence[str]) -> int:
         config = cli.parse_overrides(
             [*overrides, *MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
         )
-        if config.finetune.method == "lora":
-            rule = "is not predicted: LoRA has matrices of its own, and frozen weights have no gradients"
-            raise ConfigError([Problem("finetune.method", "lora", rule, "write finetune=full for a full fine-tune")])
         plan = find_world(config, None).plan()
         if not measure:
             sys.stdout.write("\n".join(predicted_lines(plan)) + "\n")

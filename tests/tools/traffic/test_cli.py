@@ -65,10 +65,10 @@ def test_a_mistake_is_told() -> None:
     assert "optim.lrr" in done.stderr and "trainer.tp = 3" in done.stderr
 
 
-def test_lora_is_refused_rather_than_counted_wrong() -> None:
-    done = run("+experiment=llama2_70b_lora_gaudi")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "finetune.method = lora" in done.stderr and "Traceback" not in done.stderr
+def test_lora_has_operations_of_its_own() -> None:
+    done = run("+experiment=llama2_70b_lora_gaudi", "trainer.tp=2", "trainer.dp=4")
+    assert done.returncode == 0 and "LoRA of qkv_proj" in done.stdout
+    assert "norm and head: weights" in done.stdout and "norm and head: gradients" not in done.stdout
 
 
 def test_measured(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 FEW = "trainer.global_batch_size=4"
 TWO_HOPS = ("trainer.grad_reduce=int8", "trainer.reduce_group=2")
 LTD = "trainer.random_ltd={min_value: 4, max_value: 8, seq_per_step: 4, require_steps: 1}"  # it ends at 8 of 16
+LORA = ("finetune.method=lora", "finetune.lora_rank=2", "finetune.lora_target_modules=all-linear")
 LAYOUTS = {
     "one process": (1, [FEW]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
@@ -95,6 +96,10 @@ LAYOUTS = {
         ["trainer.pp=2", "trainer.zero=3", "trainer.secondary_group=2", "trainer.micro_batch_size=1"],
     ),
     "tp2·pp2+sp, random-LTD, full recompute": (4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=full", LTD, FEW]),
+    "tp2·dp2+sp, zero 3, LoRA on all": (4, ["trainer.tp=2", "trainer.zero=3", *LORA]),
+    "tp2, LoRA on all, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", *LORA]),
+    "tp4+sp, kv heads < tp, LoRA on all": (4, ["trainer.tp=4", FEW, *LORA]),
+    "pp2, LoRA on all": (2, ["trainer.pp=2", *LORA]),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
 NO_COMPILER = get_device("cpu").compiler_missing()
