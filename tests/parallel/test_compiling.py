@@ -114,8 +114,8 @@ def test_compiled_equals_eager(cache: Path, sp: str, recompute: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [([], PIECES), (["trainer.tp=2"], DROPPING), (["trainer.recompute=elementwise"], DROPPING)],
-    ids=["curriculum", "tp2+sp, random-LTD", "random-LTD, elementwise recompute"],
+    [([], PIECES), (["trainer.tp=2"], DROPPING)],
+    ids=["curriculum", "tp2+sp, random-LTD"],
 )
 def test_a_length_that_is_planned_is_compiled_when_it_comes(cache: Path, layout: list[str], model: str) -> None:
     """Strict: each of the three steps has a length of its own, the third one after WARM_UP_BATCHES."""
