@@ -19,12 +19,8 @@ from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.optim import Optimizer, build_optimizer
-<<<<<<< HEAD
 from megatron_llama.optim.blockwise import BlockwiseState
-from megatron_llama.parallel import build_model, process_groups
-=======
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
->>>>>>> bfac114 (Planner: LoRA's traffic, and its forecast on several ranks of this machine; gradients to the byte; each source left out of the fit, nanotron's waiting host and Gaudi's fused attention found so; tables in any hand; advice that is complete when typed)
 from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
