@@ -38,7 +38,7 @@ class Unit(NamedTuple):
     """Parameters that travel in one collective."""
 
     what: str
-    count: int
+    number: int
     """Units of this kind in a chunk."""
     parameters: tuple[Parameter, ...]
 

@@ -78,7 +78,8 @@ class Modules:
         if node is None:
             return self._stack[-1] if self._stack else OUTSIDE
         if type(node).__name__ == "AccumulateGrad":
-            return Place(BACKWARD, "", -1, accumulates=True, of_weight=isinstance(node.variable, nn.Parameter))
+            variable = node.variable  # type: ignore[attr-defined]
+            return Place(BACKWARD, "", -1, accumulates=True, of_weight=isinstance(variable, nn.Parameter))
         if self._stack:
             return self._stack[-1]
         if torch.is_grad_enabled():  # recomputation between the modules of a block
