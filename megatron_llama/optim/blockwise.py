@@ -62,11 +62,16 @@ class BlockwiseState:
         return values.unflatten(1, (-1, STATE_BLOCK)).mul_(self.scales[rows].unsqueeze(-1)).flatten(1)
 
     def __setitem__(self, rows: slice, values: torch.Tensor) -> None:
-        """A non-finite value makes its whole block non-finite."""
+        self.assign(rows, values)
+
+    def assign(self, rows: slice, values: torch.Tensor, unless: torch.Tensor | None = None) -> None:
+        """A non-finite value makes its whole block non-finite. Where ``unless`` (bool scalar) is true, the rows stay as
+        they are, to the bit: the same values quantized again would not be."""
         blocks = values.unflatten(1, (-1, STATE_BLOCK))
         scales = blocks.abs().amax(-1).clamp_(min=_LEAST_SCALE)
-        self.codes[rows] = self.levels.nearest(blocks / scales.unsqueeze(-1)).view(values.shape).to(torch.uint8)
-        self.scales[rows] = scales
+        codes = self.levels.nearest(blocks / scales.unsqueeze(-1)).view(values.shape).to(torch.uint8)
+        self.codes[rows] = codes if unless is None else torch.where(unless, self.codes[rows], codes)
+        self.scales[rows] = scales if unless is None else torch.where(unless, self.scales[rows], scales)
 
 
 def _dynamic_levels(signed: bool) -> tuple[list[float], list[float], list[int]]:

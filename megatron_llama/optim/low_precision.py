@@ -69,32 +69,50 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     state[kind] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
 
     @torch.no_grad()
-    def step(self, closure: Any = None, *, gradient_factor: torch.Tensor | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Any = None, *, gradient_factor: torch.Tensor | None = None, skip: torch.Tensor | None = None
+    ) -> None:
         """Updates all weights that have a gradient. Gradients are multiplied by ``gradient_factor`` (fp32 scalar) in
-        fp32, so that clipping does not round them to bf16 a second time."""
+        fp32, so that clipping does not round them to bf16 a second time.
+
+        Where ``skip`` (bool scalar on the weights' device) is true, weights and states stay as they are. The host does
+        not look at it and counts the update all the same: see ``take_back_count``.
+        """
         assert closure is None, "gradients are computed before the step"
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, group, gradient_factor)
+                    self._update(weight, group, gradient_factor, skip)
 
-    def _update(self, weight: torch.Tensor, group: Group, factor: torch.Tensor | None) -> None:
+    def take_back_count(self) -> None:
+        """The last ``step`` was skipped on the device, as the host has learnt since: it is no update."""
+        for weight in self.pieces:
+            self.state[weight]["step"] -= 1
+
+    def _update(
+        self, weight: torch.Tensor, group: Group, factor: torch.Tensor | None, skip: torch.Tensor | None
+    ) -> None:
         state = self.state[weight]
         kept = {WEIGHT: weight, **{kind: state[kind] for kind in self._kinds}}
         block = _CPU_BLOCK if weight.device.type == "cpu" else _BLOCK
         rows = max(1, block // max(1, weight[:1].numel()))
         for start in range(0, weight.shape[0], rows):
             part = slice(start, min(start + rows, weight.shape[0]))
-            wide = [tensor[part].float() for tensor in kept.values()]  # what is fp32 is not copied: updated in place
+            # what is fp32 is not copied where the update is sure: it happens in place
+            wide = [tensor[part].to(torch.float32, copy=skip is not None) for tensor in kept.values()]
             gradient = weight.grad[part].float()  # type: ignore[index]
             gradient = gradient if factor is None else gradient * factor
             self._function(wide, gradient, state["step"].clone(), group)
             pieces = keep_rows(list(self.pieces[weight]), part.start, part.stop)
             for (kind, tensor), values in zip(kept.items(), wide, strict=True):
                 if isinstance(tensor, BlockwiseState):
-                    tensor[part] = values
-                elif tensor.dtype != torch.float32:
-                    tensor[part] = self._rounded(values, kind, pieces, state["step"])
+                    tensor.assign(part, values, unless=skip)
+                    continue
+                new = values if tensor.dtype == torch.float32 else self._rounded(values, kind, pieces, state["step"])
+                if skip is not None:
+                    tensor[part] = torch.where(skip, tensor[part], new)
+                elif new is not values:
+                    tensor[part] = new
         state["step"] += 1
 
     def _rounded(self, values: torch.Tensor, kind: str, pieces: Sequence[Piece], step: torch.Tensor) -> torch.Tensor:

@@ -53,24 +53,28 @@ class Optimizer:
 
     def update(self, norm: torch.Tensor, skip: torch.Tensor | None = None) -> None:
         """Clips by ``norm`` and updates the weights. ``skip``, a bool scalar on the device: where it is true, weights,
-        states and gradients stay as they are.
+        states and gradients stay as they are, and ``advance`` must be told.
 
-        torch's fused optimizers look at it on the device, so that the host waits for nothing; for the others the host
-        reads it.
+        Where ``skips_on_device`` the host waits for nothing; otherwise it reads ``skip``.
         """
+        if skip is not None and not self.skips_on_device:
+            if skip:
+                return
+            skip = None
         factor = None if self.clip is None else clip_factor(norm, self.clip)
-        fused = isinstance(self.inner, torch.optim.Adam) and not self.on_host  # AdamW is one
-        if skip is not None and not fused and skip:
-            return
+        if factor is not None and skip is not None:
+            factor = torch.where(skip, 1.0, factor)
         # The norm of a sum of gradients that nobody has made is not known.
         unknown = isinstance(self.inner, OneBitAdam) and self.inner.is_frozen
         if factor is not None and not unknown and not isinstance(self.inner, LowPrecisionOptimizer):
-            scale_gradients(self.model.shards, factor if skip is None else torch.where(skip, 1.0, factor))
+            scale_gradients(self.model.shards, factor)
         self._lend_gradients()
         if isinstance(self.inner, LowPrecisionOptimizer):  # scaling bf16 gradients above would round them twice
-            self.inner.step(gradient_factor=factor.cpu() if self.on_host and factor is not None else factor)
+            factor = factor.cpu() if self.on_host and factor is not None else factor
+            self.inner.step(gradient_factor=factor, skip=skip)
         else:
-            if fused:  # found_inf is how torch.amp.GradScaler tells them
+            if isinstance(self.inner, torch.optim.Adam) and not self.on_host:  # AdamW is one
+                # found_inf is how torch.amp.GradScaler tells them
                 self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
             self.inner.step()
         if self.on_host:
@@ -79,8 +83,21 @@ class Optimizer:
                     shard.local.copy_(view.data)
                     view.grad = None
 
-    def advance(self) -> None:
-        """Frees the gradients and advances the schedule."""
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the device leaves out an update by itself, so that the host need not wait for its reason.
+
+        torch's fused Adam does so everywhere, the low-precision optimizer where reading a value means waiting.
+        """
+        if isinstance(self.inner, LowPrecisionOptimizer):
+            return not self.on_host and self.model.plan.config.device.name != "cpu"
+        return not self.on_host and isinstance(self.inner, torch.optim.Adam)
+
+    def advance(self, updated: bool = True) -> None:
+        """Frees the gradients and advances the schedule. ``updated``: whether ``update`` has changed anything, which
+        the host knows by now."""
+        if not updated and self.skips_on_device and isinstance(self.inner, LowPrecisionOptimizer):
+            self.inner.take_back_count()
         self.inner.zero_grad(set_to_none=True)
         self.model.zero_grad()
         self.scheduler.step()

@@ -110,8 +110,7 @@ def training_step(
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
-    # The step's only wait for the device, behind all that it has to do. With an optimizer that is not torch's
-    # Adam the host has waited in update() too.
+    # The step's only wait for the device, behind all that it has to do, unless the optimizer can't skip there.
     mean_loss, gradient_norm = torch.stack((loss, norm)).tolist()
     tokens, attended = torch.stack((counts.tokens, counts.attended)).tolist()
     metrics = {
@@ -125,8 +124,7 @@ def training_step(
         "tokens": tokens,
         "attended": attended,
     }
-    finite.check(step, mean_loss, gradient_norm, model.shards)
-    optimizer.advance()
+    optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
     return metrics
 
 

@@ -27,20 +27,21 @@ class FiniteCheck:
         self.skips = skips
         """Steps that may still be skipped."""
 
-    def check(self, step: int, loss: float, norm: float, shards: Sequence[Shard]) -> None:
-        """Counts the step if it is not finite. The gradients must still be there. A collective; all ranks must pass the
-        same numbers.
+    def check(self, step: int, loss: float, norm: float, shards: Sequence[Shard]) -> bool:
+        """Whether the step is finite; counts it if not. The gradients must still be there. A collective; all ranks must
+        pass the same numbers.
 
         Raises TrainingFault on all ranks, naming ranks and layers, when no more steps may be skipped.
         """
         if math.isfinite(loss) and math.isfinite(norm):
-            return
+            return True
         fault = f"step {step}: the loss is {loss:.4g} and the gradient norm {norm:.4g}; {_describe_nonfinite(shards)}"
         if self.skips == 0:
             raise TrainingFault(f"{fault}; the weights were not updated")
         self.skips -= 1
         if dist.get_rank() == 0:
             sys.stderr.write(f"skipped {fault}; {self.skips} more may be skipped\n")
+        return False
 
 
 def _describe_nonfinite(shards: Sequence[Shard]) -> str:

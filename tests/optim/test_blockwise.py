@@ -76,6 +76,17 @@ def test_every_level_is_kept_and_what_is_not_finite_stays_so() -> None:
     assert not state[3:5].isfinite().any() and torch.equal(state[5:], rows[5:])
 
 
+def test_rows_that_are_left_out_keep_their_bits() -> None:
+    state, other = (BlockwiseState(random(4, 256), LEVELS[True]) for _ in range(2))
+    state[:] = other[:] = -random(4, 256).abs()  # the largest of a block is negative, and is no level
+    codes, scales = state.codes.clone(), state.scales.clone()
+    state.assign(slice(0, 4), torch.full((4, 256), torch.nan), unless=torch.tensor(True))
+    assert torch.equal(state.codes, codes) and torch.equal(state.scales, scales)
+    state.assign(slice(1, 3), random(2, 256, seed=2), unless=torch.tensor(False))
+    other[1:3] = random(2, 256, seed=2)
+    assert torch.equal(state.codes, other.codes) and torch.equal(state.scales, other.scales)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torchao = pytest.importorskip("torchao.optim", reason="torchao is an extra")

@@ -63,7 +63,7 @@ def test_before_rounding_it_is_torchs(
         wide.grad = gradient.float() * factor  # clipped in fp32: once rounded, not twice
         theirs.step()
         weight.grad = gradient.clone()
-        ours.step(gradient_factor=factor)
+        ours.step(gradient_factor=factor, skip=[None, torch.tensor(False)][step % 2])
         assert torch.equal(weight.grad, gradient)
         pairs = [("weight", weight.detach(), wide.detach())]
         pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in STATES[name]]
@@ -74,6 +74,11 @@ def test_before_rounding_it_is_torchs(
                 assert torch.equal(found, rounded(exact, kind, step) if stochastic else exact.bfloat16()), kind
                 assert not torch.equal(found.float(), exact), "nothing was rounded, so nothing was tested"
     assert ours.state[weight]["step"] == STEPS
+    before = [tensor.clone() for tensor in (weight, *ours.state[weight].values())]
+    weight.grad = torch.full_like(weight, torch.nan)
+    ours.step(gradient_factor=factor, skip=torch.tensor(True))
+    ours.take_back_count()
+    assert all(map(torch.equal, before, (weight, *ours.state[weight].values()))), "skipped"
 
 
 LAYOUTS = [

@@ -91,10 +91,17 @@ def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
     return str(fault.value), all(torch.equal(b.nan_to_num(), s.local.nan_to_num()) for b, s in pairs)
 
 
-@pytest.mark.parametrize("setting", ["optim.name=adamw", "optim.name=sgd", "trainer.precision=bf16_sr"])
-def test_a_skipped_step_leaves_weights_states_and_their_count(setting: str) -> None:
-    """torch's fused optimizers skip on the device, the others on the host."""
-    for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, setting)):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["optim.name=adamw"],
+        ["optim.name=sgd"],
+        *[["trainer.precision=bf16_sr", f"device={d}"] for d in ("cpu", "neuron")],
+    ],
+)
+def test_a_skipped_step_leaves_weights_states_and_their_count(settings: list[str]) -> None:
+    """torch's fused optimizers skip on the device, low precision too if that is not the CPU, the others on the host."""
+    for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, *settings)):
         assert all(torch.equal(one, other) for one, other in zip(before, skipped, strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(skipped, after, strict=True)), (
             "the next one counts"

@@ -123,6 +123,7 @@ class Watch(TorchDispatchMode):
         self.changes: list[tuple[int, int]] = []
         """(number of the record, bytes more) of every birth, change of size and death."""
         self._live: dict[int, tuple[int, int]] = {}  # by storage: (number of the record, bytes)
+        self._numbers_of_host: set[int] = set()  # by storage
         self.flops: dict[tuple[str, str], int] = defaultdict(int)
         """By module and phase."""
         self.host_waits: Counter[tuple[str, str]] = Counter()
@@ -150,6 +151,8 @@ class Watch(TorchDispatchMode):
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, name, place)
+                if self._numbers_of_host and not tensor.dim() and self._is_number_of_host(*args):
+                    self._numbers_of_host.add(_storage(tensor)._cdata)
             elif isinstance(tensor, list | tuple):
                 for inner in tree_leaves(tensor):
                     if isinstance(inner, torch.Tensor):
@@ -189,6 +192,11 @@ class Watch(TorchDispatchMode):
                 self._see(tensor, kind, None)
                 self.records[self._live[_storage(tensor)._cdata][0]].kind = kind
 
+    def keep_on_host(self, numbers: Iterable[torch.Tensor]) -> None:
+        """Says that a run has these scalars in the host's memory, and what is made of them alone: reading one waits for
+        nothing."""
+        self._numbers_of_host.update(_storage(number)._cdata for number in numbers)
+
     @property
     def alive(self) -> dict[str, int]:
         """Bytes by kind that are alive now."""
@@ -212,6 +220,10 @@ class Watch(TorchDispatchMode):
         self._change(key, len(self.records) - 1, storage.nbytes())
         weakref.finalize(storage, self._gone, key).atexit = False
 
+    def _is_number_of_host(self, *args: Any) -> bool:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        return bool(tensors) and all(_storage(a)._cdata in self._numbers_of_host for a in tensors)
+
     def _change(self, key: int, number: int, size: int) -> None:
         before = self._live[key][1] if key in self._live else 0
         self._live[key] = (number, size)
@@ -220,6 +232,7 @@ class Watch(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         number, size = self._live.pop(key)
+        self._numbers_of_host.discard(key)
         if size:
             self.changes.append((number, -size))
 
@@ -248,7 +261,7 @@ class Watch(TorchDispatchMode):
         if (formula := self._formulas.get(func._overloadpacket)) is not None:
             phase = RECOMPUTED if place.phase == RECOMPUTED else place.phase
             self.flops[place.module, phase] += formula(*args, **kwargs, out_val=out)
-        if name in _HOST_WAITS:
+        if name in _HOST_WAITS and not self._is_number_of_host(args[0]):
             self.host_waits[name, _caller()] += 1
         elif name in _SHAPE_FROM_VALUES or (name.startswith("index") and _by_mask(args)):
             self.shapes_from_values[name, _caller()] += 1
