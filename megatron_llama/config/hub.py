@@ -12,11 +12,12 @@ import re
 from pathlib import Path
 
 MODEL, DATASET = "model", "dataset"
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = re.compile(r"(?!models/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be a name of the hub; a relative path of two parts could be, too."""
+    """Whether it could be a name of the hub; a relative path of two parts could be, too. Nobody there is called models
+    or datasets, as folders often are."""
     return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
 
 

@@ -30,9 +30,6 @@ class Problem:
     """Whether the setting is right and only this machine lacks what it names, which a command, a download or a larger
     machine mends: a dry run notes it and goes on."""
 
-    def __str__(self) -> str:
-        return f"{self.field}={shown(self.value)}: {self.rule}; {self.instead}"
-
 
 class ConfigError(ValueError):
     """A config that can't work; ``problems`` has every reason, and the message shows them all.
@@ -91,6 +88,19 @@ def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This
         rule = fill("    rule     ", problem.rule, MESSAGE_WIDTH)
         blocks.append(f"  {title}\n{rule}\n{fill('    instead  ', problem.instead, MESSAGE_WIDTH)}")
     return "\n\n".join(blocks)
+
+
+def told_together(problems: Iterable[Problem]) -> list[str]:
+    """A sentence for each piece of advice: what one command mends, such as the datasets of a blend, shares it."""
+    by_advice: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_advice.setdefault(problem.instead, []).append(problem)
+    told = []
+    for instead, (first, *others) in by_advice.items():
+        alike = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
+        likewise = f"; likewise {alike}" if alike else ""
+        told.append(f"{first.field}={shown(first.value)}: {first.rule}{likewise}; {instead}")
+    return told
 
 
 def fill(start: str, text: str, width: int) -> str:

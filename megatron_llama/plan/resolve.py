@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_llama.config.fields import check_limits, with_defaults_for
-from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.problems import ConfigError, Problem, told_together
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.derive import derive_plan
@@ -66,7 +66,7 @@ def resolve(
     problems += [problem for problem in found if problem not in (*noted, *known)]
     if problems or plan is None:
         raise ConfigError(problems)
-    refusals = [f"a run would be refused here: {problem}" for problem in noted]
+    refusals = [f"a run would be refused here: {told}" for told in told_together(noted)]
     read: tuple[Reading, ...] = ()
     if not plan.config.data.mock:
         with contextlib.suppress(OSError, ValueError):  # a missing or broken dataset is for the checks of files

@@ -61,7 +61,9 @@ def test_a_path_that_exists_goes_before(hub: Path, tmp_path: Path) -> None:
     assert local_folder("org/name") == "org/name" and or_fetch_it("org/name") == ""
 
 
-@pytest.mark.parametrize("name", ["/abs/path", "./org/name", "../name", "a/b/c", "name", "org/", "org/a b", "a--b/c"])
+@pytest.mark.parametrize(
+    "name", ["/abs/path", "./org/name", "../name", "a/b/c", "name", "org/", "org/a b", "a--b/c", "models/a"]
+)
 def test_paths_are_no_names(name: str) -> None:
     assert not is_hub_name(name) and local_folder(name) == name and or_fetch_it(name) == ""
 

@@ -13,7 +13,7 @@ from megatron_llama.config import Config, load_config
 from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.launch.cli import CONF_DIR, main, usage
 from megatron_llama.launch.world import find_world
-from megatron_llama.plan import Plan
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import USABLE, stage_footprints
 from megatron_llama.system.units import GIB
 from scripts import recipe_docs
@@ -75,6 +75,17 @@ def test_the_numbers_are_the_published_ones(name: str) -> None:
     weights = [float(share) for share in plan.config.data.prefixes[::2]]
     shares = [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02] if there.source == LLAMA_2 else [0.5, 0.25, 0.17, 0.08]
     assert weights == shares and sum(weights) == pytest.approx(1)
+
+
+def test_a_dry_run_without_the_data_has_each_command_once() -> None:
+    config = load_config(["+experiment=pretrain_llama7b", "dry_run=true"], CONF_DIR)
+    plan = resolve(config, 128, exists=lambda _: False)
+    (note,) = [note for note in plan.notes if "refused here" in note]
+    assert note.count("redpajama.py prepare") == 1 and all(str(path) in note for path in config.data.prefixes[1::2])
+    config = load_config(["+experiment=llama2_70b_lora_gaudi", "dry_run=true"], CONF_DIR)
+    weights = next(note for note in resolve(config, 8, exists=lambda _: False).notes if "init_from" in note)
+    assert "hf download OWNER/NAME --local-dir models/Llama-2-70b-hf" in weights
+    assert "hf download models/" not in weights, "which is a folder, and nobody's name"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

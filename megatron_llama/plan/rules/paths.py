@@ -84,8 +84,10 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         return
     if not exists(folder):
         rule = f"there is no such folder (seen from {os.getcwd()})"
-        instead = "download the model into it, or write the folder that holds config.json and the .safetensors files"
-        instead += or_fetch_it(folder)
+        instead = (
+            f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or write the "
+            f"folder that holds config.json and the .safetensors files{or_fetch_it(folder)}"
+        )
         yield Problem("init_from", folder, rule, instead, only_here=True)
         return
     if not exists(os.path.join(folder, "config.json")):
