@@ -62,6 +62,25 @@ def test_mpirun_is_recognised(mpi: str, tmp_path: Path) -> None:
     assert places[0]["master_port"] == places[1]["master_port"]
 
 
+LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["mpich", "torchrun"])
+def test_a_wrong_variable_is_refused_by_each_process(starter: str, tmp_path: Path) -> None:
+    """Left in the environment by an earlier torchrun, and lost on the way from this one."""
+    train = [sys.executable, TRAIN, *SMALL, f"run.dir={tmp_path}/run"]
+    if starter == "mpich":
+        run, wrong = started([*mpirun("mpich"), *train], **LEFT_OVER), "WORLD_SIZE = 1"
+    else:
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+        run, wrong = started([*agent, "env", "-u", "MASTER_ADDR", *train]), "MASTER_ADDR"
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == (2 if starter == "mpich" else 1), errors
+    assert errors.count("can't work") == 2 and wrong in errors, errors
+    assert not (tmp_path / "run").exists()
+
+
 @cache
 def expected(folder: Path) -> list[float]:
     """The losses of three steps of plain ``python train.py``, run once."""
