@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import Config, Problem
+from megatron_llama.config.problems import told_together
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.indexed_format import read_index
 from tests.config.helpers import make
@@ -38,9 +39,9 @@ def config_of(*prefixes: str, tokenizer: Path | None = None, vocabulary: int = V
 
 
 def only(problems: list[Problem]) -> str:
-    """The one problem, as it is printed."""
-    assert len(problems) == 1, problems
-    return str(problems[0])
+    """The one problem, as a dry run tells it."""
+    (told,) = told_together(problems)
+    return told
 
 
 def write_manifest(prefix: str, tokenizer: Path) -> None:
@@ -195,7 +196,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     cut_binary(prefixes[1])
     other_magic(prefixes[2])
     write_indexed(Path(prefixes[3]), [[VOCABULARY + 5]])
-    text = "\n".join(str(problem) for problem in check_data(config_of(*prefixes)))
+    text = "\n".join(told_together(check_data(config_of(*prefixes))))
     assert len(text.splitlines()) == 3 or text.count("data.prefixes") == 3
     assert "good" not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
     weighted = config_of()

@@ -129,7 +129,7 @@ def assert_states_are_the_plans(plan: Plan, found: Rehearsal) -> None:
     else:
         assert planned.gradients == found.reduced
     tensors = sum(
-        unit.count * sum(parameter.trained for parameter in unit.parameters)
+        unit.number * sum(parameter.trained for parameter in unit.parameters)
         for stage in range(found.pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
         for unit in units(plan, len(plan.stage_layers[stage]), stage == 0, stage == len(plan.stage_layers) - 1)
     )
