@@ -196,8 +196,9 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     cut_binary(prefixes[1])
     other_magic(prefixes[2])
     write_indexed(Path(prefixes[3]), [[VOCABULARY + 5]])
-    text = "\n".join(told_together(check_data(config_of(*prefixes))))
-    assert len(text.splitlines()) == 3 or text.count("data.prefixes") == 3
+    problems = check_data(config_of(*prefixes))
+    assert len(problems) == 3 and {problem.field for problem in problems} == {"data.prefixes"}
+    text = "\n".join(told_together(problems))
     assert "good" not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
     weighted = config_of()
     weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]
