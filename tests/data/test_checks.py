@@ -199,7 +199,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     problems = check_data(config_of(*prefixes))
     assert len(problems) == 3 and {problem.field for problem in problems} == {"data.prefixes"}
     text = "\n".join(told_together(problems))
-    assert "good" not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
+    assert prefixes[0] not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
     weighted = config_of()
     weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]
     assert len(check_data(weighted)) == 2
