@@ -91,17 +91,20 @@ def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This
 
 
 def told_together(problems: Iterable[Problem]) -> list[str]:
-    """A sentence for each piece of advice: where one command mends several, as with the missing datasets of a blend,
-    they share it, if their rules are the same but for the value."""
-    alike_ones: dict[tuple[str, str], list[Problem]] = {}
+    """A sentence for each piece of advice: what one command mends, such as the datasets of a blend and their tokenizer,
+    shares it, and a rule that holds for several values is told once."""
+    by_advice: dict[str, dict[str, list[Problem]]] = {}
     for problem in problems:
         rule = problem.rule.replace(str(problem.value), "")
-        alike_ones.setdefault((rule, problem.instead), []).append(problem)
+        by_advice.setdefault(problem.instead, {}).setdefault(rule, []).append(problem)
     told = []
-    for (_, instead), (first, *others) in alike_ones.items():
-        alike = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
-        likewise = f"; likewise {alike}" if alike else ""
-        told.append(f"{first.field}={shown(first.value)}: {first.rule}{likewise}; {instead}")
+    for instead, rules in by_advice.items():
+        reasons = []
+        for first, *others in rules.values():
+            alike = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
+            likewise = f"; likewise {alike}" if alike else ""
+            reasons.append(f"{first.field}={shown(first.value)}: {first.rule}{likewise}")
+        told.append("; ".join([*reasons, instead]))
     return told
 
 
