@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from megatron_llama.config.precision import STATE_BLOCK
@@ -84,9 +85,10 @@ def _dynamic_levels(signed: bool) -> tuple[list[float], list[float], list[int]]:
         levels += positive + [-value for value in positive] * signed
     values = torch.tensor(sorted(levels))
     borders = _borders(values)
-    upper = torch.arange(1 << 16, dtype=torch.int32) << 16
-    ends = torch.stack([upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32)])
-    lowest = torch.bucketize(ends.amin(dim=0), borders, right=True, out_int32=True)
+    # By numpy: torch would start its threads here, at import, and forked ranks would wait for them for ever.
+    upper = numpy.arange(1 << 16, dtype=numpy.uint32) << 16
+    smallest = numpy.minimum(upper.view(numpy.float32), (upper | 0xFFFF).view(numpy.float32))
+    lowest = numpy.searchsorted(borders.numpy(), smallest, side="right")
     return values.tolist(), [*borders.tolist(), torch.inf], lowest.tolist()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -217,11 +218,22 @@ def test_nothing_but_the_route_makes_it_work(layout: list[str], monkeypatch: pyt
     # That it works with the route is what tests/layouts shows.
 
 
-def test_importing_the_training_loads_no_compiler() -> None:
-    """megatron-core's import would load Inductor, in each process, for functions that are not used here."""
-    code = "import sys, megatron_llama.train.run_rank; print('torch._inductor.compile_fx' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.stdout == "False\n", done.stderr
+def test_importing_the_training_loads_no_compiler_and_starts_no_threads_of_torch() -> None:
+    """megatron-core's import would load Inductor, in each process, for functions that are not used here. Ranks are
+    forked after the import, and with torch's threads started before would wait for them for ever."""
+    code = """
+import os, sys, torch
+torch.set_num_threads(2)
+import numpy, megatron_llama.train.run_rank
+before = os.listdir("/proc/self/task")
+torch.zeros(1 << 20).add_(1)
+print('torch._inductor.compile_fx' in sys.modules, len(os.listdir("/proc/self/task")) - len(before))
+"""
+    variables = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=250
+    )
+    assert done.stdout == "False 1\n", done.stderr
 
 
 def test_what_stands_in_for_the_jit_module_has_its_names() -> None:
