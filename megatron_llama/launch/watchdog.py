@@ -88,6 +88,10 @@ class Hang(Exception):
         self.shown_elsewhere = shown_elsewhere
 
 
+_TO_END_SECONDS = 3.0
+"""How long who has told the report may take to end."""
+
+
 class Watch:
     """Looks after the ranks of one machine, or one rank after itself. Each may be in a phase for ``limit_seconds``
     times the phase's patience; None: for ever."""
@@ -218,9 +222,11 @@ def watch_this_process(rank: int, world_size: int, limit_seconds: float | None, 
 
 
 def hold_back(hang: Hang, board: Board | None) -> None:
-    """Lets the process with the full report be the first to end: who ends first is taken for the cause."""
+    """Lets the process with the full report be the first to end: who ends first is taken for the cause. Between its
+    report and its end it ends its ranks, of which one may be stopped."""
     if board is not None and hang.shown_elsewhere:
         board.wait_until_told()
+        sleep(_TO_END_SECONDS)
 
 
 def tell(hang: Hang, board: Board | None) -> None:
