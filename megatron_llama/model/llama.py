@@ -242,6 +242,7 @@ class Llama(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
         self._rotary: Rotary | None = None
+        self.working_copies: Any = None  # parallel/working_copies.py's, if the rank casts its weights itself
         if is_first:
             self.embed_tokens = VocabParallelEmbedding(
                 padded_vocab_size,

@@ -16,8 +16,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def mcore_config(plan: Plan) -> TransformerConfig:
     """The settings of megatron-core's layers and schedules.
 
-    ``params_dtype`` is the dtype that the optimizer updates. With fp32 master weights, ``fully_shard`` casts them to
-    bf16 for the layers (parallel/data.py).
+    ``params_dtype`` is the dtype that the optimizer updates. Master weights are cast for the layers by
+    ``fully_shard`` (parallel/data.py) or by the rank itself (parallel/working_copies.py).
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(

@@ -8,8 +8,9 @@
 
 zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
 overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
-rank that has nothing to cast either (``Plan.plain_parameters``) keeps plain parameters: ``fully_shard`` would copy each
-weight once and each gradient three times in a step, and hold the weights twice.
+rank has nobody to share with. It keeps plain parameters (``Plan.plain_parameters``), where ``fully_shard`` would copy
+each weight once and each gradient three times in a step, and hold the weights twice; or it casts them itself
+(working_copies.py), except under ZeRO 3.
 
 DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence threshold: none is needed, as a unit's
 parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
@@ -36,6 +37,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.parallel.exchange import Hops, exchange_less
+from megatron_llama.parallel.working_copies import WorkingCopies, copies_of
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -75,8 +77,9 @@ def data_groups(topology: Topology, device_type: str, plan: Plan) -> DataGroups:
 
 def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
     """Applies ``fully_shard`` in place. The units: the embedding, each block, norm and head; tied tables are in one
-    with the norm, gathered all step. A unit is gathered while the one before it computes. Plain parameters stay."""
-    if plan.plain_parameters:
+    with the norm, gathered all step. A unit is gathered while the one before it computes. A rank without data-parallel
+    peers has no units, except under ZeRO 3 where it casts."""
+    if plan.plain_parameters or plan.working_copies:
         return
     precision = plan.precision
     policy = MixedPrecisionPolicy(
@@ -141,14 +144,16 @@ def _sum_gradients(chunk: Llama, plan: Plan) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
 
 
-def allocate(chunk: nn.Module, device: torch.device) -> None:
-    """Gives the parameters, which are on the meta device, memory on ``device``, in place."""
+def allocate(chunk: Llama, device: torch.device, plan: Plan) -> None:
+    """Gives the parameters, which are on the meta device, memory on ``device``, in place, and makes working copies."""
     if isinstance(chunk, FSDPModule):
         chunk.to_empty(device=device)
         return
     for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
+    if plan.working_copies:
+        chunk.working_copies = WorkingCopies(chunk, plan)
 
 
 class _NoReduction:
@@ -181,6 +186,8 @@ def before_last_microbatch(chunk: nn.Module, zero: int) -> Callable[[], Abstract
 
     Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
     """
+    if (copies := copies_of(chunk)) is not None:
+        return copies.before_last_microbatch()
     if zero == 3 or not isinstance(chunk, FSDPModule):
         return None
 

@@ -10,6 +10,7 @@ Weights come last, when each rank knows its own rectangles: no rank ever holds a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,7 @@ from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
+from megatron_llama.parallel.working_copies import filled
 from megatron_llama.plan import Plan
 from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
 from megatron_llama.plan.shapes import head_dim
@@ -73,7 +75,8 @@ class ParallelModel:
             subsets = microbatches[0].subsets if train else None
             kept = None if subsets is None else subsets.length
             self.compiler.batch_begins(microbatches[0].tokens.shape[1], kept)
-        found = run_schedule(self.chunks, self.plan, microbatches, total, train)
+        with filled(self.chunks):
+            found = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)
         found = found / self.plan.config.trainer.tp  # all tensor-parallel ranks of the last stage have the same value
@@ -84,9 +87,8 @@ class ParallelModel:
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
         """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
-        if self.compiler is None:
-            return run_logits(self.chunks, self.plan, tokens, documents)
-        with torch.compiler.set_stance("force_eager"):  # other shapes, and not worth a graph
+        stance = nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager")
+        with stance, filled(self.chunks):  # compiled, other shapes are not worth a graph
             return run_logits(self.chunks, self.plan, tokens, documents)
 
     def zero_grad(self) -> None:
@@ -139,7 +141,7 @@ def build_model(
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
         shard_chunk(chunk, groups, plan)
-        allocate(chunk, torch_device)
+        allocate(chunk, torch_device, plan)
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
         # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_llama.model.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.model.quantized import dequantize, quantize
+from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -22,7 +23,8 @@ class Shard:
     name: str
     """The parameter's name in its chunk, the same for all layouts."""
     parameter: nn.Parameter
-    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/data.py)."""
+    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/data.py): the
+    master, if the layers have a working copy."""
     pieces: list[Piece]
     """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary are in none."""
     counts: bool
@@ -71,7 +73,10 @@ class Shard:
 def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
     """The shards of a chunk after data parallelism, in the order of its parameters."""
     shards = []
+    copies = copies_of(chunk)
     for name, parameter in chunk.named_parameters():
+        if copies is not None:
+            parameter = copies.master_of.get(parameter, parameter)
         tp = TensorParallel(topology.tp_rank, topology.tp)
         parts = pieces(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
         start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)

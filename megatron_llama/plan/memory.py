@@ -82,10 +82,14 @@ def _one_micro_batch(plan: Plan) -> bool:
 
 def _working(plan: Plan, stage: StageParameters) -> int:
     """Bytes of what the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank
-    that casts its weights too; ZeRO 3 does so block by block, which is little."""
+    that casts its weights too; ZeRO 3 does so block by block, which is little. Working copies are of what is cast."""
     if plan.plain_parameters or plan.config.trainer.zero == 3:
         return 0
     quantized = stage.quantizable if plan.quantized else 0
+    if plan.working_copies:
+        trained_only = plan.frozen_dtype == plan.precision.compute_dtype
+        cast = stage.trained if trained_only else stage.held - quantized
+        return cast * BYTES[plan.precision.compute_dtype]
     packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0
     return (stage.held - quantized) * BYTES[plan.precision.compute_dtype] + packed
 

@@ -97,6 +97,12 @@ class Plan:
         return self.dp == 1 and one_dtype and self.frozen_dtype == precision.compute_dtype
 
     @property
+    def working_copies(self) -> bool:
+        """Whether a rank without data-parallel peers casts its weights itself, all of them for a whole pass. ZeRO 3
+        casts block by block, which takes less memory."""
+        return self.dp == 1 and not self.plain_parameters and self.config.trainer.zero < 3
+
+    @property
     def batches(self) -> BatchSchedule:
         """Which samples each step trains on."""
         return BatchSchedule.of(self.config, self.start)

@@ -203,7 +203,7 @@ def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: int) -> 
     evil = stranger(port)
     (mine,) = our_keys(evil)
     other.report(info(1))
-    (theirs,) = our_keys(evil) - {mine}
+    (theirs,) = our_keys(evil, 2) - {mine}
     good = evil.get(theirs)
     for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(mine)):  # the last: another's report
         evil.set(theirs, changed.decode())
@@ -213,8 +213,12 @@ def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: int) -> 
     assert len(first.gather()) == 2
 
 
-def our_keys(store: Any) -> set[str]:
-    return {key for key in store.list_keys() if "megatron_llama/" in key}
+def our_keys(store: Any, count: int = 1) -> set[str]:
+    """The job's keys, once there are ``count``: a client of the store does not wait until what it sets has arrived."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(keys := {key for key in store.list_keys() if "megatron_llama/" in key}) < count:
+        assert time.monotonic() < deadline
+    return keys
 
 
 def test_neither_the_jobs_name_nor_its_secret_stands_in_the_store(port: int) -> None:

@@ -333,7 +333,7 @@ def job_of_plan(plan: Plan) -> Job:
         vpp=trainer.vpp,
         dp=plan.dp,
         sp=plan.sp,
-        zero=0 if plan.plain_parameters else trainer.zero,  # nothing is gathered
+        zero=0 if plan.plain_parameters or plan.working_copies else trainer.zero,  # nothing is gathered
         shard_size=plan.shard_size,
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,

@@ -23,6 +23,7 @@ from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
 from megatron_llama.plan.module_work import any_layer
 from megatron_llama.plan.traffic import Amount, Traffic
@@ -31,6 +32,7 @@ from megatron_llama.tools.rehearse.history import History
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
 from megatron_llama.tools.rehearse.report import (
     BATCH,
+    GATHERED,
     GRADIENTS,
     HOST,
     OPTIMIZER,
@@ -75,6 +77,8 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         model = build_model(plan, topology, device, cpu)
         optimizer = build_optimizer(plan, model)
         watch.label((shard.local for shard in model.shards), WEIGHTS)
+        own_casts = [copies for chunk in model.chunks if (copies := copies_of(chunk)) is not None]
+        watch.label((copy for copies in own_casts for copy in copies.master_of), GATHERED)
         _label_states(watch, optimizer)
         built = watch.alive
         watch.modules = modules = Modules(model.chunks)

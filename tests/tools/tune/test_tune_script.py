@@ -92,7 +92,8 @@ def test_the_table_of_longest_sequences(elsewhere: Path, capsys: pytest.CaptureF
     cells = [[int(word.replace(",", "").replace("-", "0")) for word in line.split()[-3:]] for line in lines]
     assert len(cells) == 8, "four stages, for full fine-tuning and LoRA"
     for full, lora in zip(cells[:4], cells[4:], strict=True):
-        assert full == sorted(full) and lora == sorted(lora), "more devices, longer sequences"
+        assert full == sorted(full) and lora[1:] == sorted(lora[1:]), "more devices, longer sequences"
+        assert lora[0] > 0, "alone, a device has no second copy of the frozen weights, so it may even have more room"
         assert all(one <= other for one, other in zip(full, lora, strict=True)), "LoRA leaves more room"
     assert all(row[2] > 0 for row in cells[1:]) and cells[0] == [0, 0, 0], "16 bytes a weight are 100 GiB"
     for one, other in zip(cells[0:3] + cells[4:7], cells[1:4] + cells[5:8], strict=True):

@@ -1,0 +1,96 @@
+"""Weights that a rank without data-parallel peers casts by itself, where its layers compute in another dtype.
+
+``fully_shard`` over one rank would write each cast weight three times in a step, and copy frozen weights too. Here a
+layer's parameter is a working copy in the compute dtype; its master, in the dtype of the optimizer, is what ``Shard``
+knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole. The master is
+given that gradient in the dtypes that ``fully_shard`` would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.plan import Plan
+
+
+class WorkingCopies:
+    """The working copies of a chunk, whose parameters they become; parameters that need no cast stay."""
+
+    def __init__(self, chunk: nn.Module, plan: Plan) -> None:
+        dtype = torch_dtype(plan.precision.compute_dtype)
+        # Below ZeRO 2 micro batches are summed in this dtype, from there on in the master's.
+        self._sums_are_narrow = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
+        self._is_last_microbatch = True
+        self.master_of: dict[nn.Parameter, nn.Parameter] = {}
+        for module in chunk.modules():
+            for name, master in list(module.named_parameters(recurse=False)):
+                if master.is_floating_point() and master.dtype != dtype:
+                    copy = nn.Parameter(torch.empty_like(master, dtype=dtype), master.requires_grad)
+                    if copy.requires_grad:
+                        copy.register_post_accumulate_grad_hook(self._hand_over)
+                    self.master_of[copy] = master
+                    setattr(module, name, copy)
+        self._free_all()
+
+    @torch.no_grad()
+    def _fill_all(self) -> None:
+        for copy, master in self.master_of.items():
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+            copy.data.copy_(master)
+
+    def _free_all(self) -> None:
+        for copy in self.master_of:
+            copy.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _hand_over(self, copy: torch.Tensor) -> None:
+        """Called when a backward pass has added to ``copy.grad``."""
+        last = self._is_last_microbatch
+        if self._sums_are_narrow and not last:
+            return
+        assert isinstance(copy, nn.Parameter) and copy.grad is not None
+        master, grad = self.master_of[copy], copy.grad
+        if master.grad is None:
+            master.grad = grad.to(master.dtype)
+        else:
+            master.grad += grad
+        copy.grad = None
+        if last:
+            copy.untyped_storage().resize_(0)  # nothing else of this pass needs the weight
+
+    def before_last_microbatch(self) -> Callable[[], AbstractContextManager[None]]:
+        """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last."""
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            self._is_last_microbatch = False
+            try:
+                yield
+            finally:
+                self._is_last_microbatch = True
+
+        return context
+
+
+@contextmanager
+def filled(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """A pass: inside, the working copies have their masters' values."""
+    own = [copies for chunk in chunks if (copies := copies_of(chunk)) is not None]
+    for copies in own:
+        copies._fill_all()
+    try:
+        yield
+    finally:
+        for copies in own:
+            copies._free_all()
+
+
+def copies_of(chunk: nn.Module) -> WorkingCopies | None:
+    """The chunk's working copies, if the rank casts its weights itself."""
+    copies: WorkingCopies | None = getattr(chunk, "working_copies", None)
+    return copies

@@ -1,0 +1,62 @@
+"""A rank without data-parallel peers casts its weights itself, and trains as ``fully_shard`` over one rank does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_llama.data.batches import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.working_copies import copies_of
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from tests.oracle import RaggedSamples, make_plan, run_layout, worst
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ["trainer.precision=bf16"]),
+        (1, ["trainer.precision=fp32_ZeroOptMaster"]),  # micro batches are summed in bf16 ...
+        (1, ["trainer.precision=fp32_ZeroOptMaster", "trainer.zero=2"]),  # ... and here in fp32
+        (2, ["trainer.precision=bf16", "trainer.pp=2", "model.tie_word_embeddings=true", "trainer.recompute=full"]),
+    ],
+)
+def test_to_the_bit(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_plan(ranks, *layout).working_copies
+    found = run_layout(ranks, *layout, steps=2)
+    monkeypatch.setattr(Plan, "working_copies", False)
+    assert set(worst(found, run_layout(ranks, *layout, steps=2)).values()) == {0.0}
+
+
+def test_zero_3_and_fp32_have_none() -> None:
+    for layout in (["trainer.precision=bf16", "trainer.zero=3"], ["trainer.precision=fp32"]):
+        assert not make_plan(1, *layout).working_copies
+    assert not make_plan(2, "trainer.precision=bf16").working_copies
+
+
+def test_copies_have_memory_in_a_pass_only() -> None:
+    (before, inside, after, masters) = run_ranks(_bytes, 1, make_plan(1, "trainer.precision=bf16"))[0]
+    assert before == after == 0
+    assert inside == masters // 2
+
+
+def _bytes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
+    """Bytes of the copies before a pass, in its first forward and after it; and of the masters."""
+    topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        copies = copies_of(model.chunks[0])
+        assert copies is not None
+
+        def held() -> int:
+            return sum(copy.untyped_storage().size() for copy in copies.master_of)
+
+        found = [held()]
+        block = next(iter(model.chunks[0].layers.values()))
+        block.register_forward_pre_hook(lambda *_: found.append(held()))
+        batches = Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0)
+        model.forward_backward(batches[:1])
+        return found[0], found[1], held(), sum(master.nbytes for master in copies.master_of.values())
