@@ -27,6 +27,7 @@ def describe_contestants(parser: argparse.ArgumentParser) -> None:
     add("--peers", type=words, default=list(PEERS), help=f"of {','.join(PEERS)}")
     add("--modes", type=words, default=["eager", "compiled"], help="eager,compiled")
     add("--layouts", type=words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default one)")
+    add("--recompute", type=words, default=["none"], help="of this project: none,elementwise,full ... (default none)")
     add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
     add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
     add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
@@ -63,6 +64,7 @@ def wanted_of(args: argparse.Namespace, peers: Sequence[str]) -> Wanted:
         peers=peers,
         modes=args.modes,
         layouts=args.layouts,
+        recompute=args.recompute,
         device=args.device,
         threads=args.threads or get_device("cpu").count(),
         batch_size=args.batch,

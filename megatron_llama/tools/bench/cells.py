@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from megatron_llama.config import Config, load_config
@@ -25,6 +26,8 @@ class Wanted:
     modes: Sequence[str]
     layouts: Sequence[str]
     """Of this project; the peers train in one process."""
+    recompute: Sequence[str]
+    """Of this project, settings of trainer.recompute."""
     device: str
     threads: int
     batch_size: int
@@ -56,38 +59,39 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
     optim = config.optim
     for name in wanted.peers:
         peer = PEERS[name]
-        layouts = wanted.layouts if name == OURS else [ONE]
-        for mode in (mode for mode in wanted.modes if mode in peer.modes):
-            for layout in layouts:
-                shares = layout_of(layout)
-                cache = f"{name}-{mode}-{preset}-{precision}-{layout}"
-                yield (
-                    peer,
-                    Task(
-                        preset=preset,
-                        model=shape,
-                        parameters=parameters(config.model),
-                        seq_length=min(wanted.seq_length, config.model.max_position_embeddings),
-                        batch_size=wanted.batch_size,
-                        # A pipeline needs several to fill it; otherwise a rank takes all its sequences at a time.
-                        micro_batch_size=1 if shares.pp > 1 else max(1, wanted.batch_size // shares.dp),
-                        precision=precision,
-                        mode=mode,
-                        layout=shares,
-                        device=wanted.device,
-                        threads=wanted.threads,
-                        optimizer={
-                            "lr": optim.lr,
-                            "betas": list(optim.betas),
-                            "eps": optim.eps,
-                            "weight_decay": optim.weight_decay,
-                            "clip": optim.clip,
-                        },
-                        seed=config.trainer.seed,
-                        cache=str(BENCH_DIR / "cache" / cache),
-                        started=0.0,
-                    ),
-                )
+        modes = [mode for mode in wanted.modes if mode in peer.modes]
+        variants = product(wanted.layouts, wanted.recompute) if name == OURS else [(ONE, "none")]
+        for mode, (layout, recompute) in product(modes, variants):
+            shares = layout_of(layout)
+            cache = f"{name}-{mode}-{preset}-{precision}-{layout}" + (f"-{recompute}" if recompute != "none" else "")
+            yield (
+                peer,
+                Task(
+                    preset=preset,
+                    model=shape,
+                    parameters=parameters(config.model),
+                    seq_length=min(wanted.seq_length, config.model.max_position_embeddings),
+                    batch_size=wanted.batch_size,
+                    # A pipeline needs several to fill it; otherwise a rank takes all its sequences at a time.
+                    micro_batch_size=1 if shares.pp > 1 else max(1, wanted.batch_size // shares.dp),
+                    precision=precision,
+                    mode=mode,
+                    layout=shares,
+                    device=wanted.device,
+                    threads=wanted.threads,
+                    optimizer={
+                        "lr": optim.lr,
+                        "betas": list(optim.betas),
+                        "eps": optim.eps,
+                        "weight_decay": optim.weight_decay,
+                        "clip": optim.clip,
+                    },
+                    seed=config.trainer.seed,
+                    cache=str(BENCH_DIR / "cache" / cache),
+                    started=0.0,
+                    recompute=recompute,
+                ),
+            )
 
 
 def describe_machine(device: str) -> str:

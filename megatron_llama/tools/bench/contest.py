@@ -28,7 +28,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Task:
-    """One contestant's work, the same for all of a cell but for ``mode`` and ``layout``."""
+    """One contestant's work, the same for all of a cell but for ``mode``, ``layout`` and ``recompute``."""
 
     preset: str
     """Name of the model in conf/model."""
@@ -60,6 +60,8 @@ class Task:
     """When the program was started, seconds since the epoch."""
     address: str = ""
     """Socket of the process that gives the turns."""
+    recompute: str = "none"
+    """What this project makes again in the backward pass (trainer.recompute); the peers keep everything."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -122,11 +122,16 @@ def verdict_lines(cell: Cell) -> Iterator[str]:
     for peer in peers:
         if peer is not fastest:
             yield f"{ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
-    for what, memory in (("resident", _resident), ("live", lambda result: result.live_bytes)):
-        leanest = min(peers, key=memory)
-        if memory(leanest) and memory(ours):
-            share = memory(ours) / memory(leanest)
-            yield f"Its peak of {what} memory is {share:.0%} of the leanest peer's, {leanest.name}."
+    alone = [r for r in cell.results if is_ours(r.name) and r.task.layout.ranks == 1]
+    for result in [ours, *(r for r in alone if r is not ours and r.task.recompute != "none")]:
+        if result is not ours:
+            ratio = cell.ratio(result, fastest)
+            yield f"{result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
+        for what, memory in (("resident", _resident), ("live", lambda result: result.live_bytes)):
+            leanest = min(peers, key=memory)
+            if memory(leanest) and memory(result):
+                share = memory(result) / memory(leanest)
+                yield f"Its peak of {what} memory is {share:.0%} of the leanest peer's, {leanest.name}."
 
 
 def layout_rows(cell: Cell) -> Iterator[list[str]]:
@@ -134,6 +139,7 @@ def layout_rows(cell: Cell) -> Iterator[list[str]]:
     for result in cell.results:
         layout = result.task.layout
         alone = [r for r in cell.results if r.task.mode == result.task.mode and r.task.layout.ranks == 1]
+        alone = [r for r in alone if r.task.recompute == result.task.recompute]
         alone = [r for r in alone if r.name.split()[0] == result.name.split()[0]]
         if layout.ranks == 1 or not alone:
             continue

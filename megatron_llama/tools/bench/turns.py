@@ -71,10 +71,11 @@ class Result:
 
 
 def contestant_name(peer: str, task: Task) -> str:
-    """Such as ``ours compiled tp2``."""
+    """Such as ``ours compiled tp2`` or ``ours recompute=full``."""
     axes = {"tp": task.layout.tp, "pp": task.layout.pp, "dp": task.layout.dp}
     layout = "".join(f" {axis}{size}" for axis, size in axes.items() if size > 1)
-    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}"
+    again = f" recompute={task.recompute}" if task.recompute != "none" else ""
+    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{again}"
 
 
 class Contestant:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_llama.tools.bench import standings
 from megatron_llama.tools.bench.standings import Cell, Spread
-from tests.tools.bench.recorded import cell
+from tests.tools.bench.recorded import cell, result
 
 
 def test_speeds_and_shares_are_of_each_turn() -> None:
@@ -32,6 +32,16 @@ def test_the_verdict_is_over_the_fastest_and_the_leanest_peer() -> None:
         "ours is 10.00 (5.00 to 10.00) times as fast as lean.",
         "Its peak of resident memory is 60% of the leanest peer's, lean.",
         "Its peak of live memory is 60% of the leanest peer's, lean.",
+    ]
+
+
+def test_recomputing_contestants_have_lines_of_their_own() -> None:
+    found = cell()
+    found.results.append(result("ours", [4.0, 4.0, 4.0], 30 << 20, recompute="full"))
+    assert list(standings.verdict_lines(found))[-3:] == [
+        "ours recompute=full is 0.50 (0.50 to 1.00) times as fast as the fastest peer, fast compiled.",
+        "Its peak of resident memory is 30% of the leanest peer's, lean.",
+        "Its peak of live memory is 30% of the leanest peer's, lean.",
     ]
 
 
