@@ -54,9 +54,9 @@ class Task:
     optimizer: dict[str, Any]
     """AdamW: lr, betas, eps, weight_decay, and clip, the largest gradient norm."""
     seed: int
-    cache: str
-    """Folder of the compiler's cache."""
-    started: float
+    cache: str = ""
+    """Folder of the compiler's cache; published records lack it."""
+    started: float = 0.0
     """When the program was started, seconds since the epoch."""
     address: str = ""
     """Socket of the process that gives the turns."""

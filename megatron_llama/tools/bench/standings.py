@@ -123,7 +123,7 @@ def verdict_lines(cell: Cell) -> Iterator[str]:
         if peer is not fastest:
             yield f"{ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
     alone = [r for r in cell.results if is_ours(r.name) and r.task.layout.ranks == 1]
-    for result in [ours, *(r for r in alone if r is not ours and r.task.recompute != "none")]:
+    for result in [ours, *(r for r in alone if r.task.recompute != ours.task.recompute)]:
         if result is not ours:
             ratio = cell.ratio(result, fastest)
             yield f"{result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_llama.tools.bench import standings
 from megatron_llama.tools.bench.standings import Cell, Spread
+from scripts.bench_train import page
+from tests.paths import ROOT
 from tests.tools.bench.recorded import cell, result
 
 
@@ -63,3 +65,9 @@ def test_rows_are_ordered_by_speed() -> None:
 def test_a_recorded_cell_is_read_back() -> None:
     again = Cell.from_json(json.loads(json.dumps(asdict(cell()))))
     assert again == cell()
+
+
+def test_a_published_record_makes_its_page() -> None:
+    published = sorted((ROOT / "docs/results").glob("bench-train-20*.json"))[-1]
+    text = "\n".join(page(json.loads(published.read_text())))
+    assert published.with_suffix(".md").read_text().startswith(text + "\n")

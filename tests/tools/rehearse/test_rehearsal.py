@@ -74,6 +74,13 @@ MORE_LAYOUTS = {
         ["trainer.precision=bf16", "finetune.modules_to_save=[embed_tokens,input_layernorm]", *LORA],
     ),
     "dp2, zero 3, LoRA, packed": (2, ["trainer.zero=3", "data.document_mask=true", *LORA]),
+    "one process, bf16": (1, [FEW, "trainer.precision=bf16"]),
+    "pp2, tied, bf16": (2, ["trainer.pp=2", "trainer.precision=bf16", TIED]),
+    "pp2·vpp2, LoRA, bf16": (2, ["trainer.pp=2", "trainer.vpp=2", "trainer.precision=bf16", *LORA]),
+    "tp2·dp2+sp, tied, bf16": (4, ["trainer.tp=2", "trainer.precision=bf16", TIED, MICRO_2]),
+    "dp2, sums in bf16": (2, ["trainer.precision=fp32_ZeroOptMaster"]),
+    "one process, sums in bf16": (1, ["trainer.precision=fp32_ZeroOptMaster"]),
+    "dp2, bf16 weights, fp32 states": (2, ["trainer.precision=fp32_OptStates"]),
     "one micro batch, sgd": (1, ["trainer.micro_batch_size=8", "optim.name=sgd"]),
 }
 
