@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +12,24 @@ from megatron_llama.config.hf_config import other_than_llama, read_hf_config, sh
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.tools.import_nemo import nemo_keys as keys
+from megatron_llama.tools.import_nemo.found import (
+    MEANINGLESS,
+    RENAMED,
+    SAME,
+    TAKEN,
+    UNSUPPORTED,
+    Converted,
+    Found,
+    unread,
+)
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of
 from megatron_llama.tools.import_nemo.nemo_vocabulary import rows_of_tokenizer
 from megatron_llama.tools.import_nemo.read_yaml import flat, load, open_reference
 
-TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
-SAME = "not supported: the training is the same"
-UNSUPPORTED = "not supported: the training will differ"
-KINDS = (TAKEN, RENAMED, MEANINGLESS, SAME, UNSUPPORTED)
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
 # Optimizers that are Adam with decoupled weight decay; they differ in where the optimizer states are.
 SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SHARDED)
-
-
-@dataclass(frozen=True)
-class Found:
-    """One key of the source and what becomes of it."""
-
-    key: str
-    value: Any
-    kind: str
-    ours: str = ""
-    """The setting it was converted to, as on a command line."""
-    why: str = ""
-
-
-@dataclass
-class Converted:
-    """What a file means here."""
-
-    name: str
-    """The file's own name for the run."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """{setting: value} in our names."""
-    schedule: str = "cosine"
-    """Which file of conf/optim/ has the schedule."""
-    found: list[Found] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    """What the file leaves open, and the value that was assumed."""
-    world_size: int | None = None
-    """Devices that the file names, or None."""
-
-    @property
-    def unsupported(self) -> list[Found]:
-        """The keys whose neglect changes the result."""
-        return [one for one in self.found if one.kind == UNSUPPORTED]
 
 
 def convert(path: Path, overrides: Sequence[str] = ()) -> Converted:
@@ -111,7 +82,7 @@ class _Conversion:
 
     def _became(self, key: str, value: Any) -> Found:
         """What became of a key; one whose value is in another file is assumed to be missing, if it would count."""
-        found = self.found.get(key) or _unread(key, value)
+        found = self.found.get(key) or unread(key, value)
         if self.values[key] is None and value is not None and (key in keys.MATTER or found.kind != MEANINGLESS):
             first = open_reference(value)
             name = f"model.{key}" if key.startswith("data.") else key
@@ -157,8 +128,13 @@ class _Conversion:
         self.settings["model.name"] = self.result.name
         if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
             self._hugging_face(str(self.values["model.model_config"]))
-        for key in () if self.problems else ("model.num_layers", "model.hidden_size", "model.num_attention_heads"):
-            if self.get(key) is None and keys.ONE_TO_ONE[key] not in self.settings:
+        sizes = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+        missing = [key for key in sizes if self.get(key) is None and keys.ONE_TO_ONE[key] not in self.settings]
+        if len(missing) == len(sizes) and not self.problems:
+            rule = "has no shape: a file that fine-tunes, evaluates or exports takes it from a checkpoint of theirs"
+            self.problems.append(Problem("model", None, rule, keys.FROM_A_CHECKPOINT))
+        elif not self.problems:
+            for key in missing:
                 self.require(key)
         hidden, width = self.get("model.hidden_size"), self.get("model.ffn_hidden_size")
         if width is not None:
@@ -173,6 +149,8 @@ class _Conversion:
             self.result.assumed.append("model.tie_word_embeddings=true, their default; LLaMAs say false")
         if on(self.values, "model.scale_positional_embedding"):
             self.put("model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
+        # Null in the file, as the script that reads it wants it on its command line.
+        self.note("model.kd_teacher_restore_from_path", UNSUPPORTED, why="there is no distillation from a teacher")
         self._vocabulary()
 
     def _parts_left_out(self) -> None:
@@ -261,9 +239,17 @@ class _Conversion:
             for key in resets:
                 self.put(key, "data.document_mask", True)
             self.settings.setdefault("data.eod_mask_loss", False)
-        for key in self.values if on(self.values, "data.fine_tuning") else ():
+        self._fine_tuning_sets()
+
+    def _fine_tuning_sets(self) -> None:
+        """NeMo's files have them where they fine-tune; the programs for Trainium always, and a switch."""
+        records = "data.train_ds.file_names"
+        if not (on(self.values, "data.fine_tuning") if "data.fine_tuning" in self.values else records in self.values):
+            return
+        self.note(records, UNSUPPORTED, why="its records are not converted: docs/sft_data.md has what data=chat reads")
+        for key in self.values:
             if key.startswith("data.") and "_ds." in key:
-                self.note(key, UNSUPPORTED, why="fine-tuning sets are not converted")
+                self.note(key, MEANINGLESS, why="of the fine-tuning sets, which are not converted")
 
     def validation(self) -> None:
         every, batches = self.get("trainer.val_check_interval"), self.get("trainer.limit_val_batches", 1.0)
@@ -313,7 +299,8 @@ class _Conversion:
         steps = self.get("trainer.max_steps", 0)
         ratio = self.get(f"{at}warmup_ratio")
         if ratio is not None and self.get(f"{at}warmup_steps") is None:
-            self.put(f"{at}warmup_ratio", "optim.warmup_steps", int(ratio * steps))
+            known = isinstance(ratio, int | float) and isinstance(steps, int)  # else the value itself is refused
+            self.put(f"{at}warmup_ratio", "optim.warmup_steps", int(ratio * steps) if known else ratio)
         ends = self.get(f"{at}max_steps", steps)
         if ends != steps:
             self.put(f"{at}max_steps", "optim.schedule.max_steps", ends)
@@ -347,7 +334,8 @@ class _Conversion:
         kept = self.get(key)
         if kept is not None:
             # -1 keeps all; 0 keeps only the last one, by save_last.
-            self.put(key, "checkpoint.keep", kept if kept > 0 else None, "the newest ones; monitor is ignored")
+            kept = None if isinstance(kept, int) and kept <= 0 else kept
+            self.put(key, "checkpoint.keep", kept, "the newest ones; monitor is ignored")
         self._cadence()
         key = "exp_manager.create_checkpoint_callback"
         if self.get(key) is False:
@@ -377,21 +365,7 @@ class _Conversion:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
         if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
             self.result.world_size = devices * nodes
-
-
-def _unread(key: str, value: Any) -> Found:
-    """A key that no subject has read: supported with some values only, without meaning here, or unknown."""
-    if key in keys.ONLY:
-        allowed, why = keys.ONLY[key]
-        if value is None or value in allowed:
-            return Found(key, value, MEANINGLESS, why="off" if value in (None, False) else "as it always is here")
-        return Found(key, value, UNSUPPORTED, why=why)
-    section = next((one for one in keys.ONLY if key.startswith(f"{one}.")), None)
-    if section is not None:
-        return Found(key, value, UNSUPPORTED if value else MEANINGLESS, why=keys.ONLY[section][1])
-    for patterns, why in keys.WITHOUT_MEANING:
-        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
-            return Found(key, value, MEANINGLESS, why=why)
-    if value in (None, False, [], {}):
-        return Found(key, value, MEANINGLESS, why="off")
-    return Found(key, value, UNSUPPORTED, why="an unknown key, so what it changes is unknown too")
+        for section in ("model.", keys.LAYOUT):
+            if self.get(key := f"{section}context_parallel_size", 1) != 1:
+                why = "there is no context parallelism: a rank has whole sequences, which takes more memory"
+                self.note(key, SAME, why=why)

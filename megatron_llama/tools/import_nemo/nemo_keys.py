@@ -42,6 +42,8 @@ ONE_TO_ONE: Mapping[str, str] = {
     "model.num_kv_heads": "model.num_key_value_heads",
     "model.num_key_value_heads": "model.num_key_value_heads",
     "model.kv_channels": "model.head_dim",
+    "model.sliding_window": "model.sliding_window",
+    "model.sliding_window_size": "model.sliding_window",
     "model.init_method_std": "model.initializer_range",
     "model.layernorm_epsilon": "model.rms_norm_eps",
     "model.share_embeddings_and_output_weights": "model.tie_word_embeddings",
@@ -61,6 +63,7 @@ ONE_TO_ONE: Mapping[str, str] = {
     "exp_manager.explicit_log_dir": "run.dir",
     "exp_manager.checkpoint_callback_params.every_n_train_steps": "checkpoint.every_steps",
     "exp_manager.async_checkpointing": "checkpoint.asynchronous",
+    "exp_manager.checkpoint_callback_params.async_save": "checkpoint.asynchronous",
     "async_checkpointing": "checkpoint.asynchronous",
     "data.splits_string": "data.split",
     "data.index_mapping_dir": "data.cache_dir",
@@ -68,6 +71,10 @@ ONE_TO_ONE: Mapping[str, str] = {
 }
 
 _CHECKPOINTS = "their checkpoints can't be read: export to Hugging Face's format, then init_from=FOLDER"
+FROM_A_CHECKPOINT = (
+    "export that checkpoint to Hugging Face's format, then python train.py model=from_hf init_from=FOLDER "
+    "finetune=full, or lora (docs/finetuning.md); or write model.num_layers=N and so on after the file"
+)
 _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("activation", ("swiglu", "fast-swiglu"), "the feed-forward is SwiGLU"),
     ("normalization", ("rmsnorm", "RMSNorm"), "norms are RMSNorm"),
@@ -85,7 +92,8 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("seq_len_interpolation_factor", (1,), "positions are not interpolated; model.rope_scaling is Llama 3's"),
     ("position_abf_factor", (1,), "write model.rope_theta multiplied by it"),
     ("positition_interpolation_factor", (1,), "positions are not interpolated"),
-    ("sliding_window sliding_window_size window_size", (), "attention is over the whole sequence"),
+    ("window_size", (), "write model.sliding_window=N in its place: the tokens that one sees, itself included"),
+    ("name", ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt"), "it names layers of another model"),
     ("num_moe_experts moe", (), "there are no experts"),
     ("expert_model_parallel_size", (1,), "there are no experts"),
     ("fp32_residual_connection", (False,), "the residual stream has the compute dtype"),
@@ -98,18 +106,20 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("context_parallel_size", (1,), "there is no context parallelism"),
     ("fsdp_grad_reduce_dtype", (32, "32", "fp32"), "gradients are summed in fp32"),
     ("optim.grad_sync_dtype", ("fp32",), "gradients are summed in fp32"),
-    ("resume_from_checkpoint", (), _CHECKPOINTS),
-    ("peft", (), "LoRA and other adapters are not converted"),
+    ("resume_from_checkpoint restore_from_path restore_from_ckpt", (), _CHECKPOINTS),
+    ("peft.peft_scheme", ("none",), "adapters are not converted: write finetune=lora (docs/finetuning.md)"),
 )
 _OTHER_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),
     (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
     ("trainer.accumulate_grad_batches", (1,), "write the whole batch in global_batch_size"),
-    ("restore_from_path exp_manager.resume_from_checkpoint", (), _CHECKPOINTS),
+    ("restore_from_path exp_manager.resume_from_checkpoint trainer.resume_from_checkpoint", (), _CHECKPOINTS),
+    ("exp_manager.create_early_stopping_callback", (False,), "no run stops early: it goes on to trainer.steps"),
     ("exp_manager.ema.enable", (False,), "there is no moving average of weights"),
     ("model_alignment_strategy", (), "SFT, DPO, ORPO and LoRA are not converted"),
     ("data.dataloader_type", ("single",), "samples come in the order of Megatron's GPTDataset"),
-    ("data.data_impl", ("mmap",), "datasets are Megatron's .bin and .idx"),
+    ("data.data_impl", ("mmap",), "datasets are Megatron's .bin and .idx; for random tokens write data=mock"),
+    ("data.mock_dataset", (False,), "for random tokens write data=mock on train.py's command line"),
     ("data.reset_position_ids", (False,), "positions start again only with reset_attention_mask"),
     ("data.reset_attention_mask", (False,), "attention ends at documents only with reset_position_ids"),
     ("data.no_seqlen_plus_one_input_tokens", (False,), "samples have one token more than the sequence"),
@@ -131,6 +141,9 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("name", "a label"),
     ("model_source", "there is one model"),
     ("exp_manager.exp_dir", "the run's folder is run.dir"),
+    ("exp_manager.checkpoint_callback_params.save_last", "of a copy named -last; a run's last step is saved here"),
+    ("exp_manager.early_stopping_callback_params.*", "of early stopping"),
+    ("exp_manager.max_time_per_run", "run.slurm goes on after a time limit"),
     ("exp_manager.*", "logs and checkpoints have their own format"),
     ("trainer.devices trainer.num_nodes", "torchrun, srun or the launcher decides how many ranks there are"),
     ("trainer.accelerator", "device=auto takes what is there"),
@@ -140,8 +153,10 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("trainer.max_time", "run.slurm goes on after a time limit"),
     ("trainer.*", "of Lightning, which is not used"),
     ("run.* hydra.* defaults env_vars.* data_dir base_results_dir", "of the launcher; other keys refer to it"),
-    ("s3_checkpointing.* model.dist_ckpt_*", "checkpoints have their own format"),
-    ("model.name model.megatron_timer_kwargs.* model.gc_interval", "changes nothing that is computed"),
+    ("s3_checkpointing.* model.dist_ckpt_* model.save_nemo_on_*", "checkpoints have their own format"),
+    ("model.*megatron_timer* model.gc_interval", "changes nothing that is computed"),
+    ("model.peft.*", "of the adapter, which is not converted"),
+    ("model.answer_only_loss data.chat_prompt_tokens.*", "of fine-tuning"),
     ("model.use_te_rng_tracker", "there is no dropout, which alone needs it"),
     ("model.fsdp model.fsdp_* model.cpu_offloading*", "where weights and activations are kept; trainer.zero decides"),
     (
@@ -173,7 +188,10 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("model.activations_checkpoint_*", "changes memory and speed, not the result; trainer.recompute decides"),
     ("model.num_micro_batches_with_partial_activation_checkpoints", "changes memory and speed, not the result"),
     ("model.disable_layer_norm_checkpointing", "changes memory and speed, not the result"),
-    ("model.grad_* model.gradient_as_bucket_view", "changes how gradients are communicated, not the result"),
+    (
+        "model.grad_* model.gradient_as_bucket_view model.nccl_* model.sharp model.validation_param_sync_overlap",
+        "changes how gradients and weights are communicated, not the result",
+    ),
     ("model.sync_batch_comm model.*p2p_comm", "changes how activations are communicated, not the result"),
     ("model.tp_comm* model.*ub_tp_comm*", "changes how activations are communicated, not the result"),
     ("model.qkv_linear model.fuse_qkv model.separate_qkv", "the same matrices in another layout"),
@@ -189,9 +207,13 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("model.nsys_profile.*", "a run is profiled from outside"),
     ("model.optim.capturable", "the same arithmetic"),
     ("model.optim.sched.name", "converted with the schedule"),
+    ("model.optim.sched.monitor model.optim.sched.reduce_on_plateau", "of a schedule that looks at a metric"),
     (f"{LAYOUT}kv_replicator", "key-value heads are replicated as needed"),
     ("*.tokenizer.*", "training reads token ids"),
-    ("data.mmap_bin_files data.exchange_indices_distributed data.legacy_dataset", "how files are read, not what"),
+    (
+        "data.mmap_bin_files data.exchange_indices_distributed data.legacy_dataset data.num_dataset_builder_threads",
+        "how files are read, not what",
+    ),
     ("data.skip_warmup", "files are mapped, not read ahead"),
     ("data.num_workers", "data is read in the rank's own process"),
     ("data.validation_drop_last", "validation takes whole batches"),
@@ -212,5 +234,7 @@ GPT_PARTS: Mapping[str, str] = {
     "normalization": "layernorm",
     "position_embedding_type": "learned_absolute",
     "bias has_bias": "true",
+    "hidden_dropout": "0.1",
+    "attention_dropout": "0.1, or 0 on Trainium",
 }
 """What a model has whose file does not say, in NeMo and in what descends from it; several names of one key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ SWITCHES = (
     "model.zero_use_fp32_grad_accum",
 )
 FP32_STATES = "adamw_fp32optstate"
+HALF = "XLA_USE_BF16"
+"""The variable by which alone train_setup.sh tells bf16SR from fp32; set where their script runs this one."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,12 @@ def _neuron(values: Mapping[str, Any]) -> Precision:
         return Precision("fp32_ZeroOptMasterGradAcc" if sums else "fp32_ZeroOptMaster", SWITCHES[2])
     if str(values.get("model.optim.name", "")).lower() == FP32_STATES:
         return Precision("fp32_OptStates", "model.optim.name")
+    half = os.environ.get(HALF)
+    if half is not None:
+        kind = "bf16SR" if half.lower() in ("1", "true") else "fp32"
+        return Precision(kind, "trainer.precision", f"{HALF}={half} is set, as train_setup.sh does")
     assumed = (
         "trainer.precision=fp32: for bf16SR and fp32 their files are the same, and train_setup.sh tells them apart by "
-        "XLA_USE_BF16; write trainer.precision=bf16SR for the former"
+        f"{HALF}; write trainer.precision=bf16SR for the former"
     )
     return Precision("fp32", "trainer.precision", assumed=assumed)

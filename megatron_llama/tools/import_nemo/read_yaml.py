@@ -45,8 +45,9 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
             if not override.key_or_group or override.is_sweep_override():
                 raise ValueError("an override is one name and one value")
             if override.is_delete():
-                raise ValueError("keys can't be deleted; write name=null")
-            OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+                _delete(config, override.key_or_group)
+            else:
+                OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             rule = f"is not an override: {str(error).splitlines()[0]}"
             problems.append(Problem("override", text, rule, "write it as on their command line: model.num_layers=32"))
@@ -54,6 +55,14 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _delete(config: DictConfig, name: str) -> None:
+    above, _, key = name.rpartition(".")
+    section = OmegaConf.select(config, above) if above else config
+    if not isinstance(section, DictConfig) or key not in section.keys():  # noqa: SIM118 - a key can have no value yet
+        raise ValueError(f"the file has no {name} that could be deleted")
+    del section[key]
 
 
 def flat(config: DictConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megatron_llama.config.settings import Config
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.text_table import text_table
-from megatron_llama.tools.import_nemo.convert import KINDS, UNSUPPORTED, Converted, Found
+from megatron_llama.tools.import_nemo.found import KINDS, UNSUPPORTED, Converted, Found
 
 MARK = "# Made by scripts/import_config.py"
 # What Hydra's grammar takes for text without quotes.

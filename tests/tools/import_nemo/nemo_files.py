@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from megatron_llama.config import Config, load_config
-from megatron_llama.tools.import_nemo.convert import Converted, convert
+from megatron_llama.tools.import_nemo.convert import convert
+from megatron_llama.tools.import_nemo.found import Converted
 from megatron_llama.tools.import_nemo.write_yaml import as_yaml
 from tests.paths import CONF
 

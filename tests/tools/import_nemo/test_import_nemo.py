@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.config import load_config
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo.convert import MEANINGLESS, RENAMED, SAME, TAKEN, UNSUPPORTED
+from megatron_llama.tools.import_nemo.found import MEANINGLESS, RENAMED, SAME, TAKEN, UNSUPPORTED
 from megatron_llama.tools.import_nemo.nemo_precision import PRESETS
 from megatron_llama.tools.import_nemo.write_yaml import as_yaml, command_line, listing
 from tests.paths import CONF
@@ -172,13 +172,20 @@ def test_their_overrides_come_first(tmp_path: Path) -> None:
         ("trainer__precision", "16-mixed"),
         ("model__data__data_prefix", {"train": ["/a"], "validation": ["/b"]}),
         ("model__rampup_batch_size", [32, 32, 1000]),
+        ("model__name", "megatron_gemma2"),
+        ("model__restore_from_path", "/x.nemo"),
+        ("model__peft", {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 32}}),
+        ("model__kd_teacher_restore_from_path", None),
+        ("model__data__mock_dataset", True),
+        ("exp_manager__create_early_stopping_callback", True),
     ],
 )
 def test_what_would_change_the_result_is_not_passed_over(tmp_path: Path, key: str, value: Any) -> None:
     content = changed(NEMO, **{key: value, "trainer__accelerator": "gpu"}, model__wrap_with_zero=...)
     result = converted(tmp_path, content)
-    name = key.replace("__", ".")
-    assert name in [one.key for one in result.unsupported]
+    name = key.replace("__", ".") + (".peft_scheme" if key.endswith("peft") else "")
+    others = [one.key for one in result.unsupported if one.key not in (name, "model.data.train_ds.file_names")]
+    assert name in [one.key for one in result.unsupported] and not others, "nothing that only belongs to it"
     assert f"NOT SUPPORTED {name}=" in as_yaml(result, "theirs.yaml")
     assert experiment(tmp_path, result).model.hidden_size == 4096, "the rest is still written"
 
@@ -286,3 +293,65 @@ def test_initial_weights_of_nxdts_hugging_face_models_differ(tmp_path: Path) -> 
 def test_documents_are_told_apart_by_both_or_neither(tmp_path: Path) -> None:
     half = kinds(converted(tmp_path, LAUNCHER, "model.data.reset_position_ids=false"))
     assert half["model.data.reset_attention_mask"] == UNSUPPORTED
+
+
+def test_the_newer_keys_of_nemos_gpt_change_nothing(tmp_path: Path) -> None:
+    newer = changed(
+        LAUNCHER,
+        model__name="te_gpt",
+        model__drop_layers=[],
+        model__optim__sched__monitor="val_loss",
+        model__reset_lr=False,
+        model__cpu_offloading_num_layers="${sum:${.num_layers},-1}",
+        model__sharp=True,
+        model__enable_megatron_timers=True,
+        model__nccl_communicator_config_path="/x.yaml",
+        model__data__num_dataset_builder_threads=4,
+        exp_manager__checkpoint_callback_params__save_last=False,
+        exp_manager__checkpoint_callback_params__async_save=False,
+        exp_manager__early_stopping_callback_params={"patience": 10},
+    )
+    result = converted(tmp_path, newer, "data_dir=/data")
+    assert not result.unsupported
+    assert result.settings["checkpoint.asynchronous"] is False and "checkpoint.save_last" not in result.settings
+
+
+def test_a_longer_context_over_several_ranks_is_the_same_training(tmp_path: Path) -> None:
+    for content, key in (
+        (NEMO, "model.context_parallel_size"),
+        (NXDT, "distributed_strategy.context_parallel_size"),
+    ):
+        result = converted(tmp_path, content, f"+{key}=2")
+        assert kinds(result)[key] == SAME and not result.unsupported
+        assert kinds(converted(tmp_path, content, f"+{key}=1"))[key] == MEANINGLESS
+
+
+def test_a_sliding_window_is_mistrals(tmp_path: Path) -> None:
+    for key in ("sliding_window", "sliding_window_size"):
+        result = converted(tmp_path, NEMO, f"+model.{key}=1024")
+        assert experiment(tmp_path, result).model.sliding_window == 1024 and not result.unsupported
+    assert kinds(converted(tmp_path, NEMO, "+model.window_size=[1024,0]"))["model.window_size"] == UNSUPPORTED
+
+
+def test_dropout_that_is_not_given_is_theirs(tmp_path: Path) -> None:
+    text = "\n".join(converted(tmp_path, changed(NEMO, model__hidden_dropout=...)).assumed)
+    assert "model.hidden_dropout as a Llama has it" in text and "default is 0.1" in text
+    assert "model.attention_dropout" in text
+    assert "dropout" not in "\n".join(converted(tmp_path, NEMO, "+model.attention_dropout=0").assumed)
+
+
+def test_a_file_that_fine_tunes_says_so(tmp_path: Path) -> None:
+    """NeMo's have the sets and no switch; neuronx-nemo-megatron's have both."""
+    without_switch = changed(NEMO, model__data__fine_tuning=...)
+    for content in (without_switch, changed(NEMO, model__data__fine_tuning=True)):
+        found = kinds(converted(tmp_path, content))
+        assert found["model.data.train_ds.file_names"] == UNSUPPORTED
+        assert found["model.data.train_ds.shuffle"] == MEANINGLESS
+    assert not converted(tmp_path, changed(without_switch, model__data__train_ds=...)).unsupported
+    sizes = {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"}
+    shapeless = changed(without_switch, **{f"model__{size}": ... for size in sizes}, model__restore_from_path="???")
+    with pytest.raises(ConfigError, match=r"init_from=FOLDER") as error:
+        converted(tmp_path, shapeless)
+    assert [problem.field for problem in error.value.problems] == ["model"]
+    scheme = converted(tmp_path, changed(NEMO, model__peft={"peft_scheme": None, "lora_tuning": {"adapter_dim": 32}}))
+    assert not scheme.unsupported, "all weights are trained there"

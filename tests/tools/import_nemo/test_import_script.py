@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
+from megatron_llama.tools.import_nemo.cli import main
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.import_nemo.write_yaml import as_yaml, check
 from tests.paths import CONF, ROOT
@@ -156,6 +157,52 @@ def test_the_script(tmp_path: Path) -> None:
         timeout=150,
     )
     assert dry.returncode == 0 and "pp 1 × dp 4 × tp 8 = 32" in dry.stdout, dry.stderr
+
+
+# As the shell hands it to their training script, variables put in.
+THEIR_COMMAND = """--config-path=conf --config-name=theirs trainer.devices=32 trainer.num_nodes=1
+trainer.max_epochs=null trainer.max_steps=20000 trainer.val_check_interval=20000 trainer.limit_val_batches=1 trainer.precision=32
+model.megatron_amp_O2=false model.tokenizer.type=/root/llamav2_weights/7b-hf model.layernorm_epsilon=1e-5
+model.data.data_prefix=[1.0,/root/examples_datasets/llama_7b/book.jsonl-processed_text_document]
+model.data.splits_string='980,10,10' model.optim.lr=3.0e-4 model.optim.betas=[0.9,0.95] +model.save_xser=True
+++model.load_xser=True model.wrap_with_zero=false model.zero_use_fp32_grad_accum= ~model.data.train_ds
+exp_manager.explicit_log_dir=null +exp_manager.checkpoint_callback_params.train_time_interval=36000
+~exp_manager.checkpoint_callback_params.every_n_train_steps"""
+
+
+def test_the_script_stands_in_for_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir()
+    written(tmp_path / "conf", NEMO)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    assert main([*THEIR_COMMAND.split(), "-o", "ours.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.save_xser=true" in printed and "train_ds" not in printed and "XLA_USE_BF16=1 is set" in printed
+    config = load_config(["experiment=ours.yaml"], CONF)
+    assert (config.trainer.steps, config.trainer.val_every_steps, config.trainer.val_steps) == (20000, 20000, 1)
+    assert (config.trainer.precision, config.trainer.zero, config.optim.lr) == ("bf16SR", 0, 3e-4)
+    assert config.data.prefixes[1].endswith("/book.jsonl-processed_text_document") and config.data.split == "980,10,10"
+    assert config.checkpoint.every_steps is None, "theirs saves by the clock"
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2 and "name the YAML" in capsys.readouterr().err
+
+
+def test_full_precision_of_their_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = changed(NEMO, model__wrap_with_zero=False)
+    for value, precision in (("1", "bf16SR"), ("0", "fp32")):
+        monkeypatch.setenv("XLA_USE_BF16", value)
+        result = converted(tmp_path, content)
+        assert result.settings["trainer.precision"] == precision and "train_setup.sh" not in " ".join(result.assumed)
+    assert converted(tmp_path, content, "trainer.precision=bf16SR").settings["trainer.precision"] == "bf16SR"
+
+
+@pytest.mark.parametrize("override", ["~model.gone", "~gone.key", "~model.num_layers.x"])
+def test_only_what_is_there_can_be_deleted(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"no\s+\S+\s+that\s+could\s+be\s+deleted"):
+        converted(tmp_path, NEMO, override)
 
 
 def test_the_script_refuses(tmp_path: Path) -> None:
