@@ -16,7 +16,7 @@ PAGES = [
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
 ]
 # Other programs' files.
-FOREIGN = {"preprocess_data.py", "test_llama.sh", "train_setup.sh"}
+FOREIGN = {"preprocess_data.py", "test_llama.sh", "llama_7b.sh", "train_setup.sh"}
 FOREIGN |= {"gaudi_spawn.py", "convert_nemo_checkpoint_to_hf_llama.py", "checkpoint_converter.py"}
 FOLDERS = ("megatron_llama", "data_prep", "scripts", "tests", "conf", "docs")
 THERE = {f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("*.*")}

@@ -161,7 +161,8 @@ def test_the_script(tmp_path: Path) -> None:
 
 # As the shell hands it to their training script, variables put in.
 THEIR_COMMAND = """--config-path=conf --config-name=theirs trainer.devices=32 trainer.num_nodes=1
-trainer.max_epochs=null trainer.max_steps=20000 trainer.val_check_interval=20000 trainer.limit_val_batches=1 trainer.precision=32
+trainer.max_epochs=null trainer.max_steps=20000 trainer.val_check_interval=20000
+trainer.limit_val_batches=1 trainer.precision=32
 model.megatron_amp_O2=false model.tokenizer.type=/root/llamav2_weights/7b-hf model.layernorm_epsilon=1e-5
 model.data.data_prefix=[1.0,/root/examples_datasets/llama_7b/book.jsonl-processed_text_document]
 model.data.splits_string='980,10,10' model.optim.lr=3.0e-4 model.optim.betas=[0.9,0.95] +model.save_xser=True
