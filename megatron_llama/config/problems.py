@@ -80,32 +80,41 @@ def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | Non
 
 
 def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This config") -> str:
-    """The message for the user: each problem's field and value, the rule, and what to write instead."""
+    """The message for the user: each problem's field and value, the rule, and what to write instead; see
+    ``by_advice``."""
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
     blocks = [f"{what} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
-    for problem in listed:
-        title = problem.field if problem.value is None else f"{problem.field} = {shown(problem.value)}"
-        rule = fill("    rule     ", problem.rule, MESSAGE_WIDTH)
-        blocks.append(f"  {title}\n{rule}\n{fill('    instead  ', problem.instead, MESSAGE_WIDTH)}")
+    for instead, reasons in by_advice(listed).items():
+        lines = []
+        for alike in reasons:
+            lines += [f"  {p.field}" if p.value is None else f"  {p.field} = {shown(p.value)}" for p in alike]
+            likewise = "; likewise the others" if len(alike) > 1 else ""
+            lines.append(fill("    rule     ", alike[0].rule + likewise, MESSAGE_WIDTH))
+        blocks.append("\n".join([*lines, fill("    instead  ", instead, MESSAGE_WIDTH)]))
     return "\n\n".join(blocks)
 
 
 def told_together(problems: Iterable[Problem]) -> list[str]:
-    """A sentence for each piece of advice: what one command mends, such as the datasets of a blend and their tokenizer,
-    shares it, and a rule that holds for several values is told once."""
-    by_advice: dict[str, dict[str, list[Problem]]] = {}
-    for problem in problems:
-        rule = problem.rule.replace(str(problem.value), "")
-        by_advice.setdefault(problem.instead, {}).setdefault(rule, []).append(problem)
+    """A sentence for each piece of advice; see ``by_advice``."""
     told = []
-    for instead, rules in by_advice.items():
+    for instead, alike in by_advice(problems).items():
         reasons = []
-        for first, *others in rules.values():
-            alike = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
-            likewise = f"; likewise {alike}" if alike else ""
+        for first, *others in alike:
+            more = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
+            likewise = f"; likewise {more}" if more else ""
             reasons.append(f"{first.field}={shown(first.value)}: {first.rule}{likewise}")
         told.append("; ".join([*reasons, instead]))
     return told
+
+
+def by_advice(problems: Iterable[Problem]) -> dict[str, list[list[Problem]]]:
+    """Problems by what mends them, and those together that break the same rule, so that each is told once: one command
+    makes all the datasets of a blend and their tokenizer."""
+    found: dict[str, dict[str, list[Problem]]] = {}
+    for problem in problems:
+        rule = problem.rule.replace(str(problem.value), "")
+        found.setdefault(problem.instead, {}).setdefault(rule, []).append(problem)
+    return {instead: list(rules.values()) for instead, rules in found.items()}
 
 
 def fill(start: str, text: str, width: int) -> str:

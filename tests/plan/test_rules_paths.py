@@ -57,6 +57,18 @@ def test_the_command_that_makes_the_data_is_in_the_message_and_a_dry_run_goes_on
     assert note.count("make demo-data") == 1 and all(problem.field in note for problem in found)
 
 
+def test_a_real_run_is_told_once_what_mends_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        resolve(load_config(["data=redpajama", "trainer.tp=0"], CONF), 1)
+    said = str(refused.value)
+    names = [name for name in load_config(["data=redpajama"], CONF).data.prefixes if isinstance(name, str)]
+    assert len(names) == 7 and "for 8 reasons" in said
+    assert all(f"data.prefixes = {name}\n" in said for name in names) and "trainer.tp = 0\n" in said
+    assert said.count("redpajama.py prepare") == 1 and said.count("there is no") == 1
+    assert said.count("    instead") == said.count("    rule") == 2
+
+
 def test_a_dataset_named_by_hand_stops_a_dry_run_too() -> None:
     """The group's command makes the group's files only."""
     config = load_config(["data.prefixes=[no/such/dataset]", "data.tokenizer=null", "dry_run=true"], CONF)
