@@ -98,7 +98,7 @@ def _price(plan: Plan, device: Device) -> float:
 
 def _on_these_devices(plan: Plan) -> dict[str, list[Any]]:
     """By setting: the values that need less memory, the smallest change first."""
-    trainer = plan.config.trainer
+    trainer, optim = plan.config.trainer, plan.config.optim
     done = RECOMPUTE.index(trainer.recompute)
     recompute = [more for more in ("elementwise", "full") if RECOMPUTE.index(more) > done]
     values: dict[str, list[Any]] = {
@@ -108,16 +108,18 @@ def _on_these_devices(plan: Plan) -> dict[str, list[Any]]:
         "trainer.precision": ["bf16"] if plan.precision.compute_format == "fp32" else [],
         "trainer.tp": [trainer.tp * times for times in (2, 4, 8) if trainer.tp * times <= LARGEST_TP],
         "trainer.pp": [trainer.pp * times for times in (2, 4, 8, 16) if trainer.pp * times <= plan.world_size],
+        "optim.state_bits": [8] if optim.state_bits is None and optim.name != "onebit_adam" else [],
     }
     return {name: options for name, options in values.items() if options}
 
 
 def _extremes(plan: Plan, values: Mapping[str, list[Any]], again: Callable[[Config, int], Plan]) -> Iterator[Plan]:
-    """Plans with every setting at its most, for each depth of the pipeline."""
+    """Plans with every setting at its most, for each grid, and each with 8-bit states and without: not every grid
+    leaves their blocks whole."""
     most = {name: options[-1] for name, options in values.items()}
-    for tp, pp in itertools.product((None, *values.get("trainer.tp", [])), (None, *values.get("trainer.pp", []))):
-        grid = {"trainer.tp": tp or plan.config.trainer.tp, "trainer.pp": pp or plan.config.trainer.pp}
-        if other := _planned(plan, {**most, **grid}, plan.world_size, again):
+    among = ("trainer.tp", "trainer.pp", "optim.state_bits")
+    for chosen in itertools.product(*([get(plan.config, name), *values.get(name, [])] for name in among)):
+        if other := _planned(plan, {**most, **dict(zip(among, chosen, strict=True))}, plan.world_size, again):
             yield other
 
 

@@ -187,6 +187,22 @@ def test_each_advice_is_tried_and_fits(settings: list[str]) -> None:
         assert problems_of(load_config([*typed, *words.split()], CONF), world, machine) == [], option
 
 
+def test_states_in_8_bits_are_advised_where_they_do_and_are_not_there_yet() -> None:
+    """One device, so that nothing can be shared: weights and gradients of 7 B, and 14 or 50 GiB of states."""
+    settings = ["model=llama7b", "data=mock", "data.seq_length=512", "trainer.precision=bf16", "trainer.recompute=full"]
+    machine = Machine(96 * GIB, 1, "one device", accelerator=True)
+    (problem,) = problems_of(load_config(settings, CONF), 1, machine)
+    assert re.match(r"write optim.state_bits=8 \([\d.]+ GiB", problem.instead), problem.instead
+    assert problems_of(load_config([*settings, "optim.state_bits=8"], CONF), 1, machine) == []
+    for more in (["optim.name=onebit_adam", "trainer.zero=0"], ["model.intermediate_size=11000"]):  # not 32 a block
+        (problem,) = problems_of(load_config([*settings, *more], CONF), 1, machine)
+        assert problem.field == "model" and "state_bits" not in problem.instead, more
+    (problem,) = problems_of(
+        load_config([*settings, "optim.state_bits=8"], CONF), 1, replace(machine, memory_bytes=GIB)
+    )
+    assert "state_bits" not in problem.instead, "it is there"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
