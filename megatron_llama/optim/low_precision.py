@@ -1,7 +1,8 @@
-"""torch's optimizers for bf16 weights without fp32 master weights, and for states in 8 bits.
+"""torch's optimizers for bf16 weights without fp32 master weights, for states in 8 bits, and SGD in any precision.
 
 Weights and optimizer states are cast to fp32 a few rows at a time, torch's own single-tensor function updates these,
-and what is kept in fewer bits gets the rounded result. Up to that rounding the result is torch's, bit for bit.
+and what is kept in fewer bits gets the rounded result. Up to that rounding the result is torch's, bit for bit. SGD in
+fp32 is here because a device can leave an update out.
 """
 
 from __future__ import annotations

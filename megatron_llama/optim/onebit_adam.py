@@ -8,7 +8,8 @@ momentum (error feedback), on the rank that sends and again on the rank that ave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class OneBitAverage:
         self.columns = [-(-size // (8 * self.ranks)) * 8 for size in sizes]
         pairs = zip(self.sizes, self.columns, strict=True)
         own = [min(max(size - rank * columns, 0), columns) for size, columns in pairs]
+        self._all_sizes = torch.tensor(self.sizes, device=device)
         self._own_sizes = torch.tensor(own, device=device)
         self._columns = torch.tensor(self.columns, device=device)
         self.worker_error = torch.zeros(self.ranks, sum(self.columns), device=device)
@@ -39,12 +41,14 @@ class OneBitAverage:
         self._own_values = self._is_value[rank].clone()
 
     @torch.no_grad()
-    def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The averages of fp32 tensors, the same on all ranks; ``tensors`` are left as they are."""
+    def average(self, tensors: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:
+        """The averages of fp32 tensors, the same on all ranks; ``tensors`` are left as they are, and where ``skip``
+        (bool scalar) is true what is kept of the losses too."""
         mine = self._side_by_side(tensors) + self.worker_error
-        sizes = torch.tensor(self.sizes, device=mine.device)
-        scales = self._norms(mine).square().sum(dim=0).div_(sizes.clamp(min=1)).sqrt_()  # [tensors]: norm / sqrt(n)
-        self.worker_error = (mine - self._signs(mine) * self._spread(scales)) * self._is_value
+        mean_squares = self._norms(mine).square().sum(dim=0).div_(self._all_sizes.clamp(min=1))
+        scales = mean_squares.sqrt_()  # [tensors]: norm / sqrt(n)
+        lost = (mine - self._signs(mine) * self._spread(scales)) * self._is_value
+        self.worker_error = lost if skip is None else torch.where(skip, self.worker_error, lost)
         received = torch.empty_like(packed := _pack(mine))
         dist.all_to_all_single(received, packed, group=self.group)  # from each rank the signs that this one averages
         all_scales = self._gather(scales)
@@ -54,7 +58,8 @@ class OneBitAverage:
         mean = mean / self.ranks + self.server_error
         mean *= self._own_values
         own_scales = self._norms(mean[None])[0].square().div_(self._own_sizes.clamp(min=1)).sqrt_()
-        self.server_error = (mean - self._signs(mean) * self._spread(own_scales)) * self._own_values
+        lost = (mean - self._signs(mean) * self._spread(own_scales)) * self._own_values
+        self.server_error = lost if skip is None else torch.where(skip, self.server_error, lost)
         signs, gathered = _unpack(self._gather(_pack(mean[None])[0])), self._gather(own_scales)
         whole = signs * torch.stack([self._spread(row) for row in gathered])
         parts = whole.split(self.columns, dim=1)
@@ -77,7 +82,7 @@ class OneBitAverage:
 
     def _spread(self, scales: Tensor) -> Tensor:
         """[tensors] to [C]."""
-        return scales.repeat_interleave(self._columns)
+        return scales.repeat_interleave(self._columns, output_size=sum(self.columns))  # else the host would wait for it
 
     @staticmethod
     def _signs(values: Tensor) -> Tensor:
@@ -132,8 +137,12 @@ class OneBitAdam(torch.optim.Optimizer):
                 gradient.copy_(whole)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates all weights; ``reduce_gradients`` has been called."""
+    def step(self, closure: Any = None, *, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        """Updates all weights; ``reduce_gradients`` has been called.
+
+        Where ``skip`` (bool scalar on the weights' device, the same on all ranks) is true, weights, states and errors
+        stay as they are. The host does not look at it and counts the update all the same: see ``take_back_count``.
+        """
         assert closure is None, "gradients are computed before the step"
         momenta, frozen = [], self.is_frozen
         for group in self.param_groups:
@@ -145,17 +154,25 @@ class OneBitAdam(torch.optim.Optimizer):
                     share = gradient * (1 - beta1) * self.exchange.ranks
                     momenta.append(state["exp_avg"] * beta1 + share)
                 else:
-                    state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-                    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                    with _unless(skip, state["exp_avg"], state["exp_avg_sq"]):
+                        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+                        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if frozen:
-            averages = self.exchange.average(momenta) if self.exchange.ranks > 1 else momenta
+            averages = self.exchange.average(momenta, skip) if self.exchange.ranks > 1 else momenta
             for weight, average in zip(self._weights, averages, strict=True):
-                self.state[weight]["exp_avg"].copy_(average)
+                with _unless(skip, self.state[weight]["exp_avg"]):
+                    self.state[weight]["exp_avg"].copy_(average)
         for group in self.param_groups:
             for weight in group["params"]:
                 state = self.state[weight]
                 update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
-                weight.sub_(update.add_(weight, alpha=group["weight_decay"]), alpha=group["lr"])
+                with _unless(skip, weight):
+                    weight.sub_(update.add_(weight, alpha=group["weight_decay"]), alpha=group["lr"])
+
+    def take_back_count(self) -> None:
+        """The last ``step`` was skipped on the device, as the host has learnt since: it is no update."""
+        for weight in self._weights:
+            self.state[weight]["step"] -= 1
 
     def errors(self) -> Tensor:
         """What compression has lost so far, [values] fp32: this rank's own, of worker and server. A copy."""
@@ -166,6 +183,18 @@ class OneBitAdam(torch.optim.Optimizer):
         worker, server = errors.split([self.exchange.worker_error.numel(), self.exchange.server_error.numel()])
         self.exchange.worker_error = worker.view_as(self.exchange.worker_error).clone()
         self.exchange.server_error = server.clone()
+
+
+@contextmanager
+def _unless(skip: Tensor | None, *tensors: Tensor) -> Iterator[None]:
+    """Where ``skip`` is true, what the block does to ``tensors`` is undone."""
+    if skip is None:
+        yield
+        return
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(skip, old, tensor))
 
 
 def _pack(values: Tensor) -> Tensor:

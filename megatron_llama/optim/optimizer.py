@@ -55,9 +55,10 @@ class Optimizer:
         """Clips by ``norm`` and updates the weights. ``skip``, a bool scalar on the device: where it is true, weights,
         states and gradients stay as they are, and ``advance`` must be told.
 
-        Where ``skips_on_device`` the host waits for nothing; otherwise it reads ``skip``.
+        Where ``skips_on_device`` the host waits for nothing; otherwise it reads ``skip``, for which it waits once if
+        the step is its own, with the gradients, and never on a CPU.
         """
-        if skip is not None and not self.skips_on_device:
+        if skip is not None and not self.skips_on_device and not self.on_host:
             if skip:
                 return
             skip = None
@@ -68,35 +69,56 @@ class Optimizer:
         unknown = isinstance(self.inner, OneBitAdam) and self.inner.is_frozen
         if factor is not None and not unknown and not isinstance(self.inner, LowPrecisionOptimizer):
             scale_gradients(self.model.shards, factor)
+        if self.on_host:
+            self._step_on_host(factor, skip)
+            return
         self._lend_gradients()
         if isinstance(self.inner, LowPrecisionOptimizer):  # scaling bf16 gradients above would round them twice
-            factor = factor.cpu() if self.on_host and factor is not None else factor
             self.inner.step(gradient_factor=factor, skip=skip)
-        else:
-            if isinstance(self.inner, torch.optim.Adam) and not self.on_host:  # AdamW is one
-                # found_inf is how torch.amp.GradScaler tells them
-                self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+        elif isinstance(self.inner, OneBitAdam):
+            self.inner.step(skip=skip)
+        else:  # found_inf is how torch.amp.GradScaler tells torch's fused optimizers
+            self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
             self.inner.step()
-        if self.on_host:
-            for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
-                if view.grad is not None:
-                    shard.local.copy_(view.data)
-                    view.grad = None
+
+    def _step_on_host(self, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+        """Updates the copies, and from them the shards. The host waits once, for the gradients, as it computes with
+        them; the numbers come along, and the new weights leave without waiting."""
+        pairs = zip(self._views(), self._shards_in_order(), strict=True)
+        updated = [(view, shard, shard.grad) for view, shard in pairs if shard.grad is not None]
+        for view, shard, _ in updated:
+            view.data.copy_(shard.local, non_blocking=True)  # a checkpoint may have been loaded
+        device = self.model.device
+        numbers = [torch.ones((), device=device) if factor is None else factor]
+        numbers += [torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip]
+        *gradients, host_factor, host_skip = to_host([*(grad for *_, grad in updated), *numbers], device)
+        if host_skip:
+            return
+        for (view, *_), gradient in zip(updated, gradients, strict=True):
+            view.grad = gradient
+        if isinstance(self.inner, LowPrecisionOptimizer):
+            self.inner.step(gradient_factor=None if factor is None else host_factor)
+        else:
+            self.inner.step()
+        for view, shard, _ in updated:
+            shard.local.copy_(view.data, non_blocking=True)
+            view.grad = None
 
     @property
     def skips_on_device(self) -> bool:
         """Whether the device leaves out an update by itself, so that the host need not wait for its reason.
 
-        torch's fused Adam does so everywhere, the low-precision optimizer where reading a value means waiting.
+        torch's fused Adam does so everywhere, the other optimizers where reading a value means waiting. A step on the
+        host needs the gradients there, so it waits anyway.
         """
-        if isinstance(self.inner, LowPrecisionOptimizer):
-            return not self.on_host and self.model.plan.config.device.name != "cpu"
-        return not self.on_host and isinstance(self.inner, torch.optim.Adam)
+        if self.on_host:
+            return False
+        return isinstance(self.inner, torch.optim.Adam) or self.model.plan.config.device.name != "cpu"
 
     def advance(self, updated: bool = True) -> None:
         """Frees the gradients and advances the schedule. ``updated``: whether ``update`` has changed anything, which
         the host knows by now."""
-        if not updated and self.skips_on_device and isinstance(self.inner, LowPrecisionOptimizer):
+        if not updated and self.skips_on_device and isinstance(self.inner, LowPrecisionOptimizer | OneBitAdam):
             self.inner.take_back_count()
         self.inner.zero_grad(set_to_none=True)
         self.model.zero_grad()
@@ -109,7 +131,7 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Updates so far, as counted for Adam's bias correction; 0 for optimizers that don't count."""
+        """Updates so far, as counted for Adam's bias correction and for the noise of rounding."""
         states = (self.inner.state[view] for view in self._views())
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
@@ -123,8 +145,7 @@ class Optimizer:
             for kind in STATES[self.model.plan.config.optim.name]:
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
-                    if isinstance(self.inner, torch.optim.Adam):  # it creates step and states together
-                        state.setdefault("step", torch.zeros((), device=view.device))
+                    state.setdefault("step", torch.zeros((), device=view.device))
                 yield kind, shard, state[kind]
 
     def restore(self, updates: int, steps: int) -> None:
@@ -134,10 +155,9 @@ class Optimizer:
         """
         for _ in self.states():  # creates them
             pass
-        if isinstance(self.inner, LowPrecisionOptimizer | torch.optim.Adam | OneBitAdam):
-            for view in self._views():
-                at = view.device if isinstance(self.inner, torch.optim.Adam) else "cpu"
-                self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
+        for view in self._views():
+            at = view.device if isinstance(self.inner, torch.optim.Adam) else "cpu"
+            self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(steps):
@@ -145,11 +165,7 @@ class Optimizer:
 
     def _lend_gradients(self) -> None:
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
-            if not self.on_host:
-                view.grad = shard.grad
-            elif shard.grad is not None:
-                view.data.copy_(shard.local)  # a checkpoint may have been loaded
-                view.grad = to_host(shard.grad)
+            view.grad = shard.grad
 
     def _views(self) -> list[torch.Tensor]:
         """The local tensors that ``inner`` updates, in the order of its parameter groups."""
@@ -171,14 +187,17 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     optim = plan.config.optim
     trained = model.trained
     on_host = "optimizer" in plan.config.trainer.offload
-    views = {id(s): nn.Parameter(to_host(s.local) if on_host else s.local) for s in trained}
+    values = [s.local for s in trained]
+    values = to_host(values, model.device) if on_host else values
+    views = {id(s): nn.Parameter(value) for s, value in zip(trained, values, strict=True)}
     groups = [
         {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
     ]
     beta1, beta2 = optim.betas
     inner: torch.optim.Optimizer
-    if plan.precision.param_dtype != "float32" or optim.state_bits == 8:
+    # torch's SGD too can leave out an update on a device, but only its fused one, which ends in other bits.
+    if plan.precision.param_dtype != "float32" or optim.state_bits == 8 or optim.name == "sgd":
         numbers = {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps, "momentum": beta1}
         inner = LowPrecisionOptimizer(
             [{**numbers, **group} for group in groups],
@@ -199,8 +218,6 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
             eps=optim.eps,
             freeze_step=optim.freeze_step,
         )
-    elif optim.name == "sgd":
-        inner = torch.optim.SGD(groups, lr=optim.lr, momentum=beta1)
     else:
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
         inner = kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)

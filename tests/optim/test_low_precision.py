@@ -81,6 +81,22 @@ def test_before_rounding_it_is_torchs(
     assert all(map(torch.equal, before, (weight, *ours.state[weight].values()))), "skipped"
 
 
+def test_sgd_in_fp32_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
+    plain = torch.nn.Parameter(weight.detach().clone())
+    settings: dict[str, Any] = {"state_dtype": torch.float32, "stochastic": False, "seed": SEED}
+    ours = LowPrecisionOptimizer([{"params": [weight], **GROUP}], "sgd", {weight: PIECES}, **settings)
+    theirs = TORCH["sgd"](plain)
+    for step in range(STEPS):
+        factor, gradient = torch.tensor(0.37), torch.randn(SHAPE, generator=generator)
+        weight.grad, plain.grad = gradient, gradient * factor
+        ours.step(gradient_factor=factor, skip=[None, torch.tensor(False)][step % 2])
+        theirs.step()
+        assert torch.equal(weight, plain)
+        assert torch.equal(ours.state[weight]["momentum_buffer"], theirs.state[plain]["momentum_buffer"])
+
+
 LAYOUTS = [
     (2, ["trainer.tp=2"]),
     (4, ["trainer.tp=4"]),  # ranks share kv heads

@@ -31,8 +31,11 @@ def initial() -> Tensors:
     return [torch.linspace(-1, 1, math.prod(size)).view(size) for size in SIZES]
 
 
-def train(rank: int, ranks: int, steps: int, resume_at: int | None = None) -> tuple[Tensors, Tensors, Tensors]:
-    """(weights, momenta, errors) after some steps. At ``resume_at`` everything is put into a new optimizer."""
+def train(
+    rank: int, ranks: int, steps: int, resume_at: int | None = None, poisoned: bool = False
+) -> tuple[Tensors, Tensors, Tensors]:
+    """(weights, momenta, errors) after some steps. At ``resume_at`` everything is put into a new optimizer. If
+    ``poisoned`` each step comes after one that is left out, as rank 0 has a gradient that is no number."""
 
     def make(values: Tensors) -> tuple[OneBitAdam, list[torch.nn.Parameter]]:
         weights = [torch.nn.Parameter(value.clone()) for value in values]
@@ -50,10 +53,15 @@ def train(rank: int, ranks: int, steps: int, resume_at: int | None = None) -> tu
             for ours, theirs in zip(weights, old, strict=True):
                 inner.state[ours] = {kind: value.clone() for kind, value in before.state[theirs].items()}
             inner.set_errors(errors)
-        for number, weight in enumerate(weights):
-            weight.grad = gradient(step, rank, number)
-        inner.reduce_gradients()
-        inner.step()
+        for skip in (True, False) if poisoned else (None,):
+            for number, weight in enumerate(weights):
+                weight.grad = gradient(step, rank, number)
+            if skip and rank == 0:
+                weights[1].grad[0] = torch.nan  # type: ignore[index]
+            inner.reduce_gradients()
+            inner.step(skip=None if skip is None else torch.tensor(skip))
+            if skip:
+                inner.take_back_count()
     momenta = [inner.state[weight]["exp_avg"] for weight in weights]
     exchange = inner.exchange
     result = ([w.detach() for w in weights], momenta, [exchange.worker_error, exchange.server_error])
@@ -144,6 +152,13 @@ def _exchange(rank: int, ranks: int, rounds: int) -> Tensors:
 def test_errors_go_on_to_the_bit() -> None:
     through, resumed = run_ranks(train, 2, 2, STEPS), run_ranks(train, 2, 2, STEPS, 6)
     for one, other in zip(through, resumed, strict=True):
+        for kind in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(one[kind], other[kind], strict=True))
+
+
+def test_steps_that_are_left_out_leave_no_trace() -> None:
+    plain, poisoned = run_ranks(train, 2, 2, STEPS), run_ranks(train, 2, 2, STEPS, None, True)
+    for one, other in zip(plain, poisoned, strict=True):
         for kind in range(3):
             assert all(torch.equal(a, b) for a, b in zip(one[kind], other[kind], strict=True))
 

@@ -91,16 +91,26 @@ def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
     return str(fault.value), all(torch.equal(b.nan_to_num(), s.local.nan_to_num()) for b, s in pairs)
 
 
+FP32 = "trainer.precision=fp32"
+NOT_FUSED = (
+    ["trainer.precision=bf16_sr"],
+    ["optim.name=sgd", FP32],
+    *[["optim.name=onebit_adam", "trainer.zero=0", f"optim.freeze_step={step}", FP32] for step in (1, 9)],
+)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         ["optim.name=adamw"],
-        ["optim.name=sgd"],
-        *[["trainer.precision=bf16_sr", f"device={d}"] for d in ("cpu", "neuron")],
+        *[[*what, f"device={device}"] for what in NOT_FUSED for device in ("cpu", "neuron")],
+        *[["trainer.offload=[optimizer]", f"optim.name={name}"] for name in ("adamw", "sgd")],
     ],
+    ids=" ".join,
 )
 def test_a_skipped_step_leaves_weights_states_and_their_count(settings: list[str]) -> None:
-    """torch's fused optimizers skip on the device, low precision too if that is not the CPU, the others on the host."""
+    """torch's fused optimizers skip on the device, the others too if that is not the CPU, and offloaded ones on the
+    host."""
     for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, *settings)):
         assert all(torch.equal(one, other) for one, other in zip(before, skipped, strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(skipped, after, strict=True)), (

@@ -225,6 +225,12 @@ class Watch(TorchDispatchMode):
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         return bool(tensors) and all(_storage(a)._cdata in self._numbers_of_host for a in tensors)
 
+    def _waits(self, copy: torch.Tensor, original: torch.Tensor, non_blocking: bool = False) -> bool:
+        """Whether the host waits for a copy: between its memory and the device's, unless told not to."""
+        sides = [self._live.get(_storage(tensor)._cdata) for tensor in (copy, original)]
+        on_host = [known is not None and self.records[known[0]].kind == HOST for known in sides]
+        return on_host[0] != on_host[1] and not non_blocking
+
     def _change(self, key: int, number: int, size: int) -> None:
         before = self._live[key][1] if key in self._live else 0
         self._live[key] = (number, size)
@@ -262,7 +268,8 @@ class Watch(TorchDispatchMode):
         if (formula := self._formulas.get(func._overloadpacket)) is not None:
             phase = RECOMPUTED if place.phase == RECOMPUTED else place.phase
             self.flops[place.module, phase] += formula(*args, **kwargs, out_val=out)
-        if name in _HOST_WAITS and not self._is_number_of_host(args[0]):
+        read = name in _HOST_WAITS and not self._is_number_of_host(args[0])
+        if read or (name == "copy_" and self._waits(*args, **kwargs)):
             self.host_waits[name, _caller()] += 1
         elif name in _SHAPE_FROM_VALUES or (name.startswith("index") and _by_mask(args)):
             self.shapes_from_values[name, _caller()] += 1

@@ -19,6 +19,7 @@ SMALL = (
 )
 TRAINIUM = ("experiment=llama2_7b_qnli_trainium", "trainer.global_batch_size=16", *SMALL)
 GAUDI = ("experiment=llama2_70b_lora_gaudi", *SMALL)
+FP32_ON_A_DEVICE = ("device=hpu", "trainer.precision=fp32")
 FOR_CPU = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
 """What scaled_dot_product_attention dispatches on a CPU; a device has its own."""
 # A name that joins one of these sets is a new demand on the device: look whether it can be done without.
@@ -57,6 +58,26 @@ def test_operators_of_a_step(overrides: tuple[str, ...], device: str, expected: 
     assert f"device={device} lacks" in printed and all(name in printed for name in expected)
     places = {sighting.place.split(":")[0] for sighting in rehearsal.synchronizations}
     assert places == BEHIND_THE_STEP, "nothing is read inside the step, and the watch sees reads at all"
+
+
+def _reads(_: int, settings: list[tuple[str, ...]]) -> list[set[tuple[str, int]]]:
+    """Module and number of all that the host waits for, by settings."""
+    dist.destroy_process_group()
+    found = []
+    for overrides in settings:
+        waits = rehearse(plan_rehearsal((*SMALL, *FP32_ON_A_DEVICE, *overrides))[0], 0).synchronizations
+        found.append({(sighting.place.split(":")[0], sighting.count) for sighting in waits})
+    return found
+
+
+def test_what_the_host_reads_with_other_optimizers() -> None:
+    onebit = ("optim.name=onebit_adam", "optim.freeze_step=1", "trainer.zero=0", "trainer.dp=2")
+    offloads = [("trainer.offload=[optimizer]", f"optim.name={name}") for name in ("adamw", "sgd")]
+    *on_device, adamw, sgd = run_ranks(_reads, 1, [("optim.name=sgd",), onebit, *offloads])[0]
+    behind = on_device[0]
+    assert {place for place, _ in behind} == BEHIND_THE_STEP
+    assert on_device == [behind, behind], "nothing inside the step"
+    assert adamw - behind == sgd - behind == {("megatron_llama.optim.optimizer", 1)}, "the gradients' arrival"
 
 
 def test_names_that_mean_the_same() -> None:

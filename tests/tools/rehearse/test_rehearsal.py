@@ -140,8 +140,7 @@ def assert_states_are_the_plans(plan: Plan, found: Rehearsal) -> None:
         for stage in range(found.pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
         for unit in units(plan, len(plan.stage_layers[stage]), stage == 0, stage == len(plan.stage_layers) - 1)
     )
-    counts = 4 * tensors if plan.config.optim.name == "adamw" else 0  # of updates, a scalar for each tensor
-    assert planned.optimizer + counts == found.at_rest[OPTIMIZER]
+    assert planned.optimizer + 4 * tensors == found.at_rest[OPTIMIZER]  # a count of updates for each
 
 
 def most_between_passes(found: Rehearsal, kind: str, passes: tuple[str, ...]) -> int:
