@@ -131,7 +131,7 @@ class _Conversion:
         sizes = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
         missing = [key for key in sizes if self.get(key) is None and keys.ONE_TO_ONE[key] not in self.settings]
         if len(missing) == len(sizes) and not self.problems:
-            rule = "has no shape: a file that fine-tunes, evaluates or exports takes it from a checkpoint of theirs"
+            rule = "has no num_layers, hidden_size, num_attention_heads: a checkpoint has them, or it is no GPT's"
             self.problems.append(Problem("model", None, rule, keys.FROM_A_CHECKPOINT))
         elif not self.problems:
             for key in missing:

@@ -72,7 +72,7 @@ ONE_TO_ONE: Mapping[str, str] = {
 
 _CHECKPOINTS = "their checkpoints can't be read: export to Hugging Face's format, then init_from=FOLDER"
 FROM_A_CHECKPOINT = (
-    "export that checkpoint to Hugging Face's format, then python train.py model=from_hf init_from=FOLDER "
+    "for a Llama export that checkpoint to Hugging Face's format, then python train.py model=from_hf init_from=FOLDER "
     "finetune=full, or lora (docs/finetuning.md); or write model.num_layers=N and so on after the file"
 )
 _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
