@@ -196,7 +196,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     ]
     beta1, beta2 = optim.betas
     inner: torch.optim.Optimizer
-    # torch's SGD too can leave out an update on a device, but only its fused one, which ends in other bits.
+    # torch's SGD too can leave out an update on a device, but only its fused one, whose bits depend on the layout.
     if plan.precision.param_dtype != "float32" or optim.state_bits == 8 or optim.name == "sgd":
         numbers = {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps, "momentum": beta1}
         inner = LowPrecisionOptimizer(

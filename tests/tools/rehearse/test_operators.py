@@ -71,7 +71,8 @@ def _reads(_: int, settings: list[tuple[str, ...]]) -> list[set[tuple[str, int]]
 
 
 def test_what_the_host_reads_with_other_optimizers() -> None:
-    onebit = ("optim.name=onebit_adam", "optim.freeze_step=1", "trainer.zero=0", "trainer.dp=2")
+    # Its warm-up; a rehearsal reads no counts. What follows: tests/optim/test_onebit_adam.py
+    onebit = ("optim.name=onebit_adam", "trainer.zero=0", "trainer.dp=2")
     offloads = [("trainer.offload=[optimizer]", f"optim.name={name}") for name in ("adamw", "sgd")]
     *on_device, adamw, sgd = run_ranks(_reads, 1, [("optim.name=sgd",), onebit, *offloads])[0]
     behind = on_device[0]
