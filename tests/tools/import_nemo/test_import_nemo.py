@@ -353,5 +353,7 @@ def test_a_file_that_fine_tunes_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"init_from=FOLDER") as error:
         converted(tmp_path, shapeless)
     assert [problem.field for problem in error.value.problems] == ["model"]
+    (started,) = converted(tmp_path, NEMO, "+model.restore_from_path=/x.nemo").unsupported
+    assert "init_from=FOLDER" in started.why
     scheme = converted(tmp_path, changed(NEMO, model__peft={"peft_scheme": None, "lora_tuning": {"adapter_dim": 32}}))
     assert not scheme.unsupported, "all weights are trained there"
