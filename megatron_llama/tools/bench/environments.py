@@ -36,6 +36,8 @@ PEERS = {
         Peer(OURS, (), "megatron_llama.tools.bench.peers.train_ours"),
         Peer("transformers", ("transformers==5.23.0",), "megatron_llama.tools.bench.peers.train_transformers"),
         Peer("litgpt", ("litgpt==0.5.13",), "megatron_llama.tools.bench.peers.train_litgpt"),
+        # It imports triton's kernels wherever it runs; torch for CPUs comes without.
+        Peer("torchtitan", ("torchtitan==0.3.0", "triton"), "megatron_llama.tools.bench.peers.train_torchtitan"),
     )
 }
 
