@@ -42,7 +42,7 @@ class TorchtitanTrainer:
                 "MASTER_PORT": "0",
             }
             os.environ.update(address)
-            dist.init_process_group("gloo" if task.device == "cpu" else "nccl")
+            dist.init_process_group()
         torch.manual_seed(task.seed)
         model = torchtitan_config(task).build()
         model.to(task.device)
