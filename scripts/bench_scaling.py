@@ -34,7 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     add("--base", default="llama_15m", help="the model of the other sweeps (default %(default)s)")
     add("--sequences", type=words, default=["64", "128", "256"], help="tokens, in a step of the same tokens")
     add("--micro-batches", type=words, default=["1", "2", "4", "8"], help="of 8 sequences; one process and pp2")
-    add("--layouts", type=words, default=[ONE, "tp2", "dp2", "pp2", "tp4", "dp4", "tp2dp2"], help="ranks, same cores")
+    add("--layouts", type=words, default=[ONE, "tp2", "dp2", "pp2", "dp4", "tp2dp2"], help="ranks, same cores")
     add("--precision", default="fp32", choices=["fp32", "bf16"])
     add("--mode", default="eager", choices=["eager", "compiled"])
     add("--rounds", type=int, default=3, help="turns (default %(default)s)")
@@ -114,9 +114,14 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
         for axes, name in zip(panels, names, strict=False):
             points = [point for point in found if point["sweep"] == name]
             for layout in dict.fromkeys(point["layout"] for point in points):
-                line = [(p["value"], p["us_per_token"]) for p in points if p["layout"] == layout]
+                line = [(p["value"].removeprefix("llama_"), p["us_per_token"]) for p in points if p["layout"] == layout]
                 axes.plot(*zip(*line, strict=True), marker="o", label=layout)
-            axes.set(xlabel=name, ylabel="us per token", yscale="log")
+            axes.set(
+                xlabel=name,
+                ylabel="us per token",
+                yscale="log" if name == "model" else "linear",
+                ylim=None if name == "model" else (0, None),
+            )
             axes.legend(fontsize=8)
 
 
