@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -143,3 +144,43 @@ def product_dtype(model: torch.nn.Module, layer: str, forward: Any) -> str:
     finally:
         hook.remove()
     return seen[0]
+
+
+def facts_of(
+    task: Task,
+    model: torch.nn.Module,
+    *,
+    compute_dtype: Callable[[], str],
+    optimizer: str,
+    attention: str,
+    versions: dict[str, str],
+) -> Facts:
+    """What a peer in one process says about itself; ``versions`` of its packages, without torch's.
+
+    ``compute_dtype`` is called last: its forward pass may leave ``fully_shard``'s cast weights in the model.
+    """
+    tokens, _ = task.batch(1)
+    return Facts(
+        parameters=count_parameters(model),
+        weight_dtype=weight_dtype(model),
+        compute_dtype=compute_dtype(),
+        tokens_per_step=tokens.numel(),
+        tokens_checksum=checksum(tokens),
+        optimizer=optimizer,
+        clip=task.optimizer["clip"],
+        attention=attention,
+        versions={**versions, "torch": torch.__version__},
+    )
+
+
+def fused_adamw(task: Task, model: torch.nn.Module) -> torch.optim.AdamW:
+    """torch's fused AdamW with the task's settings, for all of the model's parameters."""
+    options = task.optimizer
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=options["lr"],
+        betas=tuple(options["betas"]),
+        eps=options["eps"],
+        weight_decay=options["weight_decay"],
+        fused=True,
+    )

@@ -11,7 +11,7 @@ from litgpt.pretrain import initialize_weights
 from litgpt.utils import chunked_cross_entropy, instantiate_torch_optimizer
 
 from megatron_llama.tools.bench import contest
-from megatron_llama.tools.bench.contest import Facts, Task
+from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.worker import read_task, serve
 
 
@@ -40,16 +40,13 @@ class LitgptTrainer:
         )
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         tokens, _ = task.batch(1)
-        self.facts = Facts(
-            parameters=contest.count_parameters(model),
-            weight_dtype=contest.weight_dtype(model),
-            compute_dtype=self._compute_dtype(tokens[:1, :8]),
-            tokens_per_step=tokens.numel(),
-            tokens_checksum=contest.checksum(tokens),
+        self.facts = contest.facts_of(
+            task,
+            model,
+            compute_dtype=lambda: self._compute_dtype(tokens[:1, :8]),
             optimizer=f"AdamW, {'fused' if fused else 'not fused: its own default on a CPU'}",
-            clip=task.optimizer["clip"],
             attention="scaled_dot_product_attention",
-            versions={"litgpt": version("litgpt"), "lightning": version("lightning"), "torch": torch.__version__},
+            versions={"litgpt": version("litgpt"), "lightning": version("lightning")},
         )
 
     def _compute_dtype(self, tokens: torch.Tensor) -> str:

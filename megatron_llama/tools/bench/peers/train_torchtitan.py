@@ -24,7 +24,7 @@ from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 
 from megatron_llama.tools.bench import contest
-from megatron_llama.tools.bench.contest import Facts, Task
+from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.worker import read_task, serve
 
 
@@ -62,26 +62,15 @@ class TorchtitanTrainer:
         self.loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config()).build(compile_config=compiling)
         self.loss.set_lm_head(model.lm_head)
         model._skip_lm_head = True
-        options = task.optimizer
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=options["lr"],
-            betas=tuple(options["betas"]),
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            fused=True,
-        )
+        self.optimizer = contest.fused_adamw(task, model)
         tokens, _ = task.batch(1)
-        self.facts = Facts(
-            parameters=contest.count_parameters(model),
-            weight_dtype=contest.weight_dtype(model),
-            compute_dtype=self._compute_dtype(tokens[:1, :8]),
-            tokens_per_step=tokens.numel(),
-            tokens_checksum=contest.checksum(tokens),
+        self.facts = contest.facts_of(
+            task,
+            model,
+            compute_dtype=lambda: self._compute_dtype(tokens[:1, :8]),
             optimizer="AdamW, fused",
-            clip=options["clip"],
             attention="scaled_dot_product_attention",
-            versions={"torchtitan": version("torchtitan"), "torch": torch.__version__},
+            versions={"torchtitan": version("torchtitan")},
         )
 
     def _compute_dtype(self, tokens: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from megatron_llama.tools.bench import contest
-from megatron_llama.tools.bench.contest import Facts, Task
+from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.worker import read_task, serve
 
 # Names that ModelConfig shares with LlamaConfig.
@@ -37,28 +37,17 @@ class TransformersTrainer:
         config = transformers.LlamaConfig(use_cache=False, **{name: task.model[name] for name in _SHARED})
         with torch.device(task.device):
             self.model = transformers.LlamaForCausalLM(config).train()
-        options = task.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=options["lr"],
-            betas=tuple(options["betas"]),
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            fused=True,
-        )
+        self.optimizer = contest.fused_adamw(task, self.model)
         tokens, _ = task.batch(1)
-        self.facts = Facts(
-            parameters=contest.count_parameters(self.model),
-            weight_dtype=contest.weight_dtype(self.model),
-            compute_dtype=contest.product_dtype(
+        self.facts = contest.facts_of(
+            task,
+            self.model,
+            compute_dtype=lambda: contest.product_dtype(
                 self.model, "model.layers.0.mlp.down_proj", lambda: self._forward(tokens[:1, :8], tokens[:1, :8])
             ),
-            tokens_per_step=tokens.numel(),
-            tokens_checksum=contest.checksum(tokens),
             optimizer="AdamW, fused",
-            clip=options["clip"],
             attention=str(config._attn_implementation),
-            versions={"transformers": transformers.__version__, "torch": torch.__version__},
+            versions={"transformers": transformers.__version__},
         )
         self.run = torch.compile(self.model) if task.mode == "compiled" else self.model
 
