@@ -1,10 +1,12 @@
 """Train the demo's Llama on the demo's data in several precisions and draw their losses and the gaps to the first.
 
     python scripts/precision_curves.py --steps 600 --seeds 1234 1235 --output runs/precision
+    python scripts/precision_curves.py --precisions fp32 "fp32 optim.state_bits=8" --output runs/state_bits
 
-Runs with the same seed have the same data and the same initial weights (rounded to bf16 where weights are bf16). Each
-is a run folder under --output: scripts/compare.py can read it, and a run that was killed continues when this script is
-started again. bf16_pure is the control: unless it falls behind, the agreement of the others shows little.
+A precision may bring overrides of its own: the second line holds 8-bit optimizer states to fp32 ones. Runs with one
+seed have the same data and the same initial weights (rounded to bf16 where weights are bf16). Each is a run folder
+under --output: scripts/compare.py can read it, and a run that was killed continues when this script is started again.
+bf16_pure is the control: unless it falls behind, the agreement of the others shows little.
 
 The recipe makes the control fail: at this learning rate most updates are smaller than half a unit in the last place of
 a bf16 weight.
@@ -13,17 +15,20 @@ a bf16 weight.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
 from megatron_llama.train.smoothing import Floats, moving_average  # noqa: E402
+from scripts import variants  # noqa: E402
 from scripts.results import figure, markdown_table, run_program  # noqa: E402
 
 PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
@@ -36,7 +41,7 @@ WINDOW = 0.1  # share of the run that a loss is averaged over
 COLOURS = ("#1f2933", "#2563eb", "#0d9488", "#ea580c", "#7c3aed", "#be123c")
 
 Runs = Mapping[str, Sequence[Sequence[float]]]
-"""For each precision its runs, one for each seed: the loss of each step."""
+"""For each precision its runs, one for each seed: the loss of each step, or of each validation."""
 
 
 def smoothed(losses: Sequence[float]) -> Floats:
@@ -50,16 +55,28 @@ def gaps(runs: Runs, precision: str) -> list[Floats]:
     return [smoothed(losses) - smoothed(reference) for losses, reference in pairs]
 
 
-def table(runs: Runs, recipe: str) -> str:
-    """Markdown: the last loss of each precision, and its gap to the first over the seeds."""
+def table(runs: Runs, validated: Runs) -> list[str]:
+    """Markdown: the last losses of each precision, smoothed in training and whole in validation, their gaps to the
+    first by seed, and how far the seeds lie apart."""
     first = next(iter(runs))
     rows = []
-    for precision, losses in runs.items():
-        last = statistics.fmean(smoothed(seed)[-1] for seed in losses)
-        ends = [gap[-1] for gap in gaps(runs, precision)]
-        rows.append((precision, f"{last:.4f}", f"{statistics.fmean(ends):+.4f}", f"{min(ends):+.4f}, {max(ends):+.4f}"))
-    head = ("precision", "last loss", f"gap to {first}", "smallest and largest, by seed")
-    return "\n".join([f"`{recipe}`", "", *markdown_table(head, rows)]) + "\n"
+    for precision in runs:
+        trained = {name: [smoothed(seed)[-1] for seed in runs[name]] for name in (first, precision)}
+        last = {name: [seed[-1] for seed in validated[name]] for name in (first, precision) if all(validated[name])}
+        row = [precision]
+        for losses in (trained, last):
+            if precision in losses:
+                gap = variants.gap(losses[precision], losses[first]) if precision != first else ""
+                row += [f"{statistics.fmean(losses[precision]):.4f}{_spread(losses[precision])}", gap]
+        rows.append(row)
+    head = ["precision", "last loss, smoothed", f"gap to {first}"]
+    if len(rows[0]) > len(head):
+        head += ["validation loss", f"gap to {first}"]
+    return list(markdown_table(head, rows))
+
+
+def _spread(losses: Sequence[float]) -> str:
+    return f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
 
 
 def draw(runs: Runs, path: Path, title: str) -> None:
@@ -81,28 +98,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run (default: 600)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one run of each precision for each seed")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision", help="folder for runs and results")
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="the first is what others are held to")
+    parser.add_argument(
+        "--precisions", nargs="+", default=PRECISIONS, help="each may bring overrides; all are held to the first"
+    )
     parser.add_argument("overrides", nargs="*", help="changes to the recipe, as train.py takes them")
     args = parser.parse_args(argv)
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[list[float]]] = {precision: [] for precision in args.precisions}
+    records: dict[str, list[list[dict[str, Any]]]] = {precision: [] for precision in args.precisions}
+    recipe = [*RECIPE, *args.overrides, f"trainer.steps={args.steps}"]
     try:
         for seed in args.seeds:
             for precision in args.precisions:
-                folder = output / f"{precision}-{seed}"
-                trainer = [f"trainer.precision={precision}", f"trainer.seed={seed}", f"trainer.steps={args.steps}"]
-                run_program("train.py", *RECIPE, *args.overrides, *trainer, f"run.dir={folder}")
-                records = read_metrics(folder / METRICS_FILE)
-                runs[precision].append([record["reduced_train_loss"] for record in records])
+                folder = output / variants.folder_name(precision, seed)
+                dtypes, *changes = shlex.split(precision)
+                own = [f"trainer.precision={dtypes}", *changes, f"trainer.seed={seed}", f"run.dir={folder}"]
+                run_program("train.py", *recipe, *own)
+                records[precision].append(read_metrics(folder / METRICS_FILE))
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{folder}: train.py ended with status {error.returncode}\n")
         return 1
-    recipe = " ".join([*RECIPE, *args.overrides, f"trainer.steps={args.steps}"])
-    (output / "precision.md").write_text(table(runs, recipe), encoding="utf-8")
+    runs, validated = (_of_each_run(records, name) for name in ("reduced_train_loss", "val_loss"))
+    seeds = f"seeds {', '.join(map(str, args.seeds))}" if len(args.seeds) > 1 else f"seed {args.seeds[0]}"
+    head = [variants.conditions(), "", f"{seeds}; `{' '.join(recipe)}`", ""]
+    page = "\n".join([*head, *table(runs, validated)]) + "\n"
+    (output / "precision.md").write_text(page, encoding="utf-8")
     draw(runs, output / "precision.png", f"{len(args.seeds)} seed(s), {args.steps} steps")
-    print(table(runs, recipe))
+    print(page)
     return 0
+
+
+def _of_each_run(records: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], name: str) -> Runs:
+    """The metric ``name`` of the steps that have it."""
+    return {
+        precision: [[float(record[name]) for record in run if record.get(name) is not None] for run in of]
+        for precision, of in records.items()
+    }
 
 
 if __name__ == "__main__":
