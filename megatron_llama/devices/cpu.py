@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,14 +40,8 @@ class Cpu(Device):
         return min([physical, *_memory_limits()])
 
     def hardware(self) -> dict[str, str]:
-        found = {}
-        with suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                key, _, value = line.partition(":")
-                if key.strip() == "model name":
-                    found["processor"] = value.strip()
-                    break
-        return found
+        name = _processor().get("model name")
+        return {} if name is None else {"processor": name}
 
     def environment(self, plan: Plan) -> dict[str, str]:
         return {}  # a rank's number of threads depends on the ranks of its machine, which ``enter`` knows
@@ -60,6 +55,7 @@ class Cpu(Device):
         threads = int(asked) if asked.isdecimal() and int(asked) else max(1, self.count() // local_ranks)
         torch.set_num_threads(threads)
         _keep_freed_memory()
+        multiplies_by_onednn()
         register(self.backend)
         return torch.device("cpu")
 
@@ -70,10 +66,12 @@ class Cpu(Device):
         """
         import torch
 
+        by_onednn = multiplies_by_onednn()
         dtypes = [torch.float32] if precision == "fp32" else [torch.float32, torch.bfloat16]
         rates = {dtype: product_rate(_PRODUCT, dtype, _SECONDS) for dtype in dtypes}
         best = max(rates, key=lambda dtype: rates[dtype])
-        return Peak(rates[best], f"measured, {_PRODUCT} x {_PRODUCT} {str(best).removeprefix('torch.')} product")
+        by = " by oneDNN" if by_onednn and best == torch.float32 else ""
+        return Peak(rates[best], f"measured, {_PRODUCT} x {_PRODUCT} {str(best).removeprefix('torch.')} product{by}")
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -86,6 +84,38 @@ class Cpu(Device):
         if shutil.which(compiler) or shutil.which("clang++"):
             return None
         return f"torch.compile on the CPU needs a C++ compiler, and {compiler} is not there"
+
+
+@cache
+def multiplies_by_onednn() -> bool:
+    """Has torch multiply fp32 matrices by oneDNN where MKL, its choice, leaves half of the processor unused.
+
+    MKL does not use AVX-512 on AMD's processors, which since Zen 5 have units of 512 bits: 200 GFLOP/s by MKL, 450 by
+    oneDNN on two cores (docs/log.md). torch has no setting for the library. It goes to oneDNN when products *may* be
+    computed in bf16, which oneDNN does with AMX units only. Products stay fp32; whether they do is tried here.
+    """
+    import torch
+
+    found = _processor()
+    flags, family = found.get("flags", "").split(), found.get("cpu family", "")
+    zen_5 = found.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= _ZEN_5
+    if not zen_5 or "avx512f" not in flags or "amx_bf16" in flags or not torch.backends.mkldnn.is_available():
+        return False
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, products.fp32_precision = products.fp32_precision, "bf16"
+    fine = torch.full((_PRODUCT, _PRODUCT), 1 + 2**-20)  # the 1 that bf16 would make of it
+    if torch.equal(fine @ torch.eye(_PRODUCT), fine):
+        return True
+    products.fp32_precision = before
+    return False
+
+
+def _processor() -> dict[str, str]:
+    """What Linux says of the first core, such as its flags; empty where it says nothing."""
+    with suppress(OSError):
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    return {}
 
 
 def _keep_freed_memory() -> None:
@@ -120,6 +150,9 @@ def _memory_limits() -> Iterator[int]:
         with suppress(OSError, ValueError):  # there is none, or it is "max"
             yield int(file.read_text())
 
+
+_ZEN_5 = 26
+"""AMD's family, as /proc/cpuinfo has it; later ones have larger numbers."""
 
 _PRODUCT, _SECONDS = 1024, 0.25
 """Rows and columns of the matrices whose product measures the peak, and how long: that is enough to see it."""

@@ -1,0 +1,70 @@
+"""The library that multiplies fp32 matrices on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.devices import cpu
+
+ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """Whether the choice was made in this process, and how, is as before afterwards."""
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, products.fp32_precision = products.fp32_precision, "none"
+    cpu.multiplies_by_onednn.cache_clear()
+    yield
+    products.fp32_precision = before
+    cpu.multiplies_by_onednn.cache_clear()
+
+
+def setting() -> str:
+    return str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"vendor_id": "GenuineIntel"},
+        {"cpu family": "25"},
+        {"cpu family": "unknown"},
+        {"flags": "fpu avx2"},
+        {"flags": "avx512f amx_bf16"},
+    ],
+    ids=["Intel", "Zen 4", "no number", "AVX-512 switched off", "AMX, which rounds"],
+)
+def test_other_processors_keep_torchs_choice(other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = setting()
+    monkeypatch.setattr(cpu, "_processor", lambda: ZEN_5 | other)
+    assert not cpu.multiplies_by_onednn() and setting() == before
+
+
+def test_a_system_that_says_nothing_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert cpu._processor() == {} and not cpu.multiplies_by_onednn()
+
+
+def test_products_stay_in_fp32_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hardware that would round, a processor with AMX that calls itself Zen 5, the choice is taken back."""
+    before = setting()
+    monkeypatch.setattr(cpu, "_processor", lambda: ZEN_5)
+    chosen = cpu.multiplies_by_onednn()
+    assert setting() == ("bf16" if chosen else before)
+    torch.manual_seed(0)
+    for rows, inner, columns in ((2048, 512, 512), (64, 4096, 256), (7, 33, 129)):
+        a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+        error = ((a @ b).double() - a.double() @ b.double()).abs().max()
+        assert error < 2e-6 * inner**0.5 * 8, "bf16 would be off by 4e-3 of sqrt(inner)"
+
+
+def test_a_choice_that_rounds_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, eye = setting(), torch.eye
+    monkeypatch.setattr(cpu, "_processor", lambda: ZEN_5)
+    monkeypatch.setattr(torch, "eye", lambda size: eye(size) * (1 - 2**-9))
+    assert not cpu.multiplies_by_onednn() and setting() == before
