@@ -13,6 +13,9 @@ import sys
 
 if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from megatron_llama.system.installed import tell_what_is_missing
+
+    tell_what_is_missing()
 
 import argparse
 import importlib

@@ -4,6 +4,10 @@ import sys
 import warnings
 from types import ModuleType
 
+from megatron_llama.system.installed import tell_what_is_missing
+
+tell_what_is_missing()  # first: what is imported next may be what is missing
+
 # What megatron-core says at import about packages that we don't use, and torch about names that megatron-core and
 # fully_shard call: nobody who trains can act on it, and each rank would say it.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")

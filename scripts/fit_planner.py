@@ -23,9 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_llama.system.installed import tell_what_is_missing  # noqa: E402
+
+tell_what_is_missing()
+import numpy as np  # noqa: E402
 
 from megatron_llama.plan.forecast.constants import FILE  # noqa: E402
 from megatron_llama.plan.forecast.step_time import step_time  # noqa: E402

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -76,6 +74,8 @@ WAYS = {
 
 def prepare(source: Path, output: Path) -> str:
     """The dataset with a tokenizer of its own, made once; returns data.prefixes."""
+    import yaml
+
     made = output / "redpajama.yaml"
     if not made.exists():
         texts = sorted(path for path in source.rglob("*") if path.name.endswith((".jsonl", ".jsonl.zst", ".json")))

@@ -19,6 +19,9 @@ def main() -> int:
     """Print the table; status 1 if a difference is above the tolerance."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(ROOT))
+    from megatron_llama.system.installed import tell_what_is_missing
+
+    tell_what_is_missing()
     from scripts.results import commit, markdown_table
     from tests.layouts.table import LAYOUTS
     from tests.oracle import TOLERANCE, oracle, run_layout, worst

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.system.errors import fault_of_the_machine
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.installed import need_all
 from megatron_llama.system.output import loss_of_stdout, spill_into
 from megatron_llama.system.signals import settle
 
@@ -67,22 +68,28 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
     overrides = [argument for argument in argv if argument != "--dry-run"]
     if len(overrides) < len(argv):
         overrides.append("dry_run=true")  # last, so that it wins
+    try:
+        return _start(overrides, work, subfolder)
+    except KeyboardInterrupt:  # before the ranks start; the imports may be what was interrupted
+        sys.stderr.write("Stopped by Ctrl-C before the start.\n")
+        return EXIT_INTERRUPTED
+
+
+def _start(overrides: list[str], work: Callable[[Plan], None] | None, subfolder: str | None) -> int:
+    """``main`` for all that is no question of how to use it; returns the exit status."""
+    # Imported here: --help needs none of it. Before the try: where one can't be imported, that is the error.
+    from megatron_llama.config import ConfigError, format_problems
+    from megatron_llama.launch.environment import process_context
+    from megatron_llama.launch.job_store import LaunchFailed
+    from megatron_llama.launch.prepare_data import PreparationStopped
+    from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
+    from megatron_llama.launch.run_dir import report_to_batch_script
+
     context = None
     try:
-        # Imported here: --help needs none of it.
-        from megatron_llama.config import ConfigError, format_problems
-        from megatron_llama.launch.environment import process_context
-        from megatron_llama.launch.job_store import LaunchFailed
-        from megatron_llama.launch.prepare_data import PreparationStopped
-        from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
-        from megatron_llama.launch.run_dir import report_to_batch_script
-
         context = process_context(os.environ)
         config = parse_overrides(overrides, context, subfolder)
         status = _dry_run(config, context) if config.dry_run else _run(config, context, overrides, work or train)
-    except KeyboardInterrupt:  # before the ranks start; first, since the imports may be what was interrupted
-        sys.stderr.write("Stopped by Ctrl-C before the start.\n")
-        return EXIT_INTERRUPTED
     except ConfigError as error:
         status = EXIT_USER
         if context is not None and context.rank > 0:
@@ -148,6 +155,7 @@ def parse_overrides(
 
 def _run(config: Config, context: ProcessContext | None, overrides: list[str], work: Callable[[Plan], None]) -> int:
     """Becomes one of the run's processes, or starts them; returns the exit status."""
+    need_all()
     from megatron_llama.config import ConfigError
     from megatron_llama.data.checks import check_data
     from megatron_llama.launch.join import join

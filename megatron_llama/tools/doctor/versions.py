@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.system.installed import missing
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, Node, majority, names
 
 CHECK = "versions"
 PACKAGES = ("torch", "megatron-core", "numpy")
+LACKS = "lacks"
+"""The packages that a run needs and that are not there, whatever is known of their versions."""
 PROGRAM = "program"
 """The digest of this project's files: two nodes of one commit may have different ones."""
 _ROOT = Path(__file__).resolve().parents[3]
@@ -24,6 +27,7 @@ def observe() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
+        LACKS: list(missing().values()),
         "commit": _commit(),
         PROGRAM: _digest(),
     }
@@ -31,10 +35,10 @@ def observe() -> dict[str, Any]:
 
 def judge(nodes: Sequence[Node]) -> Iterator[Finding]:
     """Packages that are missing, and what differs between nodes."""
-    for package in ("torch", "megatron-core"):
-        if lacking := [node for node in nodes if node.seen[CHECK][package] is None]:
-            remedy = "pip install -e . in the environment that PYTHON names, on that node"
-            yield Finding(CHECK, BREAKS, names(lacking), f"{package} is not installed", remedy)
+    for package in dict.fromkeys(package for node in nodes for package in node.seen[CHECK][LACKS]):
+        lacking = [node for node in nodes if package in node.seen[CHECK][LACKS]]
+        remedy = "pip install -e . in the environment that PYTHON names, on that node"
+        yield Finding(CHECK, BREAKS, names(lacking), f"{package} is not installed", remedy)
     for name in ("python", *PACKAGES, PROGRAM):
         versions = [node.seen[CHECK][name] for node in nodes]
         usual = majority([version for version in versions if version is not None] or [None])

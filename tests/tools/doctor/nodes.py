@@ -25,6 +25,7 @@ def healthy(number: int) -> Node:
             "megatron-core": "0.19.2",
             "numpy": "2.1",
             "commit": "abc",
+            versions.LACKS: [],
             versions.PROGRAM: "f00",
         },
         hardware_check.CHECK: {"missing": None, "device": "gpu", "count": 8, "devices": "8 x H100", "driver": "570.1"},

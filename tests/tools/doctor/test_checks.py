@@ -47,7 +47,8 @@ def test_nodes_that_are_well(check: str) -> None:
 
 FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
     (versions.CHECK, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0, and n1 has 2.13.0+cu130"),
-    (versions.CHECK, {"torch": None}, BREAKS, "torch is not installed"),
+    (versions.CHECK, {"torch": None, versions.LACKS: ["torch"]}, BREAKS, "torch is not installed"),
+    (versions.CHECK, {versions.LACKS: ["matplotlib"]}, BREAKS, "matplotlib is not installed"),
     (versions.CHECK, {"python": "3.11.7"}, WARNS, "python 3.11.7, and n1 has 3.12.1"),
     (versions.CHECK, {versions.PROGRAM: "bad", "commit": "old"}, BREAKS, "(commits old and abc)"),
     (hardware_check.CHECK, {"missing": "no driver"}, BREAKS, "no driver"),

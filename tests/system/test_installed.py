@@ -1,0 +1,178 @@
+"""Command lines in an environment that lacks packages: one message with what to type, status 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.system import installed
+from tests.paths import ROOT
+from tests.processes import environment
+
+COMMANDS = [
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        ROOT / "train.py",
+        *sorted((ROOT / "scripts").glob("*.py")),
+        *sorted((ROOT / "data_prep").glob("*.py")),
+    ]
+    # live_bytes.py runs the program of any older commit, which it must not import itself.
+    if "__main__" in path.read_text(encoding="utf-8") and path.name != "live_bytes.py"
+]
+# What brings a command line to its first package, where --help does not.
+WORDS = {
+    "train.py": "data=mock",
+    "data_prep/inspect.py": "set",
+    "scripts/bench.py": "train",
+    "scripts/compile.py": "data=mock",
+    "scripts/doctor.py": "--quick",
+    "scripts/export_hf.py": "{folder} {folder}/out",
+    "scripts/import_config.py": "README.md",
+    "scripts/parity.py": "",
+    "scripts/pipeline.py": "trainer.pp=2",
+    "scripts/plan.py": "model=llama_2m",
+    "scripts/profile.py": "data=mock",
+    "scripts/prove_doctor.py": "",
+    "scripts/rehearse.py": "data=mock",
+    "scripts/traffic.py": "data=mock",
+    "scripts/tune.py": "data=mock",
+    "scripts/verify_checkpoint.py": "{folder}",
+}
+# Until they start other command lines, at least.
+NEED_NOTHING = {"data_prep/python_stdlib.py", "scripts/chaos.py", "scripts/count_lines.py", "scripts/prove_data.py"}
+# Hides packages: the first word lists them.
+HIDING = """
+import runpy, sys
+from importlib.machinery import PathFinder
+hidden = sys.argv.pop(1).split(",")
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+sys.argv[:1] = []
+from megatron_llama.system import installed
+sys.modules["__main__"].__file__ = sys.argv[0]
+installed.tell_what_is_missing()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, with nobody's modules but the project's."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment(PYTHONPATH=""),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=200,
+    )
+
+
+def test_what_is_needed_is_what_pyproject_says() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    wanted = [re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]]
+    assert list(installed.NEEDED.values()) == wanted
+    assert f">={'.'.join(map(str, installed.OLDEST_PYTHON))}," in project["requires-python"]
+    assert installed.missing() == {}
+    installed.need_all()
+
+
+def test_a_namespace_is_not_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"google.protobuf": "protobuf", "google.nobody": "a", "nobody.at_all": "b", "nobody": "c"}
+    monkeypatch.setattr(installed, "NEEDED", modules)
+    assert list(installed.missing().values()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_any_package(command: str, tmp_path: Path) -> None:
+    words = WORDS.get(command, "--help").format(folder=tmp_path).split()
+    done = run("-S", command, *words)
+    assert "Traceback" not in done.stderr
+    if command in NEED_NOTHING:
+        assert done.returncode == 0
+        return
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f" not installed in {sys.executable} (Python 3." in done.stderr
+    assert done.stderr.startswith(f"{os.path.basename(command)}: error: ") and ". Type " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [
+        ("hydra", "hydra-core is not"),
+        ("torch", "torch is not"),
+        ("megatron", "megatron-core is not"),
+        ("google", "protobuf is not"),
+        ("rich,matplotlib", "matplotlib and rich are not"),
+        ("antlr4", "antlr4 is not"),
+    ],
+)
+def test_a_run_needs_all_packages_before_it_starts(hidden: str, said: str, tmp_path: Path) -> None:
+    done = run(
+        "-c", HIDING, hidden, "train.py", "data=mock", "device=cpu", "trainer.steps=1", f"run.dir={tmp_path}/run"
+    )
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "run").exists()
+    assert done.stderr.startswith(f"train.py: error: {said} installed in {sys.executable} ")
+    assert done.stderr.count("\n") == 1 and " -m pip install -e " in done.stderr
+
+
+def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = ModuleNotFoundError(name="hydra")
+    monkeypatch.setattr(sys, "argv", ["train.py", "data.name=a b"])
+    monkeypatch.setattr(installed, "VENV", tmp_path / "none")
+    monkeypatch.chdir(tmp_path)
+    assert str(installed.not_installed(error)).endswith(f"Type {sys.executable} -m pip install -e {ROOT}")
+    other = installed.not_installed(ModuleNotFoundError(name="hypothesis"))
+    assert str(other).endswith(f"-m pip install -e '{ROOT}[dev]'")
+    # Another interpreter was taken than the project's own.
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr(installed, "VENV", tmp_path / ".venv")
+    assert f". Type {python} train.py 'data.name=a b', which takes" in str(installed.not_installed(error))
+    monkeypatch.setattr(installed, "ROOT", tmp_path)
+    assert ". Type .venv/bin/python train.py 'data.name=a b', which takes" in str(installed.not_installed(error))
+
+
+def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
+    monkeypatch.setattr(installed, "VENV", tmp_path)
+    told = installed.not_installed(TypeError("unsupported operand"))
+    assert told and "is Python 3.10.13, and 3.11 or newer is needed. Type make -C " in told
+    assert installed.not_installed(KeyboardInterrupt()) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError(name="megatron_llama.nothing"),
+        ModuleNotFoundError(name="_lzma"),
+        ModuleNotFoundError("no name"),
+        ImportError("cannot import name", name="torch"),
+        TypeError("ours"),
+    ],
+    ids=str,
+)
+def test_other_errors_keep_their_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert installed.not_installed(error) is None
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    main = sys.modules["__main__"]
+    for file, taken in ((ROOT / "scripts" / "plan.py", True), (ROOT / "tests" / "oracle.py", False)):
+        monkeypatch.setattr(main, "__file__", str(file), raising=False)
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        installed.tell_what_is_missing()
+        assert (sys.excepthook is not sys.__excepthook__) == taken, "only in the project's own command lines"
+        sys.excepthook(type(error), error, None)
+        assert type(error).__name__ in capfd.readouterr().err
