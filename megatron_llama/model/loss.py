@@ -9,7 +9,8 @@ comes back is one number, through which no other weighting can be asked for.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,45 @@ from megatron_llama.plan.shapes import loss_chunk
 
 _ROWS_AT_ONCE = 4096
 """Rows of the weight whose gradient is added at once: their product is then still in the cache."""
+
+
+class Passes(NamedTuple):
+    """How a chunk's logits [n, vocabulary/t] are read and written."""
+
+    wide: bool
+    """Whether they are made fp32 first."""
+    statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Of each row, fp32 [n]: the largest logit, and the sum of the exponentials of all distances from it."""
+    to_shares: Callable[[Tensor, Tensor, Tensor], None]
+    """Of logits, the rows' largest and their scale: puts the scaled exponentials in the logits' place."""
+
+
+def _statistics_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
+    largest = logits.amax(1)
+    return largest, logits.sub_(largest.unsqueeze(1)).exp_().sum(1)
+
+
+def _scale_in_place(exponentials: Tensor, largest: Tensor, scale: Tensor) -> None:
+    exponentials.mul_(scale.unsqueeze(1))
+
+
+def _statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
+    wide = logits.float()
+    largest = wide.amax(1)
+    return largest, (wide - largest.unsqueeze(1)).exp().sum(1)
+
+
+def _to_shares(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
+    logits.copy_((logits.float() - largest.unsqueeze(1)).exp() * scale.unsqueeze(1))
+
+
+IN_PLACE = Passes(True, _statistics_in_place, _scale_in_place)
+
+
+def fused(compile: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Passes:
+    """Passes whose operators a compiler fuses into two: one reads the logits, one also writes them. They need no fp32
+    copy, and compute the exponentials twice, which costs less than another pass over memory."""
+    return Passes(False, compile(_statistics, "loss"), compile(_to_shares, "gradient of the loss"))
 
 
 class Head(ColumnParallelLinear):
@@ -42,6 +82,7 @@ class Head(ColumnParallelLinear):
             skip_weight_param_allocation=tied,
         )
         self.vocab_size = vocab_size
+        self.passes = IN_PLACE
 
     def forward(
         self,
@@ -62,13 +103,16 @@ class Head(ColumnParallelLinear):
         assert loss_weights is not None
         weight = self.weight if tied_weight is None else tied_weight
         labels, loss_weights = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
-        how = valid, (x.requires_grad, weight.requires_grad), self.tp_group, self.sequence_parallel
+        wanted = x.requires_grad, weight.requires_grad
+        how = valid, wanted, self.tp_group, self.sequence_parallel, self.passes
         if torch.is_grad_enabled():
             loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels, loss_weights, *how)
             return loss
         hidden = _gathered(x, self.tp_group) if self.sequence_parallel else x
         over, right = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None, torch.empty_like(loss_weights)
-        losses, _ = _by_chunks(hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, None, False, right)
+        losses, _ = _by_chunks(
+            hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, self.passes, None, False, right
+        )
         return torch.stack(((losses * loss_weights).sum(), (right * loss_weights).sum()))
 
 
@@ -96,6 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, bool],
         group: dist.ProcessGroup,
         split: bool,
+        passes: Passes,
     ) -> Tensor:
         ranks = dist.get_world_size(group)
         hidden = _gathered(x, group) if split else x
@@ -103,7 +148,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = (hidden if split else torch.empty_like(x)) if wanted[0] else None
         rows = None if grad_x is None else grad_x.flatten(0, 1)
         over = group if ranks > 1 else None
-        losses, sums = _by_chunks(hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, rows, wanted[1])
+        losses, sums = _by_chunks(
+            hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, passes, rows, wanted[1]
+        )
         if grad_x is not None and split:
             whole, grad_x = grad_x, torch.empty_like(x)
             dist.reduce_scatter_tensor(grad_x, whole, group=group)
@@ -116,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In place: the gradients were made for this. A second backward pass is refused by autograd.
         grads = (None if made is None else made.mul_(grad) for made in ctx.saved_tensors)
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -133,6 +180,7 @@ def _by_chunks(
     loss_weights: Tensor,
     valid: int,
     group: dist.ProcessGroup | None,
+    passes: Passes,
     grad_hidden: Tensor | None,
     trained: bool,
     right: Tensor | None = None,
@@ -145,7 +193,8 @@ def _by_chunks(
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
     # Made once: pages of new memory cost as much as the softmax.
     products = hidden.new_empty(size, weight.shape[0])
-    scores = products if products.dtype == torch.float32 else torch.empty_like(products, dtype=torch.float32)
+    narrow = passes.wide and products.dtype != torch.float32
+    scores = torch.empty_like(products, dtype=torch.float32) if narrow else products
     one_chunk = size == tokens
     sums = None
     if trained:
@@ -155,12 +204,12 @@ def _by_chunks(
         chunk = slice(start, min(start + size, tokens))
         own, count = hidden[chunk], chunk.stop - start
         logits = torch.mm(own, weight.t(), out=products[:count])
-        fp32 = scores[:count] if scores is products else scores[:count].copy_(logits)
-        hide_padding(fp32, valid)
+        own_scores = scores[:count].copy_(logits) if narrow else logits
+        hide_padding(own_scores, valid)
         if right is not None:
-            right[chunk] = _is_largest(fp32, labels[chunk], group)
-        losses[chunk] = _softmax(fp32, labels[chunk], loss_weights[chunk], group)
-        grad_logits = logits if scores is products else logits.copy_(fp32)
+            right[chunk] = _is_largest(own_scores, labels[chunk], group)
+        losses[chunk] = _softmax(own_scores, labels[chunk], loss_weights[chunk], group, passes)
+        grad_logits = logits.copy_(own_scores) if narrow else logits
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), own, out=sums)
         elif sums is not None:
@@ -173,37 +222,42 @@ def _by_chunks(
 def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Whether the label is the arg max of logits [n, vocabulary/t], of equal ones the first, as fp32 [n]."""
     largest, index = logits.max(1)
+    largest = largest.float()
     right = (index == labels).float()  # labels of other ranks are below 0, or beyond this rank's rows
     if group is None:
         return right
-    ranks = logits.new_empty(dist.get_world_size(group), 2, len(logits))
+    ranks = largest.new_empty(dist.get_world_size(group), 2, len(logits))
     dist.all_gather_into_tensor(ranks, torch.stack((largest, right))[None], group=group)
     maxima, rights = ranks.unbind(1)
     return rights.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
 
 
-def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Cross entropies [n] of fp32 logits [n, vocabulary/t], which become the gradients of the weighted losses.
+def _softmax(
+    logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None, passes: Passes
+) -> Tensor:
+    """Cross entropies [n] in fp32 of logits [n, vocabulary/t], which become the gradients of the weighted losses.
 
     One collective: a row's softmax over all ranks is this rank's, scaled by its share of the sum of exponentials.
     """
     here = (labels >= 0) & (labels < logits.shape[1])
-    labels = torch.where(here, labels, 0).unsqueeze(1)
-    target = logits.gather(1, labels).squeeze(1) * here
-    largest = logits.amax(1)
-    total = logits.sub_(largest.unsqueeze(1)).exp_().sum(1)
-    scale = 1 / total
+    places = torch.arange(len(labels), device=labels.device), torch.where(here, labels, 0)
+    target = logits[places].float()
+    own, total = passes.statistics(logits)
+    share = 1 / total  # of the whole sum of exponentials, by which this rank's are to be scaled
+    largest, label = own, target * here
     if group is not None:
-        ranks = logits.new_empty(dist.get_world_size(group), 3, len(logits))
-        dist.all_gather_into_tensor(ranks, torch.stack((largest, total, target))[None], group=group)
-        own, (maxima, totals, targets) = largest, ranks.unbind(1)
+        ranks = own.new_empty(dist.get_world_size(group), 3, len(logits))
+        dist.all_gather_into_tensor(ranks, torch.stack((own, total, label))[None], group=group)
+        maxima, totals, targets = ranks.unbind(1)
         largest = maxima.amax(0)
         total = (totals * (maxima - largest).exp()).sum(0)
-        target = targets.sum(0)
-        scale = (own - largest).exp() / total
-    logits.mul_((scale * loss_weights).unsqueeze(1))
-    logits.scatter_add_(1, labels, (-loss_weights * here).unsqueeze(1))
-    return total.log() + largest - target
+        label = targets.sum(0)
+        share = (own - largest).exp() / total
+    passes.to_shares(logits, own, share * loss_weights)
+    # Next to 1 a probability is too coarse in 16 bits: the label's gradient is rounded once, after the subtraction.
+    of_label = ((target - own).exp() * share - 1) * loss_weights
+    logits[places] = torch.where(here, of_label.to(logits.dtype), logits[places])
+    return total.log() + largest - label
 
 
 def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

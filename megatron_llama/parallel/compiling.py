@@ -72,6 +72,7 @@ class Compiler:
     _lengths: tuple[int | None, int | None] = (None, None)
     """Of the batch: tokens of a sequence that a curriculum has cut, and those of it that random-LTD's layers see, each
     None for all. New ones need a new graph."""
+    _mode: str = "training"
     _batches: dict[tuple[str, int | None, int | None], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,11 +109,12 @@ class Compiler:
         compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, fullgraph=strict)
         return compiled
 
-    def batch_begins(self, length: int, kept: int | None) -> None:
+    def batch_begins(self, length: int, kept: int | None, *, train: bool) -> None:
         """Says what comes: sequences of ``length`` tokens, of which random-LTD's layers see ``kept``, None for all."""
         self._lengths = (length if length in self._cuts else None, kept)
+        self._mode = "training" if train else "validation"
 
-    def batch_done(self, *, train: bool) -> None:
+    def batch_done(self) -> None:
         """Counts a global batch as done. Raises Recompiled if it needed a graph that trainer.compile_strict forbids."""
         late = [graph for graph in self.graphs if graph.late]
         if late and self.plan.config.trainer.compile_strict:
@@ -120,12 +122,12 @@ class Compiler:
                 f"trainer.compile_strict: {late[0].what} was compiled again after {WARM_UP_BATCHES} batches of "
                 f"{late[0].mode}, for {late[0].shapes}"
             )
-        key = _mode(train), *self._lengths
+        key = self._mode, *self._lengths
         self._batches[key] = self._batches.get(key, 0) + 1
 
     def _backend(self, what: str, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Called by Dynamo for each new graph: compiles it, or takes it from the cache."""
-        mode = _mode(torch.is_grad_enabled())
+        mode = self._mode
         key, shapes = _key(graph, inputs, mode), _shapes(graph, inputs)
         late = self._batches.get((mode, *self._lengths), 0) >= WARM_UP_BATCHES
         with _lock(self._notes.parent / "locks" / key):
@@ -188,9 +190,10 @@ class Compiler:
 
 
 def settings_of_graphs(plan: Plan) -> dict[str, Any]:
-    """The settings that a block's graph depends on, by name, and the versions of what compiles it."""
+    """The settings that a graph depends on, by name, and the versions of what compiles it."""
     names = {
-        "model": "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps",
+        "model": "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+        "rms_norm_eps",
         "trainer": "tp sp micro_batch_size precision recompute recompute_every deterministic",
         "data": "seq_length pack document_mask",
         "finetune": "method lora_rank lora_alpha lora_dropout lora_target_modules modules_to_save frozen_dtype",
@@ -219,10 +222,6 @@ def may_compile(plan: Plan, step: int, first: int) -> bool:
     if not every or step % every:
         return False
     return step // every - (first - 1) // every <= WARM_UP_BATCHES
-
-
-def _mode(train: bool) -> str:
-    return "training" if train else "validation"
 
 
 def _key(graph: torch.fx.GraphModule, inputs: list[Any], mode: str) -> str:

@@ -21,6 +21,7 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
+from megatron_llama.model.loss import fused
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
@@ -74,7 +75,7 @@ class ParallelModel:
         if self.compiler is not None:
             subsets = microbatches[0].subsets if train else None
             kept = None if subsets is None else subsets.length
-            self.compiler.batch_begins(microbatches[0].tokens.shape[1], kept)
+            self.compiler.batch_begins(microbatches[0].tokens.shape[1], kept, train=train)
         with filled(self.chunks):
             found = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
@@ -82,7 +83,7 @@ class ParallelModel:
         found = found / self.plan.config.trainer.tp  # all tensor-parallel ranks of the last stage have the same value
         dist.all_reduce(found)
         if self.compiler is not None:
-            self.compiler.batch_done(train=train)
+            self.compiler.batch_done()
         return found
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
@@ -140,6 +141,8 @@ def build_model(
             for block in chunk.layers.values():
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
+            if chunk.is_last and device.compile_backend() == "inductor":
+                chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, groups, plan)
         allocate(chunk, torch_device, plan)
         chunks.append(chunk)

@@ -63,6 +63,13 @@ def chunks_of_12(model: ParallelModel) -> None:
     loss.loss_chunk = lambda hidden_size: 12
 
 
+def passes_of_the_compiled_loss(model: ParallelModel) -> None:
+    """No defect: what is compiled with trainer.compile, uncompiled, and by chunks of 12."""
+    chunks_of_12(model)
+    if model.chunks[-1].is_last:
+        model.chunks[-1].lm_head.passes = loss.fused(lambda function, what: function)
+
+
 def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
     chunks_of_12(model)
     add = loss._add_product
@@ -71,12 +78,12 @@ def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
 
 def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
     softmax = loss._softmax
-    loss._softmax = lambda logits, labels, weights, group: softmax(logits, labels, torch.ones_like(weights), group)
+    loss._softmax = lambda logits, labels, weights, *how: softmax(logits, labels, torch.ones_like(weights), *how)
 
 
 def softmax_of_each_rank_alone(model: ParallelModel) -> None:
     softmax = loss._softmax
-    loss._softmax = lambda logits, labels, weights, group: softmax(logits, labels, weights, None)
+    loss._softmax = lambda logits, labels, weights, _, passes: softmax(logits, labels, weights, None, passes)
 
 
 def head_gradient_not_summed(model: ParallelModel) -> None:

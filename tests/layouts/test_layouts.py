@@ -12,7 +12,13 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.layouts.table import LAYOUTS, QUICK, TIED
-from tests.layouts.tampers import chunks_of_12, local_token_count, mean_over_data_parallel_ranks, norms_count_copies
+from tests.layouts.tampers import (
+    chunks_of_12,
+    local_token_count,
+    mean_over_data_parallel_ranks,
+    norms_count_copies,
+    passes_of_the_compiled_loss,
+)
 from tests.oracle import TOLERANCE, RaggedSamples, Result, Tamper, Tensors, make_plan, oracle, run_layout, worst
 from tests.ranks import run_ranks
 from tests.rows import rows
@@ -45,8 +51,9 @@ def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[st
     ],
     ids=["one process", "tp2+sp, tied, odd vocabulary", "tp2", "pp2, tied"],
 )
-def test_chunks_of_the_loss_change_nothing(ranks: int, layout: list[str], model: list[str]) -> None:
-    differences = worst(run_layout(ranks, *layout, *model, tamper=chunks_of_12), oracle(*model))
+@pytest.mark.parametrize("how", [chunks_of_12, passes_of_the_compiled_loss])
+def test_chunks_of_the_loss_change_nothing(ranks: int, layout: list[str], model: list[str], how: Tamper) -> None:
+    differences = worst(run_layout(ranks, *layout, *model, tamper=how), oracle(*model))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 

@@ -58,17 +58,21 @@ def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
 @pytest.mark.slow
 @needs_compiler
 def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
-    """Four ranks in two tensor-parallel groups, two blocks on each: one graph to train, one to validate."""
+    """Four ranks in two tensor-parallel groups, two blocks on each: one graph to train, one to validate; and on the
+    last stage two for the loss, which validation has in common."""
     layout = ("trainer.tp=2", "trainer.pp=2")
     first = compiled(cache, *layout)
-    for graphs in first:
-        assert [(graph.what, graph.mode) for graph in graphs] == [("block", "training"), ("block", "validation")]
+    loss = [("loss", "training"), ("gradient of the loss", "training")]
+    for rank, graphs in enumerate(first):
+        expected = [("block", "training"), *(loss if rank >= 2 else []), ("block", "validation")]
+        assert [(graph.what, graph.mode) for graph in graphs] == expected
         assert not any(graph.late or graph.failure for graph in graphs)
     distinct = {graph.key for graphs in first for graph in graphs}
     # The first stage's input has passed the embedding, the second's comes from another rank: the same to a block.
-    assert len(distinct) == 2
-    assert sum(not graph.cached for graphs in first for graph in graphs) == 2, "more than one rank compiled a graph"
-    assert all("no graph of block" in (graph.why or "") for graphs in first for graph in graphs if not graph.cached)
+    assert len(distinct) == 4
+    assert sum(not graph.cached for graphs in first for graph in graphs) == 4, "more than one rank compiled a graph"
+    new = [graph for graphs in first for graph in graphs if not graph.cached]
+    assert all(f"no graph of {graph.what}" in (graph.why or "") for graph in new)
     again = compiled(cache, *layout)
     assert all(graph.cached for graphs in again for graph in graphs), "not found again"
     assert {graph.key for graphs in again for graph in graphs} == distinct
@@ -79,9 +83,9 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
 def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     layout = ("trainer.tp=2", *LORA)
     first = compiled(cache, *layout, "model.num_hidden_layers=2", world=2)
-    assert all(len(graphs) == 2 and not any(g.late or g.failure for g in graphs) for graphs in first)
+    assert all(len(graphs) == 4 and not any(g.late or g.failure for g in graphs) for graphs in first)
     # With the embedding frozen, the first block's input would ask for no gradient and be another graph.
-    assert len({graph.key for graphs in first for graph in graphs}) == 2
+    assert len({graph.key for graphs in first for graph in graphs}) == 4
     fused = tune(2, tmp_path / "fused", *layout, *COMPILE, f"trainer.compile_cache={cache}", steps=3)
     eager = tune(2, tmp_path / "eager", *layout, steps=3)
     assert fused.losses == pytest.approx(eager.losses, rel=1e-5)
@@ -93,7 +97,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
 def test_what_is_new_says_why(cache: Path) -> None:
     compiled(cache, "trainer.tp=2", "trainer.pp=2", batches=1)  # it is there where the test above has run
     (graphs,) = compiled(cache, "trainer.tp=1", world=1, batches=1)
-    assert [graph.why for graph in graphs] == ["trainer.tp: 2 → 1, trainer.sp: True → False"] * 2
+    assert [graph.why for graph in graphs] == ["trainer.tp: 2 → 1, trainer.sp: True → False"] * 4
 
 
 @needs_compiler
@@ -161,7 +165,10 @@ def _late(rank: int, plan: Plan) -> list[Graph]:
 def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = (f"trainer.compile_cache={cache}", "trainer.compile=true")
     (graphs,) = run_ranks(_late, 1, make_plan(1, *one))
-    assert [graph.late for graph in graphs] == [False, True]
+    assert [(graph.what, graph.late) for graph in graphs] == [
+        *(("block", False), ("loss", False), ("gradient of the loss", False)),
+        *(("block", True), ("loss", True), ("gradient of the loss", True)),
+    ]
     assert "compiled after warm-up: block, training, for (12, 2, 32) float32" in capfd.readouterr().err
     with pytest.raises(
         RankFailed, match="Recompiled: trainer.compile_strict: block was compiled again after 2 batches"
@@ -208,7 +215,7 @@ def _fails(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
 def test_a_failure_stops_a_run_and_is_counted_ahead_of_it(tmp_path: Path) -> None:
     plan = make_plan(1, f"trainer.compile_cache={tmp_path}", "trainer.compile=true")
     (graphs,) = run_ranks(_failing, 1, plan, True)
-    assert [graph.failure for graph in graphs] == ["RuntimeError: too many partitions"]
+    assert [graph.failure for graph in graphs] == ["RuntimeError: too many partitions"] * 3
     assert not (tmp_path / "graphs").exists(), "a graph that failed is not in the cache"
     with pytest.raises(RankFailed, match="too many partitions"):
         run_ranks(_failing, 1, plan, False)

@@ -64,9 +64,11 @@ def job(tmp_path: Path) -> Job:
 def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     status, output, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")
     assert status == 0, output
-    assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in output
-    assert (report["world_size"], report["cache_misses"], report["total_graphs"]) == (8, 2, 2)
-    assert {tuple(graph["ranks"]) for graph in report["graphs"]} == {(0, 4)}
+    assert "Total graphs: 4\nTotal successful compilations: 4\nTotal failed compilations: 0\n" in output
+    assert (report["world_size"], report["cache_misses"], report["total_graphs"]) == (8, 4, 4)
+    assert {(graph["what"], tuple(graph["ranks"])) for graph in report["graphs"]} == {
+        *(("block", (0, 4)), ("loss", (4,)), ("gradient of the loss", (4,))),
+    }
     assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
     left = {path.name for path in (job.folder / "ahead" / "run" / "compile").iterdir()} - {".lock"}
     assert left == {"config.yaml", "plan.txt", "compile.json"}, "no TensorBoard, no checkpoints, no metrics"
@@ -74,8 +76,8 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     trained = (*LAYOUT, "trainer.compile=true", "trainer.compile_strict=true", "trainer.steps=4")
     status, output, report = job.run("train", *trained, "checkpoint.save_last=false")
     assert status == 0, output
-    assert "compiled 2 graphs on 4 ranks: cache hits 8, misses 0" in output
-    assert (report["cache_hits"], report["cache_misses"]) == (8, 0)
+    assert "compiled 4 graphs on 4 ranks: cache hits 12, misses 0" in output
+    assert (report["cache_hits"], report["cache_misses"]) == (12, 0)
     losses = [json.loads(line)["reduced_train_loss"] for line in open(job.folder / "train" / "run" / "metrics.jsonl")]
     status, output, _ = job.run(
         "train eagerly", *LAYOUT, "trainer.tp=1", "trainer.pp=1", "trainer.steps=4", "checkpoint.save_last=false"
@@ -90,9 +92,9 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
 def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
     status, output, report = job.run("ahead", *SMALL, compiler="/bin/false")
     assert status == 1
-    assert "Total graphs: 1\nTotal successful compilations: 0\nTotal failed compilations: 1\n" in output
+    assert "Total graphs: 3\nTotal successful compilations: 0\nTotal failed compilations: 3\n" in output
     assert "FAILED: " in output
-    assert output.rstrip().endswith("NotCompiled: 1 of 1 graphs could not be compiled")
+    assert output.rstrip().endswith("NotCompiled: 3 of 3 graphs could not be compiled")
     assert report["graphs"][0]["failure"]
     assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
 

@@ -1,0 +1,50 @@
+"""The loss of one chunk of logits, beside autograd in fp64; tests/layouts/ compares layouts and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megatron_llama.model import loss
+from megatron_llama.model.loss import IN_PLACE, Passes, fused
+
+
+def as_it_is(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    return function
+
+
+@pytest.mark.parametrize("passes", [IN_PLACE, fused(as_it_is)], ids=["in place", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_are_those_of_fp64(passes: Passes, dtype: torch.dtype) -> None:
+    """Also of tokens that the model is sure of, whose label has a gradient of a probability less 1."""
+    torch.manual_seed(0)
+    labels, weights = torch.randint(50, (24,)), torch.rand(24) / 24
+    weights[3] = 0  # no loss
+    logits = torch.randn(24, 50)
+    logits[torch.arange(8), labels[:8]] += 12
+    logits = logits.to(dtype)
+    exact = logits.double().requires_grad_()
+    expected = cross_entropy(exact, labels, reduction="none")
+    (expected * weights).sum().backward()
+    assert exact.grad is not None
+    # Made fp32 first, logits are rounded by the caller.
+    found = logits.float() if passes.wide else logits
+    losses = loss._softmax(found, labels, weights, None, passes)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=2e-6)
+    rounding = 2**-8 if found.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), exact.grad, rtol=rounding, atol=1e-8)
+
+
+def test_labels_of_other_ranks_leave_their_gradients_alone() -> None:
+    """Of a vocabulary of 50 this rank has rows 20 to 39: other labels are below 0 or beyond them."""
+    torch.manual_seed(0)
+    whole = torch.randn(6, 20)
+    expected = whole.softmax(1) / 6
+    for passes in (IN_PLACE, fused(as_it_is)):
+        logits = whole.clone()
+        loss._softmax(logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), None, passes)
+        torch.testing.assert_close(logits, expected)
