@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_llama.config.fields import get
 from megatron_llama.config.problems import ConfigError, shown
-from megatron_llama.config.settings import RECOMPUTE, Config
+from megatron_llama.config.settings import OFFLOADED, RECOMPUTE, Config
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.hardware import Device, devices
 from megatron_llama.plan.forecast.step_time import step_time
@@ -36,14 +36,15 @@ class Change:
     slower: float
     """Time of a step with them, times devices, over that without."""
 
-    def in_words(self, needed: int) -> str:
-        """For a message: the settings, the memory, and what they cost."""
+    def in_words(self, needed: int, on_host: int) -> str:
+        """For a message: the settings, the memory of the device, that of its host (bytes), and what they cost."""
         written = " ".join(f"{name}={shown(value)}" for name, value in self.settings.items())
         grown = self.plan.world_size != self.world_size
         what = "device time" if grown else "time"
         cost = f", {self.slower - 1:+.0%} {what}" if abs(self.slower - 1) >= 0.005 else ""
+        beside = f" and {gib(on_host)} of its host" if on_host else ""
         where = f" on a multiple of {self.plan.world_size} devices" if grown else ""
-        return f"{written}{where} ({gib(needed)}{cost})"
+        return f"{written}{where} ({gib(needed)}{beside}{cost})"
 
 
 def fitting_changes(
@@ -52,32 +53,44 @@ def fitting_changes(
     again: Callable[[Config, int], Plan] | None,
     *,
     more_devices: bool,
+    has_host: bool,
 ) -> list[Change]:
     """The cheapest three sets of settings with which ``plan`` fits: fewest device-seconds a step, as forecast.
 
     ``again`` plans another config. One setting is tried alone before two and three together, and with others only if
-    it does not do alone; more devices only where nothing fits on those that are there.
+    it does not do alone; more devices only where nothing fits on those that are there without offloading, and that only
+    where a device's memory is not its host's (``has_host``).
     """
     if again is None:
         return []
     device = devices()[PRICED_ON]
     before = _price(plan, device)
     found: list[tuple[dict[str, Any], Plan]] = []
-    values = _on_these_devices(plan)
+    values = _on_these_devices(plan, has_host)
     hopeless = not any(fits(other) for other in _extremes(plan, values, again))
     for count in range(1, 0 if hopeless else MOST_CHANGES + 1):
-        enough = [set(settings) for settings, _ in found]
+        enough = [settings for settings, _ in found]
         tried = _tried(plan, values, count, again, fits)
-        found += [each for each in tried if not any(names <= set(each[0]) for names in enough)]
+        found += [each for each in tried if not any(_holds(each[0], settings) for settings in enough)]
         if len(found) >= SUGGESTED or (found and count > 1):  # of three settings there are hundreds of sets
             break
-    if not found and more_devices:
-        found = list(_grown(plan, again, fits))
-    changes = [
-        Change(_typed(plan, settings, other), plan.world_size, other, _price(other, device) / before)
-        for settings, other in found
-    ]
-    return sorted(changes, key=lambda change: (change.slower, len(change.settings)))[:SUGGESTED]
+
+    def cheapest(found: Iterable[tuple[dict[str, Any], Plan]]) -> list[Change]:
+        changes = [
+            Change(_typed(plan, settings, other), plan.world_size, other, _price(other, device) / before)
+            for settings, other in found
+        ]
+        return sorted(changes, key=lambda change: (change.slower, len(change.settings)))[:SUGGESTED]
+
+    if more_devices and all("trainer.offload" in settings for settings, _ in found):  # which may cost more than they do
+        return [*cheapest(found)[: SUGGESTED - 1], *cheapest(_grown(plan, again, fits))][:SUGGESTED]
+    return cheapest(found)
+
+
+def _holds(settings: Mapping[str, Any], enough: Mapping[str, Any]) -> bool:
+    """Whether ``settings`` are those that are ``enough``, and more. To offload one thing and to change another is not
+    more than to offload both."""
+    return enough.keys() <= settings.keys() and enough.get("trainer.offload") in (None, settings.get("trainer.offload"))
 
 
 def _typed(plan: Plan, settings: Mapping[str, Any], other: Plan) -> dict[str, Any]:
@@ -96,7 +109,7 @@ def _price(plan: Plan, device: Device) -> float:
     return step_time(job_of_plan(plan), device, fitted()).total * plan.world_size
 
 
-def _on_these_devices(plan: Plan) -> dict[str, list[Any]]:
+def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
     """By setting: the values that need less memory, the smallest change first."""
     trainer, optim = plan.config.trainer, plan.config.optim
     done = RECOMPUTE.index(trainer.recompute)
@@ -109,8 +122,17 @@ def _on_these_devices(plan: Plan) -> dict[str, list[Any]]:
         "trainer.tp": [trainer.tp * times for times in (2, 4, 8) if trainer.tp * times <= LARGEST_TP],
         "trainer.pp": [trainer.pp * times for times in (2, 4, 8, 16) if trainer.pp * times <= plan.world_size],
         "optim.state_bits": [8] if optim.state_bits is None and optim.name != "onebit_adam" else [],
+        "trainer.offload": _offloaded(plan) if has_host else [],
     }
     return {name: options for name, options in values.items() if options}
+
+
+def _offloaded(plan: Plan) -> list[list[str]]:
+    """Values of trainer.offload with more in it: one or the other, then both."""
+    there, step_is_here = plan.config.trainer.offload, plan.config.optim.name == "onebit_adam"
+    more = [what for what in OFFLOADED if what not in there and not (what == "optimizer" and step_is_here)]
+    chosen = [*([what] for what in more), *([more] if len(more) > 1 else [])]
+    return [[what for what in OFFLOADED if what in there or what in added] for added in chosen]
 
 
 def _extremes(plan: Plan, values: Mapping[str, list[Any]], again: Callable[[Config, int], Plan]) -> Iterator[Plan]:

@@ -163,6 +163,11 @@ def _sure(needed: Footprint, machine: Machine) -> float:
     return max(SURE * needed.total, needed.states)
 
 
+def _on_host(plan: Plan) -> int:
+    """Bytes in the host's memory for the rank that has most there."""
+    return max(each.host for each in stage_footprints(plan))
+
+
 def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan] | None) -> str:
     """The cheapest changes that make the plan fit."""
     budget = machine.memory_bytes // machine.ranks
@@ -171,7 +176,14 @@ def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan
         return max(each.total if machine.accelerator else each.states + each.host for each in stage_footprints(other))
 
     room = USABLE * budget if machine.accelerator else budget
-    found = fitting_changes(plan, lambda other: needs(other) <= room, again, more_devices=machine.ranks == 1)
+    found = fitting_changes(
+        plan,
+        lambda other: needs(other) <= room,
+        again,
+        more_devices=machine.ranks == 1,
+        has_host=machine.accelerator,
+    )
     if found:
-        return "write " + ", or ".join(change.in_words(needs(change.plan)) for change in found)
+        told = (change.in_words(needs(change.plan), _on_host(change.plan)) for change in found)
+        return "write " + ", or ".join(told)
     return "write a smaller model (conf/model/ has them, from model=llama_2m on), or use a machine with more memory"

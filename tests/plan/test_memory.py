@@ -203,6 +203,58 @@ def test_states_in_8_bits_are_advised_where_they_do_and_are_not_there_yet() -> N
     assert "state_bits" not in problem.instead, "it is there"
 
 
+def test_offloading_is_advised_where_a_device_has_a_host_beside_it_and_then_fits() -> None:
+    """One device, as above, but room for less: states of 8 bits do not do, those on the host do."""
+    settings = ["model=llama7b", "data=mock", "data.seq_length=512", "trainer.precision=bf16", "trainer.recompute=full"]
+    machine = Machine(80 * GIB, 1, "one device", accelerator=True)
+    (problem,) = problems_of(load_config(settings, CONF), 1, machine)
+    # 4 bytes for each of an fp32 weight, its gradient and two states, of 6.74 billion.
+    beside = r"write trainer.offload=\[optimizer\] \([\d.]+ GiB and 100 GiB of its host, \+\d+% time\), or "
+    assert re.match(beside + r"\S+ on a multiple of 2 devices", problem.instead), problem.instead
+    followed = load_config([*settings, "trainer.offload=[optimizer]"], CONF)
+    assert problems_of(followed, 1, machine) == []
+    (problem,) = problems_of(followed, 1, replace(machine, memory_bytes=GIB))
+    assert "offload=[optimizer]" not in problem.instead, "it is there"
+    # On a CPU the host is the device.
+    (problem,) = problems_of(load_config([*settings, "device=cpu"], CONF), 1, replace(machine, accelerator=False))
+    assert "offload" not in problem.instead and "optim.state_bits=8 (" in problem.instead
+
+
+LONG = ["data.seq_length=262144", "model.max_position_embeddings=262144", "model.num_hidden_layers=80"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "size", "expected"),
+    [
+        (
+            ["model=llama_110m", *LONG, "trainer.recompute=full", "optim.name=onebit_adam", "trainer.zero=0"],
+            1,
+            38,
+            "[activations] ",
+        ),
+        (["model=llama7b", "trainer.recompute=elementwise"], 1, 68, "[activations,optimizer] "),
+        (["model=llama7b", "trainer.offload=[activations]"], 1, 72, "[activations,optimizer] "),
+        (
+            ["model=llama7b", "trainer.offload=[optimizer]", "trainer.micro_batch_size=8"],
+            1,
+            72,
+            "trainer.recompute=full ",
+        ),
+        (["model=llama13b", "trainer.zero=3"], 2, 80, "optim.state_bits=8 trainer.offload=[activations] "),
+    ],
+    ids=["a step that must be here", "recomputed elementwise", "one is there", "the other is there", "less than both"],
+)
+def test_what_is_advised_to_be_offloaded_is_allowed(settings: list[str], world: int, size: int, expected: str) -> None:
+    typed = ["data=mock", "data.seq_length=4096", "trainer.precision=bf16", "trainer.global_batch_size=8", *settings]
+    machine = Machine(size * GIB, 1, "one device", accelerator=True)
+    (problem,) = problems_of(load_config(typed, CONF), world, machine)
+    assert expected in problem.instead, problem.instead
+    for option in problem.instead.removeprefix("write ").split(", or "):
+        words, _, devices = option.partition(" (")[0].partition(" on a multiple of ")
+        ranks = int(devices.removesuffix(" devices") or world)
+        assert problems_of(load_config([*typed, *words.split()], CONF), ranks, machine) == [], option
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -222,7 +274,10 @@ def test_advice_replaces_what_was_asked_for_another_grid(settings: list[str]) ->
 
     (problem,) = problems_of(load_config(typed, CONF), world(load_config(typed, CONF)))
     for option in problem.instead.removeprefix("write ").split(", or "):
-        found = re.fullmatch(r"(.+?)(?: on a multiple of (\d+) devices)? \(([\d.]+ GiB)(?:, .+)?\)", option)
+        found = re.fullmatch(
+            r"(.+?)(?: on a multiple of (\d+) devices)? \(([\d.]+ GiB)(?: and [\d.]+ GiB of its host)?(?:, .+)?\)",
+            option,
+        )
         assert found, option
         config = load_config([*typed, *found[1].split()], CONF)
         config.device.memory_gib = None

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from megatron_llama.plan.forecast.collective_time import all_reduce, bus_bandwidth
+from megatron_llama.plan.forecast.footprint import kept_by_layer
+from megatron_llama.plan.forecast.goodput import COPY_TO_HOST
 from megatron_llama.plan.forecast.hardware import Device
 from megatron_llama.plan.forecast.training_job import Job
 
@@ -31,6 +33,9 @@ REPEATED_OPERATIONS = 0.7
 COLLECTIVE_OPERATIONS = 4
 LOSS_BYTES = 24
 """Bytes for each logit that a loss of few kernels reads and writes: in 32 bits, three times each."""
+HOST_BANDWIDTH = 25e9
+"""Bytes/s of a host's memory for each of the eight ranks that share it: 200 GB/s, as a processor with eight channels of
+DDR4 3200 has. Not fitted: no published run says what its optimizer takes there."""
 NARROW = ("fp8", "fp4")
 """Formats that tensors are cast to before a product."""
 
@@ -55,6 +60,8 @@ class StepTime:
     bubble: float = 0.0
     data_parallel: float = 0.0
     optimizer: float = 0.0
+    offload: float = 0.0
+    """Copies to the host and back that outlast what is computed meanwhile, and the optimizer's step there."""
     waiting: float = 0.0
     """For the slowest of many nodes."""
 
@@ -101,9 +108,10 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
     pipeline = m * _messages(job, device, constants)
     data = _data_parallel(job, slowest, working, device, constants)
     host = constants["launch.step"]
-    optimizer = _optimizer(job, slowest, device, constants)
+    optimizer = 0.0 if job.offloads_optimizer else _optimizer(job, slowest, device, constants)
+    offload = _offload(job, slowest, working)
     nodes = max(1.0, job.ranks / device.per_node)
-    done = working + bubble + context + pipeline + data + host + optimizer
+    done = working + bubble + context + pipeline + data + host + optimizer + offload
     return StepTime(
         matmul=m * count * layer.matmul,
         head=m * head * has_head,
@@ -116,6 +124,7 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
         bubble=bubble,
         data_parallel=data,
         optimizer=optimizer,
+        offload=offload,
         waiting=done * constants["waiting"] * math.log2(nodes),
     )
 
@@ -309,6 +318,21 @@ def _optimizer(job: Job, stage: int, device: Device, constants: Mapping[str, flo
         return share * sign_bytes(job.dp) / (device.bandwidth * MEMORY_REACH)
     size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
     return size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)
+
+
+def _offload(job: Job, stage: int, working: float) -> float:
+    """Seconds that ``trainer.offload`` adds to ``working`` ones."""
+    seconds = 0.0
+    if job.offloads_activations:  # out in the forward pass, back in the backward pass
+        copied = 2 * sum(kept_by_layer(job).values()) * job.layers_by_stage[stage] * job.num_microbatches
+        seconds += max(0.0, copied / COPY_TO_HOST - working)
+    if job.offloads_optimizer:
+        share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
+        weight = job.state.master or job.state.weight
+        # Gradients and weights go there, new weights come back; there all are read, weights and averages written too.
+        seconds += share * 3 * weight / COPY_TO_HOST
+        seconds += share * (3 * weight + 2 * job.state.moments) / HOST_BANDWIDTH
+    return seconds
 
 
 def sign_bytes(ranks: int) -> float:

@@ -202,6 +202,7 @@ class Job:
     recompute_every: int = 1
     """Only every n-th block recomputes."""
     offloads_activations: bool = False
+    offloads_optimizer: bool = False
     """What blocks keep waits in the host's memory."""
     format: str = "bf16"
     """Number format of the matrix products: fp32, bf16, fp8 or fp4."""
@@ -339,6 +340,7 @@ def job_of_plan(plan: Plan) -> Job:
         recompute=trainer.recompute,
         recompute_every=trainer.recompute_every,
         offloads_activations="activations" in trainer.offload,
+        offloads_optimizer="optimizer" in trainer.offload,
         format=precision.compute_format,
         state=StateBytes(
             weight=compute,

@@ -25,6 +25,7 @@ PARTS = {
     "pipeline": "messages between stages",
     "bubble": "pipeline bubble",
     "data_parallel": "data parallelism",
+    "offload": "offloading",
     "optimizer": "optimizer",
     "waiting": "waiting for the slowest node",
 }

@@ -96,6 +96,22 @@ def test_work_is_paid_for() -> None:
     assert seconds(frozen).matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05)
 
 
+def test_what_is_offloaded_takes_time() -> None:
+    base, count = seconds(PLAIN), PLAIN.stage_parameters(0)
+    assert base.offload == 0
+    there = seconds(replace(PLAIN, offloads_optimizer=True))
+    state = PLAIN.state
+    weight = state.master or state.weight
+    copies, step = 3 * weight / 20e9, (3 * weight + 2 * state.moments) / 25e9
+    assert there.optimizer == 0 and there.offload == pytest.approx(count * (copies + step), rel=1e-6)
+    # Copies of activations are hidden as long as they take no longer than what is computed.
+    assert seconds(replace(PLAIN, offloads_activations=True, recompute="full")).offload == 0
+    kept = 2 * sum(kept_by_layer(PLAIN).values()) * sum(PLAIN.layers_by_stage) * PLAIN.num_microbatches / 20e9
+    working = base.matmul + base.head + base.attention + base.memory_bound + base.launch - fitted()["launch.step"]
+    assert kept > working
+    assert seconds(replace(PLAIN, offloads_activations=True)).offload == pytest.approx(kept - working, rel=1e-6)
+
+
 def test_selective_recomputation_repeats_attention_and_what_is_elementwise() -> None:
     base, again = seconds(PLAIN), seconds(replace(PLAIN, recompute="selective"))
     assert again.matmul == base.matmul and again.head == base.head
