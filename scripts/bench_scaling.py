@@ -78,7 +78,7 @@ def sweeps(args: argparse.Namespace) -> Iterator[tuple[str, str, Task]]:
     longest = max(int(length) for length in args.sequences)
 
     def task(preset: str, layout: str = ONE, length: int = longest, batch: int = 8, micro: int | None = None) -> Task:
-        wanted = Wanted([OURS], [args.mode], [layout], ["none"], "cpu", cores, batch, length, None)
+        wanted = Wanted([OURS], [args.mode], [layout], ["none"], [1], "cpu", cores, batch, length, None)
         found = next(task for _, task in tasks_of(wanted, preset, args.precision))
         return found if micro is None else replace(found, micro_batch_size=micro)
 

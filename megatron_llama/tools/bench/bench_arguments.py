@@ -19,6 +19,11 @@ def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def numbers(text: str) -> list[int]:
+    """The numbers of ``1,3``."""
+    return [int(word) for word in words(text)]
+
+
 def describe_contestants(parser: argparse.ArgumentParser) -> None:
     """Adds what ``installed`` and ``wanted_of`` read."""
     add = parser.add_argument
@@ -28,6 +33,7 @@ def describe_contestants(parser: argparse.ArgumentParser) -> None:
     add("--modes", type=words, default=["eager", "compiled"], help="eager,compiled")
     add("--layouts", type=words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default one)")
     add("--recompute", type=words, default=["none"], help="of this project: none,elementwise,full ... (default none)")
+    add("--zero", type=numbers, default=[1], help="of this project: trainer.zero, such as 1,3 (default 1)")
     add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
     add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
     add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
@@ -65,6 +71,7 @@ def wanted_of(args: argparse.Namespace, peers: Sequence[str]) -> Wanted:
         modes=args.modes,
         layouts=args.layouts,
         recompute=args.recompute,
+        zero=args.zero,
         device=args.device,
         threads=args.threads or get_device("cpu").count(),
         batch_size=args.batch,

@@ -28,6 +28,8 @@ class Wanted:
     """Of this project; the peers train in one process."""
     recompute: Sequence[str]
     """Of this project, settings of trainer.recompute."""
+    zero: Sequence[int]
+    """Of this project, settings of trainer.zero."""
     device: str
     threads: int
     batch_size: int
@@ -60,8 +62,8 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
     for name in wanted.peers:
         peer = PEERS[name]
         modes = [mode for mode in wanted.modes if mode in peer.modes]
-        variants = product(wanted.layouts, wanted.recompute) if name == OURS else [(ONE, "none")]
-        for mode, (layout, recompute) in product(modes, variants):
+        variants = [*product(wanted.layouts, wanted.zero, wanted.recompute)] if name == OURS else [(ONE, 1, "none")]
+        for mode, (layout, zero, recompute) in product(modes, variants):
             shares = layout_of(layout)
             cache = f"{name}-{mode}-{preset}-{precision}-{layout}" + (f"-{recompute}" if recompute != "none" else "")
             yield (
@@ -90,6 +92,7 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
                     cache=str(BENCH_DIR / "cache" / cache),
                     started=0.0,
                     recompute=recompute,
+                    zero=zero,
                 ),
             )
 

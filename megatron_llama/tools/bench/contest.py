@@ -29,7 +29,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Task:
-    """One contestant's work, the same for all of a cell but for ``mode``, ``layout`` and ``recompute``."""
+    """One contestant's work, the same for all of a cell but for ``mode``, ``layout``, ``recompute`` and ``zero``."""
 
     preset: str
     """Name of the model in conf/model."""
@@ -63,6 +63,8 @@ class Task:
     """Socket of the process that gives the turns."""
     recompute: str = "none"
     """What this project makes again in the backward pass (trainer.recompute); the peers keep everything."""
+    zero: int = 1
+    """This project's trainer.zero; at 3 one rank, too, casts its weights block by block."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -111,6 +111,11 @@ def speed_rows(cell: Cell) -> Iterator[list[str]]:
         ]
 
 
+def _saving(result: Result) -> tuple[int, str]:
+    """What a contestant of this project does to need less memory."""
+    return result.task.zero, result.task.recompute
+
+
 def verdict_lines(cell: Cell) -> Iterator[str]:
     """Sentences: ours against each peer and against the fastest, in speed and in memory."""
     ours, fastest = cell.fastest(ours=True), cell.fastest(ours=False)
@@ -123,7 +128,7 @@ def verdict_lines(cell: Cell) -> Iterator[str]:
         if peer is not fastest:
             yield f"{ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
     alone = [r for r in cell.results if is_ours(r.name) and r.task.layout.ranks == 1]
-    for result in [ours, *(r for r in alone if r.task.recompute != ours.task.recompute)]:
+    for result in [ours, *(r for r in alone if _saving(r) != _saving(ours))]:
         if result is not ours:
             ratio = cell.ratio(result, fastest)
             yield f"{result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
@@ -139,7 +144,7 @@ def layout_rows(cell: Cell) -> Iterator[list[str]]:
     for result in cell.results:
         layout = result.task.layout
         alone = [r for r in cell.results if r.task.mode == result.task.mode and r.task.layout.ranks == 1]
-        alone = [r for r in alone if r.task.recompute == result.task.recompute]
+        alone = [r for r in alone if _saving(r) == _saving(result)]
         alone = [r for r in alone if r.name.split()[0] == result.name.split()[0]]
         if layout.ranks == 1 or not alone:
             continue

@@ -74,8 +74,9 @@ def contestant_name(peer: str, task: Task) -> str:
     """Such as ``ours compiled tp2`` or ``ours recompute=full``."""
     axes = {"tp": task.layout.tp, "pp": task.layout.pp, "dp": task.layout.dp}
     layout = "".join(f" {axis}{size}" for axis, size in axes.items() if size > 1)
+    zero = f" zero={task.zero}" if task.zero != 1 else ""
     again = f" recompute={task.recompute}" if task.recompute != "none" else ""
-    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{again}"
+    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{again}"
 
 
 class Contestant:

@@ -44,9 +44,13 @@ def test_a_peer_that_can_not_be_installed_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_this_project_competes_with_itself(tmp_path: Path) -> None:
-    wanted = Wanted([OURS], ["eager"], ["one", "tp2", "pp2"], ["none", "full"], "cpu", 2, 2, 32, None)
+    wanted = Wanted([OURS], ["eager"], ["one", "tp2", "pp2"], ["none", "full"], [1, 3], "cpu", 2, 2, 32, None)
     tasks = [replace(task, cache=str(tmp_path)) for _, task in tasks_of(wanted, "llama_2m", "fp32")]
-    tasks = [task for task in tasks if task.layout.ranks == 1 or task.recompute == "none"]
+    tasks = [
+        task
+        for task in tasks
+        if (task.zero == 3) == (task.recompute == "full") and (task.layout.ranks == 1 or task.zero == 1)
+    ]
     ours, python = PEERS[OURS], Path(sys.executable)
     entries = [(ours, python, task) for task in tasks]
     entries.append((ours, python, replace(tasks[0], parameters=tasks[0].parameters + 1)))
@@ -57,8 +61,9 @@ def test_this_project_competes_with_itself(tmp_path: Path) -> None:
     one, again, tp, pp = compete(entries, course)
     assert "parameters: 1771200, not 1771201" in left_out[OURS]
     assert "No module named 'no'" in left_out["broken"]
-    assert [one.name, again.name, tp.name, pp.name] == ["ours", "ours recompute=full", "ours tp2", "ours pp2"]
-    assert "trainer.recompute=full" in overrides(again.task, "run") and again.turns[1].loss == one.turns[1].loss
+    assert [one.name, again.name, tp.name, pp.name] == ["ours", "ours zero=3 recompute=full", "ours tp2", "ours pp2"]
+    assert {"trainer.recompute=full", "trainer.zero=3"} < {*overrides(again.task, "run")}
+    assert again.turns[1].loss == one.turns[1].loss
     assert again.live_bytes <= one.live_bytes  # so small a step needs most in its update
     for result in (one, again, tp, pp):
         assert len(result.turns) == 2 and result.facts.parameters == 1_771_200

@@ -46,6 +46,7 @@ def overrides(task: Task, run_dir: str) -> list[str]:
         f"trainer.precision={task.precision}",
         f"trainer.compile={task.mode == 'compiled'}",
         f"trainer.compile_cache={task.cache}",
+        f"trainer.zero={task.zero}",
         f"trainer.recompute={task.recompute}",
         f"trainer.seed={task.seed}",
         "trainer.steps=1000000",
