@@ -33,8 +33,8 @@ SETTINGS = {
         "model": "name initializer_range",
         "data": "name tokenizer cache_dir prepare",
         "trainer": "tp pp vpp pipeline_layers sp zero dp shard_group secondary_group micro_batch_size epochs recompute "
-        "recompute_every offload compile compile_strict compile_cache deterministic skip_nonfinite_steps "
-        "hang_timeout_seconds profile max_restarts val_every_steps",
+        "recompute_every offload compile compile_strict compile_cache async_tp deterministic "
+        "skip_nonfinite_steps hang_timeout_seconds profile max_restarts val_every_steps",
         "optim": "warmup_ratio",
         "finetune": "adapter",
         "device": "name peak_tflops memory_gib",

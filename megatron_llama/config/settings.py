@@ -196,6 +196,10 @@ class TrainerConfig:
     compile_cache: str | None = None
     """Folder of compiled graphs, on a file system that all machines of the job share. Derived:
     ~/.cache/megatron_llama/compile."""
+    async_tp: bool = False
+    """Let sequence parallelism's gathers and scatters run piece by piece beside the matrix products that they belong
+    to, in compiled blocks (torch's asynchronous tensor parallelism). For tp > 1 on GPUs that reach each other's memory;
+    docs/async_tp.md"""
     deterministic: bool = False
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import DEVICES
+from megatron_llama.devices import base
 from megatron_llama.devices.base import Device, Peak
 
 _NAMES = tuple(name for name in DEVICES if name != "auto")
@@ -40,6 +42,12 @@ def ahead_of_time_environment(name: str) -> dict[str, str]:
     return _load(name).ahead_of_time_environment() if name in _NAMES else {}
 
 
+def async_tp_problem(name: str) -> Problem | None:
+    """The problem of trainer.async_tp on ``name``, which need not be here; None where it can work, and for ``auto``."""
+    reason = _load(name).async_tp_missing() if name in _NAMES else None
+    return None if reason is None else base.async_tp_problem(reason)
+
+
 def variable_prefixes() -> tuple[str, ...]:
     """What the names of all devices' own environment variables begin with."""
     return tuple(prefix for name in _NAMES for prefix in _load(name).variable_prefixes)
@@ -50,4 +58,11 @@ def _load(name: str) -> Device:
     return device
 
 
-__all__ = ["Device", "Peak", "ahead_of_time_environment", "get_device", "variable_prefixes"]
+__all__ = [
+    "Device",
+    "Peak",
+    "ahead_of_time_environment",
+    "async_tp_problem",
+    "get_device",
+    "variable_prefixes",
+]

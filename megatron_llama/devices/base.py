@@ -13,6 +13,7 @@ from megatron_llama.config import ConfigError, Problem
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from megatron_llama.plan import Plan
     from megatron_llama.topology import Topology
@@ -121,6 +122,16 @@ class Device(ABC):
         """None if torch.compile works here, else the reason in one sentence."""
         return None
 
+    def async_tp_missing(self) -> str | None:
+        """None if ``enable_async_tp`` can work on this kind of device, else the reason in one sentence. No device need
+        be here."""
+        return f"device={self.name} has no products that begin before their operands are complete"
+
+    def enable_async_tp(self, group: dist.ProcessGroup) -> None:
+        """Makes the compiler put a group's gathers and scatters into the products beside them. A collective of the
+        group. Raises ConfigError where the group's devices can't do that."""
+        raise ConfigError([async_tp_problem(str(self.async_tp_missing()))])
+
     def compile_backend(self) -> str:
         """torch.compile's backend."""
         return "inductor"
@@ -139,6 +150,11 @@ class Device(ABC):
     def compiled_artefacts(self, folder: Path) -> int | None:
         """Compiled graphs under ``folder``; None if torch's own counters of cache misses are valid (Inductor)."""
         return None
+
+
+def async_tp_problem(reason: str) -> Problem:
+    """The problem of trainer.async_tp where devices can't do it."""
+    return Problem("trainer.async_tp", True, reason, "write trainer.async_tp=false")
 
 
 def device_index(name: str, local_rank: int, visible: int) -> int:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device, Peak, device_index
+from megatron_llama.config import ConfigError
+from megatron_llama.devices.base import Device, Peak, async_tp_problem, device_index
 from megatron_llama.devices.flight_recorder import recorder_environment
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from megatron_llama.plan import Plan
 
@@ -135,6 +139,33 @@ class Cuda(Device):
 
         torch.cuda.current_stream().synchronize()
 
+    def async_tp_missing(self) -> str | None:
+        return None
+
+    def enable_async_tp(self, group: dist.ProcessGroup) -> None:
+        """Inductor's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) replaces a gather or scatter and the product
+        beside it by one operator, whose pieces go through symmetric memory: memory of each GPU that all others map."""
+        import torch
+
+        # Also defines the operators, which graphs out of the cache name.
+        import torch.distributed._symmetric_memory as symmetric
+        from torch._inductor import config
+
+        reason = _out_of_reach(group)
+        if reason is None:
+            with warnings.catch_warnings():
+                # torch 2.11 to 2.13 call this needless, and their pass fuses only where it was called.
+                warnings.simplefilter("ignore", FutureWarning)
+                symmetric.enable_symm_mem_for_group(group.group_name)
+            try:  # now, and not at the first product, in the middle of a step
+                own = torch.device("cuda", torch.cuda.current_device())
+                symmetric.rendezvous(symmetric.empty(16, dtype=torch.uint8, device=own), group.group_name)
+            except RuntimeError as error:
+                reason = f"the tensor-parallel ranks can't map each other's memory: {error}"
+        if reason is not None:
+            raise ConfigError([async_tp_problem(reason)])
+        config._micro_pipeline_tp = True
+
     def mark(self) -> torch.cuda.Event:
         import torch
 
@@ -144,6 +175,28 @@ class Cuda(Device):
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
+
+
+def _out_of_reach(group: dist.ProcessGroup) -> str | None:
+    """Why the ranks of ``group`` can't map each other's memory, the same on all of them; None if nothing that can be
+    seen ahead is in the way. GPUs of several machines can where NVLink joins these, which is left to the driver."""
+    import torch
+    import torch.distributed as dist
+
+    here = socket.gethostname(), torch.cuda.current_device()
+    places: list[tuple[str, int]] = [here] * group.size()
+    dist.all_gather_object(places, here, group=group)
+    reason = None
+    if len(set(places)) < len(places):
+        reason = "tensor-parallel ranks see one GPU each, under one number: show every rank all GPUs of its machine"
+    else:
+        beside = [index for host, index in places if (host, index) != here and host == here[0]]
+        apart = [index for index in beside if not torch.cuda.can_device_access_peer(here[1], index)]
+        if apart:
+            reason = f"GPU {here[1]} of {here[0]} can't reach the memory of GPU {apart[0]}"
+    reasons = [reason] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    return next((each for each in reasons if each is not None), None)
 
 
 DEVICE = Cuda()

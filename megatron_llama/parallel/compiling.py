@@ -24,6 +24,7 @@ import torch._inductor.config as inductor
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
+from megatron_llama.parallel.async_tp import NotOverlapped, Overlap, nothing_overlaps, overlap_products
 from megatron_llama.plan import Plan
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.curriculum_steps import lengths
@@ -58,6 +59,8 @@ class Graph:
     """Why it was not in the cache."""
     failure: str | None = None
     """The compiler's error, if it failed."""
+    overlap: Overlap | None = None
+    """With trainer.async_tp, what became of its gathers and scatters; None if its note does not say."""
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Compiler:
         self._notes = Path(self.plan.config.trainer.compile_cache) / "graphs"
         self._backends: dict[str, Callable[..., Any]] = {}
         self._compile = torch._dynamo.lookup_backend(self.device.compile_backend())
+        self._overlap = overlap_products(self.device) if self.plan.config.trainer.async_tp else None
         # Compile the backward graph with the forward one, not at the first backward pass, so that both are ready after
         # one forward; and cache graphs with a custom backward (parallel/traceable_linear.py).
         functorch.force_non_lazy_backward_lowering = True
@@ -128,7 +132,7 @@ class Compiler:
     def _backend(self, what: str, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Called by Dynamo for each new graph: compiles it, or takes it from the cache."""
         mode = self._mode
-        key, shapes = _key(graph, inputs, mode), _shapes(graph, inputs)
+        key, shapes = _key(graph, inputs, mode, self._overlap is not None), _shapes(graph, inputs)
         late = self._batches.get((mode, *self._lengths), 0) >= WARM_UP_BATCHES
         with _lock(self._notes.parent / "locks" / key):
             before, start = self._cache_state(), time.perf_counter()
@@ -144,13 +148,28 @@ class Compiler:
             cached = failure is None and now == before and (now[1] == 0 or self._note_of(key).exists())
             seconds = time.perf_counter() - start
             why = None if cached or failure else self._why_new(key, what, mode)
-            self.graphs.append(Graph(what, mode, key, shapes, cached, seconds, late, why, failure))
+            overlap = self._overlap_of(key, cached)
             if failure is None and not self._note_of(key).exists():
-                note = {"what": what, "mode": mode, "settings": self._settings}
+                note = {"what": what, "mode": mode, "settings": self._settings, "overlap": overlap}
                 write_atomically(self._note_of(key), json.dumps(note, indent=1))
+            if failure is None and (nothing := nothing_overlaps(overlap, what, mode)):
+                if not self.keep_going:
+                    raise NotOverlapped(nothing)
+                failure = nothing
+            self.graphs.append(Graph(what, mode, key, shapes, cached, seconds, late, why, failure, overlap))
         if late:
             sys.stderr.write(f"compiled after warm-up: {what}, {mode}, for {shapes}\n")
         return compiled
+
+    def _overlap_of(self, key: str, cached: bool) -> Overlap | None:
+        """What trainer.async_tp did to a graph: as counted just now, or out of the cache as its note says."""
+        if self._overlap is None:
+            return None
+        counted = self._overlap.take()
+        if not cached:
+            return counted
+        noted = _read(self._note_of(key)).get("overlap")
+        return None if noted is None else Overlap(*noted)
 
     def _cache_state(self) -> tuple[int, int]:
         """A number that grows with each new graph, and how it was counted: 0 Inductor's cache misses in this process,
@@ -194,7 +213,7 @@ def settings_of_graphs(plan: Plan) -> dict[str, Any]:
     names = {
         "model": "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "rms_norm_eps",
-        "trainer": "tp sp micro_batch_size precision recompute recompute_every deterministic",
+        "trainer": "tp sp micro_batch_size precision recompute recompute_every deterministic async_tp",
         "data": "seq_length pack document_mask",
         "finetune": "method lora_rank lora_alpha lora_dropout lora_target_modules modules_to_save frozen_dtype",
         "device": "name",
@@ -224,11 +243,13 @@ def may_compile(plan: Plan, step: int, first: int) -> bool:
     return step // every - (first - 1) // every <= WARM_UP_BATCHES
 
 
-def _key(graph: torch.fx.GraphModule, inputs: list[Any], mode: str) -> str:
-    """Digest of a graph. Dynamo numbers variables from zero in each graph, so equal graphs have equal code."""
+def _key(graph: torch.fx.GraphModule, inputs: list[Any], mode: str, overlapped: bool) -> str:
+    """Digest of a graph, and of whether its products take collectives in. Dynamo numbers variables from zero in each
+    graph, so equal graphs have equal code."""
     code = [module.code for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     forms = [_form(value) for value in inputs]
-    return hashlib.blake2b(repr((code, forms, mode)).encode(), digest_size=12).hexdigest()
+    parts = (code, forms, mode, "async_tp") if overlapped else (code, forms, mode)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
 def _form(value: Any) -> Any:

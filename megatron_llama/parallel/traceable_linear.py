@@ -1,9 +1,10 @@
 """megatron-core's parallel linear product in a form that torch.compile can trace into one graph.
 
 megatron-core starts asynchronous collectives in its backward pass, to overlap them with products, and waits for them by
-hand; each is a graph break. Here they are functional collectives inside the graph, which the compiler may overlap. The
-sums are the same. Under sequence parallelism the input's shard is saved for the backward pass and gathered again there;
-a compiler may save the gathered input instead, as Inductor does (docs/traffic.md).
+hand; each is a graph break. Here they are functional collectives inside the graph, right beside the products, where
+the compiler may put one into the other (async_tp.py). The sums are the same. Under sequence parallelism the input's
+shard is saved for the backward pass and gathered again there; a compiler may save the gathered input instead, as
+Inductor does (docs/traffic.md).
 """
 
 from __future__ import annotations

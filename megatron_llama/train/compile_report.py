@@ -59,7 +59,16 @@ class Compilations:
             f"cache hits {self.hits}, misses {self.misses}{f', {late} of them after warm-up' * bool(late)} ({cache})"
         )
         new = {f"  new: {g.what}, {g.mode}, {g.shapes}: {g.why}": None for g in self.all if g.why}
-        return [first, *new]
+        return [first, *new, *self.overlap_lines()]
+
+    def overlap_lines(self) -> list[str]:
+        """What trainer.async_tp did to each graph that has gathers or scatters; none without it."""
+        return [
+            f"  async_tp: {graph.what}, {graph.mode}, {graph.shapes}: {graph.overlap.inside} gathers and scatters run "
+            f"inside products, {graph.overlap.beside} by themselves"
+            for graph in self.distinct.values()
+            if graph.overlap is not None and any(graph.overlap)
+        ]
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
         """The content of compile.json."""

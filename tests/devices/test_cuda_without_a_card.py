@@ -4,7 +4,8 @@ Fake tensors know their device, and an operator between two devices raises. The 
 forward pass, loss, norms and the optimizer's arithmetic. The backward pass is out of reach: autograd asks the driver.
 
 The blocks' forward pass goes through torch.compile too: Inductor is told that there is an H100, and ptxas assembles
-what it writes, for sm_90. Of the training graph nothing is seen, as tracing it runs autograd.
+what it writes, for sm_90. With trainer.async_tp collectives are inside products. Of the training graph nothing is seen,
+as tracing it runs autograd.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_llama.devices import get_device
+from megatron_llama.devices import cuda, get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
+from megatron_llama.parallel.async_tp import Overlap, overlap_products
 from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
 from megatron_llama.topology import build_topology
@@ -32,6 +35,7 @@ from tests.ranks import run_ranks
 REASON = "needs a CUDA build of torch on a machine without a driver"
 pytestmark = pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason=REASON)
 CUDA = torch.device("cuda", 0)
+CURRENT_DEVICE = torch.cuda.current_device
 LAYOUTS = {
     "one rank": (1, []),
     "tp2+sp": (2, ["trainer.tp=2"]),
@@ -174,6 +178,43 @@ def test_a_block_is_assembled_for_sm_90() -> None:
         assert any(part in name for name in found), found
     assert {target.split()[1].rstrip("a") for target, _ in found.values()} == {"sm_90"}
     assert {magic for _, magic in found.values()} == {b"\x7fELF"}
+
+
+def _overlapped(_: int) -> tuple[Overlap, str]:
+    """What becomes of the gathers and scatters of a tensor-parallel block, and the code that Inductor writes."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+    from torch.distributed import _symmetric_memory as symmetric
+
+    written: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compile_fx(graph, inputs)
+        return graph.forward
+
+    with ExitStack() as inside:
+        model = _built(inside, 2, ["trainer.tp=2", "trainer.precision=bf16"])
+        inside.enter_context(compiling_for_an_h100([]))
+        inside.enter_context(patch.object(GraphLowering, "save_output_code", written.append))
+        # Dynamo knows the real function, whose answer is a constant of the graph.
+        inside.enter_context(patch.object(torch.cuda, "current_device", CURRENT_DEVICE))
+        inside.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: 0))
+        inside.enter_context(patch.object(cuda, "_out_of_reach", lambda group: None))
+        inside.enter_context(patch.object(symmetric, "empty", lambda *size, dtype, device: None))
+        inside.enter_context(patch.object(symmetric, "rendezvous", lambda memory, group: None))
+        count = overlap_products(cuda.DEVICE)
+        block = model.chunks[0].layers["0"]
+        make_traceable(block)
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
+        model.evaluate([_micro_batch(model.plan, CUDA)])
+        return count.take(), "".join(written)
+
+
+def test_async_tp_puts_collectives_into_products() -> None:
+    found, code = run_ranks(_overlapped, 1)[0]
+    assert found == (4, 0)
+    assert code.count("symm_mem.fused_all_gather_matmul.default(") == 2
+    assert code.count("symm_mem.fused_matmul_reduce_scatter.default(") == 2
 
 
 def _refusal(rank: int, planted: str) -> str:

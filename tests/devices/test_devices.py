@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch._inductor import config as inductor
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import cpu, cuda, get_device
+from megatron_llama.devices import async_tp_problem, cpu, cuda, get_device
 from megatron_llama.plan import resolve
 from tests.config.helpers import make
+from tests.ranks import run_ranks
 
 
 def test_an_unknown_device_is_told_the_choices() -> None:
@@ -158,3 +163,47 @@ def test_variables_of_a_gpu_follow_from_the_layout() -> None:
     # fully_shard's collectives would wait in the one queue for the products that they should run beside.
     sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4))
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sharded
+
+
+def _enabled(rank: int, fault: str) -> tuple[bool, str]:
+    """Whether Inductor's pass is on for the group of all ranks, and why not. Each rank of a machine has a GPU."""
+    torch.cuda.current_device = lambda: 0 if fault == "one visible" else rank
+    torch.cuda.can_device_access_peer = lambda one, other: not (fault == "no path" and rank == 1)
+    symmetric.empty = lambda *size, dtype, device: torch.empty(*size, dtype=dtype)
+    symmetric.rendezvous = lambda memory, group: dist.barrier()
+    if fault == "driver":
+        symmetric.rendezvous = lambda memory, group: (_ for _ in ()).throw(RuntimeError("no pidfd_open"))
+    elif fault == "two machines":
+        cuda.socket.gethostname = lambda: f"node{rank}"
+        torch.cuda.can_device_access_peer = lambda one, other: pytest.fail("asked about another machine's GPU")
+    name, told = dist.group.WORLD.group_name, ""
+    try:
+        cuda.DEVICE.enable_async_tp(dist.group.WORLD)
+    except ConfigError as error:
+        told = str(error)
+    assert not inductor._micro_pipeline_tp or symmetric.is_symm_mem_enabled_for_group(name)
+    return inductor._micro_pipeline_tp, told
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("", ""),
+        ("two machines", ""),  # NVLink may join them
+        ("one visible", "show every rank all GPUs of its machine"),
+        ("no path", "GPU 1 of .* can't reach the memory of GPU 0"),
+        ("driver", "can't map each other's memory: no pidfd_open"),
+    ],
+)
+def test_async_tp_needs_gpus_that_reach_each_other(fault: str, told: str) -> None:
+    for on, reason in run_ranks(_enabled, 2, fault):  # all ranks give one answer
+        assert on == (not told) and re.search(told, re.sub(r"\s+", " ", reason)), reason
+
+
+def test_other_devices_refuse_async_tp() -> None:
+    for name in ("cpu", "neuron", "hpu"):
+        problem = async_tp_problem(name)
+        assert problem is not None and problem.instead == "write trainer.async_tp=false"
+    assert async_tp_problem("cuda") is async_tp_problem("auto") is None
+    with pytest.raises(ConfigError, match="device=cpu has no products"):
+        get_device("cpu").enable_async_tp(None)  # type: ignore[arg-type]

@@ -88,6 +88,16 @@ def test_broken_data_is_told_before_a_rank_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_device_without_async_tp_is_refused_before_anything_is_started(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["data=mock", "trainer.tp=2", "trainer.dp=1", "trainer.compile=true", "trainer.async_tp=true"]
+    for device in ("cpu", "neuron", "hpu"):
+        assert cli.main(["--dry-run", *words, f"device={device}"]) == 2
+        assert f"device={device} has no products that begin before" in capfd.readouterr().err
+    assert cli.main([*words, "device=cpu"]) == 2
+    assert cli.main(["--dry-run", *words, "device=cuda"]) == 0
+    assert "sequence parallelism on · compile · async_tp" in capfd.readouterr().out
+
+
 def test_a_dry_run_of_512_ranks_shows_the_last_one() -> None:
     done = probe(["--dry-run", "data=mock", "model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4"])
     assert "504-511" in done.stdout

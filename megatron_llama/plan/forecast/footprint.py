@@ -140,9 +140,9 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
         activations["head's input"] = last * stream
     if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees what it has sent
         activations["sent to the next stage"] = (not last) * times * stream / split
-    head, buffers = last * _head(job), back + _block(job, stage) + _gathered(job, stage)
+    head, buffers = last * _head(job), back + _block(job, stage) + _gathered(job, stage) + _exchanged(job)
     if job.program.chunks_logits:  # the head's moment, or that of a block in the backward pass
-        in_head = _gathered(job, stage, in_head=True)
+        in_head = _gathered(job, stage, in_head=True) + _exchanged(job)
         head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
     kept = {kind: round(size) for kind, size in activations.items()}
     return Footprint(weights, gradients, optimizer, kept, round(head), round(buffers), round(host))
@@ -180,6 +180,12 @@ def _head(job: Job) -> float:
         return logits + streams + weight * width
     # The sum over chunks, beside a chunk's logits or beside what it is rounded to.
     return weight * FP32 + max(logits, weight * width if width < FP32 else 0) + streams
+
+
+def _exchanged(job: Job) -> float:
+    """Symmetric memory in which overlapped products exchange pieces: two parts of a stream, from the first product on
+    (torch's _pipelined_produce_and_all2all)."""
+    return 2 * job.tokens / job.tp * job.shape.hidden * job.inner_bytes if job.program.symmetric_memory else 0.0
 
 
 def _gathered(job: Job, stage: int, in_head: bool = False) -> float:

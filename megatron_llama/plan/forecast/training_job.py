@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
+from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.derive import spread
 from megatron_llama.plan.plan import Plan
@@ -95,6 +96,8 @@ class Program:
     ``fused`` (hand-written)."""
     overlaps_tp: bool = False
     """Communication of tensor parallelism is cut in pieces that run beside the products."""
+    symmetric_memory: bool = False
+    """These pieces pass through memory of their own, which all ranks of tp map."""
     overlaps_dp: bool = True
     """Gradients are reduced beside the backward pass, weights gathered beside the forward pass."""
     dropout: bool = False
@@ -136,6 +139,9 @@ OURS = Program(
 PROGRAMS = {
     "ours": OURS,
     "ours, compiled": replace(OURS, name="megatron_llama, compiled", kernels="compiled"),
+    "ours, overlapped": replace(
+        OURS, name="the same, trainer.async_tp", kernels="compiled", overlaps_tp=True, symmetric_memory=True
+    ),
     "megatron 2021": Program(
         "Megatron-LM before FlashAttention",
         "scores",
@@ -307,6 +313,13 @@ def _exchanged(kind: str | None) -> float | None:
     return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
 
 
+def _program(trainer: TrainerConfig) -> str:
+    """Which of PROGRAMS a run of ours is."""
+    if trainer.async_tp:
+        return "ours, overlapped"
+    return "ours, compiled" if trainer.compile else "ours"
+
+
 def job_of_plan(plan: Plan) -> Job:
     """Our own run, as ``resolve`` planned it."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
@@ -356,6 +369,6 @@ def job_of_plan(plan: Plan) -> Job:
         reduce_group=trainer.reduce_group,
         secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
-        program=PROGRAMS["ours, compiled" if trainer.compile else "ours"],
+        program=PROGRAMS[_program(trainer)],
         inner_bytes=compute,
     )

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_llama.plan.rules import curricula, datasets, finetune, layout, quantization, schedule, token_dropping
+from megatron_llama.plan.rules import (
+    curricula,
+    datasets,
+    finetune,
+    layout,
+    overlap,
+    quantization,
+    schedule,
+    token_dropping,
+)
 from megatron_llama.plan.rules.rule import Rule
 
 RULES = tuple(
     value
-    for module in (layout, schedule, token_dropping, datasets, curricula, finetune, quantization)
+    for module in (layout, overlap, schedule, token_dropping, datasets, curricula, finetune, quantization)
     for value in vars(module).values()
     if isinstance(value, Rule)
 )

@@ -96,6 +96,9 @@ def _plan(config: Config) -> Plan:
     from megatron_llama.plan import Machine, resolve
 
     trainer = config.trainer
+    if trainer.async_tp:
+        rule = f"its products wait for the other ranks' memory, and {ONE_PER_STAGE} leaves these ranks out"
+        raise ConfigError([Problem("trainer.async_tp", True, rule, f"leave out {ONE_PER_STAGE}")])
     world_size = max(1, trainer.tp) * max(1, trainer.pp) * max(1, trainer.dp or 1)
     try:
         device = get_device(config.device.name)

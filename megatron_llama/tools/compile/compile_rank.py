@@ -104,6 +104,7 @@ def _report(compilations: Compilations, plan: Plan, start: float) -> None:
         for graph in compilations.distinct.values():
             state = f"FAILED: {graph.failure}" if graph.failure else "in the cache" if graph.cached else "compiled"
             sys.stdout.write(f"  {graph.what}, {graph.mode}, {graph.shapes}: {state}, {graph.seconds:.1f} s\n")
+        sys.stdout.write("".join(f"{line}\n" for line in compilations.overlap_lines()))
         # The three totals are those that the Trainium recipe's compile job prints.
         sys.stdout.write(
             f"Total graphs: {total}\n"

@@ -92,7 +92,7 @@ def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
     memory, config.device.memory_gib = config.device.memory_gib, None
     if config.trainer.compile:
         notes.append("trainer.compile: blocks are rehearsed as they run uncompiled; a compiler keeps fewer tensors")
-    config.trainer.compile = False
+    config.trainer.compile = config.trainer.async_tp = False  # the one needs the other
     plan = find_world(config, None).plan()
     device = replace(plan.config.device, memory_gib=memory)
     return replace(plan, config=replace(plan.config, device=device)), notes

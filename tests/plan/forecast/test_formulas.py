@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_llama.plan import resolve
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.footprint import footprint, kept_by_layer, under_way
 from megatron_llama.plan.forecast.hardware import devices, find_device
 from megatron_llama.plan.forecast.step_time import StepTime, operations, step_time
-from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Shape
+from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Shape, job_of_plan
 from megatron_llama.system.units import GIB
+from tests.config.helpers import make
 
 GPT = {
     "7b": Shape(4096, 32, 32, 32, 128, 4 * 4096, 32_000, gated=False),
@@ -110,6 +112,19 @@ def test_what_is_offloaded_takes_time() -> None:
     working = base.matmul + base.head + base.attention + base.memory_bound + base.launch - fitted()["launch.step"]
     assert kept > working
     assert seconds(replace(PLAIN, offloads_activations=True)).offload == pytest.approx(kept - working, rel=1e-6)
+
+
+def test_async_tp_hides_communication_and_takes_memory_for_two_pieces() -> None:
+    compiled = replace(PLAIN, tp=8, sp=True, program=PROGRAMS["ours, compiled"])
+    overlapped = replace(compiled, program=PROGRAMS["ours, overlapped"])
+    assert 0 < seconds(overlapped).tensor < seconds(compiled).tensor
+    # 4096 tokens of 4096 values in 16 bits, an eighth of them, twice.
+    assert footprint(overlapped, 0).buffers - footprint(compiled, 0).buffers == 2 * 4096 * 4096 * 2 // 8
+    words = {"trainer.tp": 2, "trainer.compile": True, "trainer.global_batch_size": 8}
+    plans = [resolve(make(**words, **{"trainer.async_tp": on}), 2) for on in (False, True)]
+    assert [job_of_plan(plan).program for plan in plans] == [
+        PROGRAMS[f"ours, {how}"] for how in ("compiled", "overlapped")
+    ]
 
 
 def test_selective_recomputation_repeats_attention_and_what_is_elementwise() -> None:

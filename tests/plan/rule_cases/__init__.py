@@ -3,8 +3,17 @@ plan/rules/."""
 
 from __future__ import annotations
 
-from tests.plan.rule_cases import curricula, datasets, finetune, layout, quantization, schedule, token_dropping
+from tests.plan.rule_cases import (
+    curricula,
+    datasets,
+    finetune,
+    layout,
+    overlap,
+    quantization,
+    schedule,
+    token_dropping,
+)
 from tests.plan.rule_cases.case import Case
 
-FILES = (curricula, datasets, finetune, layout, quantization, schedule, token_dropping)
+FILES = (curricula, datasets, finetune, layout, overlap, quantization, schedule, token_dropping)
 CASES: list[Case] = [case for file in FILES for case in file.CASES]

@@ -118,3 +118,9 @@ def test_help_needs_no_torch() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0 and "--one-per-stage" in answer.stdout, answer.stderr
+
+
+def test_one_per_stage_has_nobody_to_exchange_pieces_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ahead.main(["--one-per-stage", *LAYOUT, "trainer.async_tp=true"]) == 2
+    told = capsys.readouterr().err
+    assert "trainer.async_tp = true" in told and "leave out --one-per-stage" in told

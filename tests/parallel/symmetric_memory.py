@@ -1,0 +1,87 @@
+"""Symmetric memory for ranks on a CPU: all that is replaced where trainer.async_tp runs without GPUs.
+
+real    Inductor's pass; torch's operators as they run on CUDA (checks, layouts, a product for each piece, the sum)
+fake    the two functions that move pieces through peers' memory: here a gather over the process group. What they hold
+        back until a piece has come is complete at once
+fake    the answers about GPUs: each rank has one, and all reach each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from megatron_llama.devices.cpu import Cpu
+from megatron_llama.devices.cuda import Cuda
+
+_KEPT = ExitStack()
+"""What stays replaced until the process ends. Forked ranks only."""
+
+
+def symmetric_memory(broken: str = "") -> None:
+    """Gives this rank's CPU what a GPU has. ``broken`` is gather or scatter: then pieces come from the wrong rank."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter, "CPU")
+    own = dist.get_rank()
+    for place, names in {
+        symmetric: {
+            "_pipelined_all_gather_and_consume": partial(_gather_and_consume, broken == "gather"),
+            "_pipelined_produce_and_all2all": partial(_produce_and_exchange, broken == "scatter"),
+            "empty": lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
+            "rendezvous": lambda memory, name: dist.barrier(dist.distributed_c10d._resolve_process_group(name)),
+        },
+        torch.cuda: {"current_device": lambda: own, "can_device_access_peer": lambda one, other: True},
+        dist: {"is_nccl_available": lambda: True},
+        Cpu: {"async_tp_missing": lambda self: None, "enable_async_tp": Cuda.enable_async_tp},
+    }.items():
+        for name, stand_in in names.items():
+            _KEPT.enter_context(patch.object(place, name, stand_in))
+    _KEPT.callback(library._destroy)
+
+
+def _gather_and_consume(
+    broken: bool,
+    shard: Tensor,
+    consume: Callable[[Tensor, int], None],
+    out: Tensor,
+    group_name: str,
+    out_needed: bool = True,
+) -> None:
+    """Fills ``out`` with the shards of all ranks and hands each to ``consume``, this rank's first, as it comes."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    size, own = group.size(), group.rank()
+    assert shard.is_contiguous() and out.is_contiguous() and out.shape[0] == size * shard.shape[0]
+    pieces = [torch.empty_like(shard) for _ in range(size)]
+    dist.all_gather(pieces, shard, group=group)
+    if broken:
+        pieces.reverse()
+    out.fill_(torch.nan)  # torch promises nothing of it where it is not needed
+    for rank in ((own + step) % size for step in range(size)):
+        consume(pieces[rank], rank)
+        if out_needed:
+            out.chunk(size)[rank].copy_(pieces[rank])
+
+
+def _produce_and_exchange(
+    broken: bool, produce: Callable[[int, Tensor], None], out: Tensor, group_name: str, out_chunk_dim: int = 0
+) -> None:
+    """``produce`` makes the piece for each rank; ``out`` gets what all ranks have made for this one."""
+    assert out_chunk_dim == 0
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    size, own = group.size(), group.rank()
+    mine = torch.full_like(out, torch.nan)
+    for rank in ((own - step) % size for step in range(1, size + 1)):
+        produce(rank, mine.chunk(size)[rank])
+    made = [torch.empty_like(out) for _ in range(size)]
+    dist.all_gather(made, mine, group=group)
+    taken = (own + broken) % size
+    for rank in range(size):
+        out.chunk(size)[rank].copy_(made[rank].chunk(size)[taken])

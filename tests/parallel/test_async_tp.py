@@ -1,0 +1,195 @@
+"""trainer.async_tp: which gathers and scatters of a compiled block end up inside products, and that the results stay.
+
+Inductor's own pass works on the graphs of real ranks over gloo; symmetric_memory.py says what is fake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_llama.data.batches import Batches
+from megatron_llama.devices import get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.async_tp import Overlap
+from megatron_llama.parallel.compiling import Graph
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from tests.finetuning.runner import LORA
+from tests.layouts.table import DROPPING
+from tests.oracle import (
+    TOLERANCE,
+    RaggedSamples,
+    Tensors,
+    assemble,
+    distance,
+    make_plan,
+    oracle,
+    rectangles,
+    run_layout,
+)
+from tests.parallel.symmetric_memory import symmetric_memory
+from tests.ranks import RankFailed, run_ranks
+
+REASON = get_device("cpu").compiler_missing()
+needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+MODEL = "model.num_hidden_layers=3"
+LAYOUT = (MODEL, "trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true")
+WIDE = ("model.hidden_size=256", "model.intermediate_size=256")  # nf4's blocks are of 64 values of a rank's row
+STEPS = 2
+
+
+class Trained(NamedTuple):
+    """What one rank brings back."""
+
+    graphs: list[Graph]
+    losses: list[float]
+    """Of two steps and a validation."""
+    gradients: list[Tensors]
+    """This rank's, by step."""
+    first: list[tuple]
+    """The first step's as rectangles of Hugging Face's tensors; none with LoRA."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers beside forked ranks
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+
+
+def trained(cache: Path, *overrides: str, overlapped: bool, broken: str = "", world: int = 2) -> list[Trained]:
+    """Each rank's answer. ``broken`` is symmetric_memory's, or pass: the compiler's."""
+    plan = make_plan(world, *LAYOUT, f"trainer.compile_cache={cache}", f"trainer.async_tp={overlapped}", *overrides)
+    return run_ranks(_train, world, plan, broken, timeout=600)  # compilers are slow on a busy machine
+
+
+def _train(rank: int, plan: Plan, broken: str) -> Trained:
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    if plan.config.trainer.async_tp:
+        symmetric_memory(broken)
+        if broken == "pass":
+            dist.is_nccl_available = lambda: False  # then Inductor's pass finds all and replaces nothing
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        optimizer = build_optimizer(plan, model)
+        samples = RaggedSamples(plan.config.data.length, plan.model.vocab_size)
+        data = Batches(samples, plan, topology, cpu, random_ltd=plan.random_ltd)
+        losses: list[float] = []
+        gradients: list[Tensors] = []
+        first: list[tuple] = []
+        for step in range(STEPS):
+            losses.append(model.forward_backward(data.at(8 * step)).item())
+            gradients.append({shard.name: shard.grad.clone() for shard in model.trained if shard.grad is not None})
+            if step == 0 and plan.config.finetune.method == "none":
+                first = rectangles(model, lambda shard: shard.grad)
+            optimizer.step(optimizer.gradient_norm())
+        losses.append(model.forward_backward(data.at(0), train=False).item())
+        assert model.compiler is not None
+        return Trained(model.compiler.graphs, losses, gradients, first)
+
+
+def worst(one: list[Trained], other: list[Trained]) -> float:
+    """The largest relative difference of a loss or a gradient, of all ranks."""
+    found = []
+    for mine, theirs in zip(one, other, strict=True):
+        found += [abs(a - b) / abs(b) for a, b in zip(mine.losses, theirs.losses, strict=True)]
+        for ours, expected in zip(mine.gradients, theirs.gradients, strict=True):
+            assert ours.keys() == expected.keys() and ours
+            found += [distance(ours[name], expected[name]) for name in expected]
+    return max(found)
+
+
+def overlaps(answers: list[Trained]) -> dict[str, set[Overlap | None]]:
+    """By mode, what became of the gathers and scatters of a block's graph."""
+    found: dict[str, set[Overlap | None]] = {}
+    for graph in (graph for answer in answers for graph in answer.graphs if graph.what == "block"):
+        found.setdefault(graph.mode, set()).add(graph.overlap)
+    return found
+
+
+# Gathers and scatters of a block (inside products, by themselves), in training and in validation. A pass through a
+# block gathers twice and scatters twice, forward, and as often backward.
+ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
+    "plain": ([], Overlap(8, 0), Overlap(4, 0)),
+    # Once more all but the last scatter, on which no gradient depends.
+    "full recompute": (["trainer.recompute=full"], Overlap(11, 0), Overlap(4, 0)),
+    "elementwise recompute, bf16, random-LTD": (
+        ["trainer.recompute=elementwise", "trainer.precision=bf16", "trainer.micro_batch_size=1", DROPPING],
+        Overlap(8, 0),
+        Overlap(4, 0),
+    ),
+    # What LoRA's own small products send: into A's columns and out of B's rows nothing is beside them.
+    "LoRA": ([*LORA], Overlap(12, 4), Overlap(6, 2)),
+    "LoRA, 4 bits": ([*LORA, *WIDE, "finetune.frozen_dtype=nf4"], Overlap(12, 4), Overlap(6, 2)),
+    "tp4, copied kv heads": (["trainer.tp=4"], Overlap(8, 0), Overlap(4, 0)),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_collectives_are_inside_products_and_change_nothing(name: str, cache: Path) -> None:
+    overrides, training, validation = ROWS[name]
+    world = 4 if "trainer.tp=4" in overrides else 2
+    overlapped = trained(cache, *overrides, overlapped=True, world=world)
+    assert overlaps(overlapped) == {"training": {training}, "validation": {validation}}
+    plain = trained(cache, *overrides, overlapped=False, world=world)
+    assert overlaps(plain) == {"training": {None}, "validation": {None}}
+    difference = worst(overlapped, plain)
+    # Two ranks: the same products, and sums of two terms.
+    assert difference <= (TOLERANCE if world > 2 else 0.0)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_it_equals_one_process(cache: Path) -> None:
+    ranks, expected = trained(cache, overlapped=True), oracle(MODEL)
+    for rank in ranks:
+        assert rank.losses[:STEPS] == pytest.approx(expected.losses[:STEPS], rel=TOLERANCE)
+    whole, _ = assemble([rank.first for rank in ranks])
+    assert whole.keys() == expected.first_grads.keys()
+    assert max(distance(tensor, expected.first_grads[name]) for name, tensor in whole.items()) <= TOLERANCE
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_graph_out_of_the_cache_says_what_overlaps(cache: Path) -> None:
+    trained(cache, overlapped=True)
+    again = trained(cache, overlapped=True)
+    assert all(graph.cached for rank in again for graph in rank.graphs)
+    assert overlaps(again) == {"training": {Overlap(8, 0)}, "validation": {Overlap(4, 0)}}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["gather", "scatter"])
+def test_pieces_of_the_wrong_rank_are_seen(broken: str, cache: Path) -> None:
+    expected = oracle(MODEL)
+    found = trained(cache, overlapped=True, broken=broken)
+    assert abs(found[0].losses[0] / expected.losses[0] - 1) > 5 * TOLERANCE
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    for found in ("compiled", "cached"):
+        with pytest.raises(RankFailed, match="NotOverlapped: trainer.async_tp: .* none of the 8 .* of block, training"):
+            trained(tmp_path, overlapped=True, broken="pass")
+        assert len(list(tmp_path.glob("graphs/*.json"))) == 1, found
+
+
+@needs_compiler
+def test_a_device_that_can_not_is_refused(cache: Path) -> None:
+    plan = (*LAYOUT, f"trainer.compile_cache={cache}", "trainer.async_tp=true")
+    with pytest.raises(RankFailed, match="device=cpu has no products that begin before their operands are complete"):
+        run_layout(2, *plan, steps=1)
