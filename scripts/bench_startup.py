@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -76,7 +77,10 @@ def _command(task: Task) -> Start:
         settings = [*overrides(task, f"{folder}/run"), "trainer.steps=2", "logging.every_steps=1"]
         command = [sys.executable, "-u", str(ROOT / "train.py"), *settings, "checkpoint.save_last=false"]
         start = time.time()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": task.cache}  # torch may have set this process's
+        with subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as program:
             assert program.stdout is not None
             found = next((time.time() - start for line in program.stdout if line.startswith("step 1/")), float("nan"))
             program.stdout.read()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import resource
 import sys
 import time
@@ -50,7 +49,6 @@ class Ranks:
 def read_task() -> Task:
     """The task on the command line, with the compiler's cache and the threads set up as it says."""
     task = Task.from_json(sys.argv[1])
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = task.cache
     torch.set_num_threads(task.threads)
     return task
 
