@@ -154,7 +154,7 @@ class Cuda(Device):
         reason = _out_of_reach(group)
         if reason is None:
             with warnings.catch_warnings():
-                # torch 2.11 to 2.13 call this needless, and their pass fuses only where it was called.
+                # torch 2.13 calls this needless, and its pass fuses only where it was called.
                 warnings.simplefilter("ignore", FutureWarning)
                 symmetric.enable_symm_mem_for_group(group.group_name)
             try:  # now, and not at the first product, in the middle of a step

@@ -92,6 +92,10 @@ def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
     memory, config.device.memory_gib = config.device.memory_gib, None
     if config.trainer.compile:
         notes.append("trainer.compile: blocks are rehearsed as they run uncompiled; a compiler keeps fewer tensors")
+    if config.trainer.async_tp:
+        notes.append(
+            "trainer.async_tp: rehearsed without, as what is not compiled has no products to take collectives into"
+        )
     config.trainer.compile = config.trainer.async_tp = False  # the one needs the other
     plan = find_world(config, None).plan()
     device = replace(plan.config.device, memory_gib=memory)
