@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ SLOW_SECONDS = 900
 # Folders whose files take minutes, because their tests start ranks or commands. `make test` hands whole files to two
 # workers in this order, so that no worker begins with a long file when the other has nothing left.
 LONG_FOLDERS = ("checkpoint", "launch", "layouts", "finetuning", "inference", "data_prep", "devices", "parallel")
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_products() -> Iterator[None]:
+    """A test that measures this process as a rank may choose its library for products; the next test is asked anew."""
+    from megatron_llama.devices import cpu
+
+    yield
+    if cpu.multiplies_by_onednn.cache_info().currsize:
+        cpu.multiplies_by_onednn.cache_clear()
+        torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
 def pytest_configure() -> None:

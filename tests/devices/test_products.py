@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,6 @@ import torch
 from megatron_llama.devices import cpu
 
 ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
-
-
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    """Whether the choice was made in this process, and how, is as before afterwards."""
-    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, products.fp32_precision = products.fp32_precision, "none"
-    cpu.multiplies_by_onednn.cache_clear()
-    yield
-    products.fp32_precision = before
-    cpu.multiplies_by_onednn.cache_clear()
 
 
 def setting() -> str:
