@@ -37,6 +37,7 @@ from tests.ranks import RankFailed, run_ranks
 
 REASON = get_device("cpu").compiler_missing()
 needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.usefixtures("compiled_here")
 MODEL = "model.num_hidden_layers=3"
 LAYOUT = (MODEL, "trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true")
 WIDE = ("model.hidden_size=256", "model.intermediate_size=256")  # nf4's blocks are of 64 values of a rank's row
@@ -53,17 +54,6 @@ class Trained(NamedTuple):
     """This rank's, by step."""
     first: list[tuple]
     """The first step's as rectangles of Hugging Face's tensors; none with LoRA."""
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(autouse=True)
-def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers beside forked ranks
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
 
 
 def trained(cache: Path, *overrides: str, overlapped: bool, broken: str = "", world: int = 2) -> list[Trained]:

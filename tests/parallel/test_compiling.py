@@ -22,18 +22,8 @@ from tests.ranks import RankFailed, run_ranks
 
 REASON = get_device("cpu").compiler_missing()
 needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.usefixtures("compiled_here")
 COMPILE = ("trainer.compile=true", "trainer.compile_strict=true")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(autouse=True)
-def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers beside forked ranks
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
 
 
 def compiled(cache: Path, *overrides: str, world: int = 4, batches: int = 3) -> list[list[Graph]]:

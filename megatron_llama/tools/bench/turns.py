@@ -103,8 +103,11 @@ class Contestant:
         Path(task.cache).mkdir(parents=True, exist_ok=True)
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
             self.task = replace(task, address=str(listener.address), started=time.time())
-            variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
-            variables["TORCHINDUCTOR_CACHE_DIR"] = task.cache  # torch may have set this process's
+            variables = {
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": str(task.threads),
+                "TORCHINDUCTOR_CACHE_DIR": task.cache,  # torch may have set this process's
+            }
             self._process = subprocess.Popen(
                 [str(python), "-m", peer.program, self.task.to_json()],
                 cwd=self._folder,  # whatever a peer leaves

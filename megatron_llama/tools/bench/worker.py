@@ -47,7 +47,7 @@ class Ranks:
 
 
 def read_task() -> Task:
-    """The task on the command line, with the compiler's cache and the threads set up as it says."""
+    """The task on the command line, with the threads set up as it says."""
     task = Task.from_json(sys.argv[1])
     torch.set_num_threads(task.threads)
     return task
