@@ -71,18 +71,18 @@ def test_compiled_by_one_job_trained_by_the_next(
     begin = time.monotonic()
     job = lab.submit(["--nodes=4"], [*TINY, cache, "trainer.val_every_steps=2"], script="compile.slurm")
     assert job.wait_for_end(300.0) == "COMPLETED", job.log
-    assert "Total graphs: 2\nTotal successful compilations: 2\nTotal failed compilations: 0\n" in job.log
+    assert "Total graphs: 4\nTotal successful compilations: 4\nTotal failed compilations: 0\n" in job.log
     compiled, begin = time.monotonic() - begin, time.monotonic()
 
     arguments = [*TINY, cache, "trainer.steps=3", "trainer.compile=true", "trainer.compile_strict=true"]
     arguments += ["trainer.val_every_steps=2", "logging.tensorboard=true", f"run.dir={tmp_path / 'run'}"]
     job = lab.submit(["--nodes=4"], arguments)
     assert job.wait_for_end() == "COMPLETED", job.log
-    assert "compiled 2 graphs on 4 ranks: cache hits 8, misses 0" in job.log
+    assert "compiled 4 graphs on 4 ranks: cache hits 16, misses 0" in job.log
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     report.add(
-        "`sbatch --nodes=4 compile.slurm`, then `run.slurm` with trainer.compile=true: 2 graphs, then 8 "
+        "`sbatch --nodes=4 compile.slurm`, then `run.slurm` with trainer.compile=true: 4 graphs, then 16 "
         "hits and no miss; losses equal the eager ones to 1e-5",
         f"{compiled:.0f} s, {time.monotonic() - begin:.0f} s",
     )

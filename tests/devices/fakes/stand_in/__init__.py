@@ -13,7 +13,9 @@ import importlib.abc
 import json
 import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 VARIABLES = ("NEURON_", "TORCH_NEURONX_", "PT_HPU_", "HLS_", "OMP_")
@@ -32,12 +34,21 @@ def environment() -> dict[str, str]:
 
 
 class _SeesTorch(importlib.abc.MetaPathFinder):
-    """Records the environment in the moment that torch is first imported."""
+    """Records the environment in the moment that torch is first imported; that it is looked for does not count."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-        if name == "torch":
-            sys.meta_path.remove(self)
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        assert spec is not None and spec.loader is not None
+        load = spec.loader.exec_module
+
+        def recorded(module: ModuleType) -> None:
             record("import torch", environment=environment())
+            load(module)
+
+        spec.loader.exec_module = recorded  # type: ignore[method-assign]
+        return spec
 
 
 def install() -> None:
