@@ -11,7 +11,6 @@ import os
 import matplotlib.backends.backend_agg  # noqa: F401  draws loss.png
 import matplotlib.pyplot  # noqa: F401
 import megatron.core.transformer.transformer_block  # noqa: F401
-import torch.profiler._cupti_monitor  # noqa: F401
 
 import megatron_llama.devices.cpu
 import megatron_llama.launch.cli

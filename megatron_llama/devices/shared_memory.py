@@ -202,6 +202,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._rendezvous = dist.PrefixStore("shared_memory", store), timeout
         self._channel: _Channel | None = None
         self._asked = False
+        self._numbers = rank, size
+
+    # As torch's, in Python: before 2.13 torch's compiler can't read its own methods in a class that inherits them.
+    def rank(self) -> int:
+        return self._numbers[0]
+
+    def size(self) -> int:
+        return self._numbers[1]
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)  # type: ignore[arg-type]

@@ -219,8 +219,10 @@ def test_nothing_but_the_route_makes_it_work(layout: list[str], monkeypatch: pyt
 
 
 def test_importing_the_training_loads_no_compiler_and_starts_no_threads_of_torch() -> None:
-    """megatron-core's import would load Inductor, in each process, for functions that are not used here. Ranks are
-    forked after the import, and with torch's threads started before would wait for them for ever."""
+    """megatron-core's import would load Inductor, in each process, for functions that are not used here; 0.19 does by a
+    ``torch.compile`` without a switch. Ranks are forked after the import, and with torch's threads started before would
+    wait for them for ever."""
+    loads = "@torch.compile" in _source("transformer/moe/router.py")
     code = """
 import os, sys, torch
 torch.set_num_threads(2)
@@ -233,12 +235,17 @@ print('torch._inductor.compile_fx' in sys.modules, len(os.listdir("/proc/self/ta
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=250
     )
-    assert done.stdout == "False 1\n", done.stderr
+    assert done.stdout == f"{loads} 1\n", done.stderr
 
 
 def test_what_stands_in_for_the_jit_module_has_its_names() -> None:
+    body = ast.parse(_source("jit.py")).body
+    theirs = {node.name for node in body if isinstance(node, ast.FunctionDef)} | {"jit_fuser"}
+    assert theirs == {name for name in vars(sys.modules["megatron.core.jit"]) if not name.startswith("__")}
+
+
+def _source(path: str) -> str:
+    """A file of megatron-core."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None and spec.submodule_search_locations
-    source = (Path(spec.submodule_search_locations[0]) / "jit.py").read_text(encoding="utf-8")
-    theirs = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)} | {"jit_fuser"}
-    assert theirs == {name for name in vars(sys.modules["megatron.core.jit"]) if not name.startswith("__")}
+    return (Path(spec.submodule_search_locations[0]) / path).read_text(encoding="utf-8")

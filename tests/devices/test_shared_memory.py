@@ -193,6 +193,23 @@ def test_a_rank_may_end_after_its_last_collective() -> None:
     run_ranks(_leaves, 2)
 
 
+def _traced(rank: int) -> None:
+    group = dist.group.WORLD
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def all_of(x: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty(group.size() * x.numel())
+        dist.all_gather_into_tensor(whole, x, group=group)
+        return whole - group.rank()
+
+    assert all_of(torch.full((1,), float(rank))).tolist() == [-rank, 1 - rank]
+
+
+def test_a_compiler_reads_what_megatron_core_asks_of_a_group() -> None:
+    """In one graph, whose tracer knows methods of torch's own groups, and of others those in Python."""
+    run_ranks(_traced, 2)
+
+
 def _waits(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
     channel = dist.group.WORLD._channel  # type: ignore[union-attr]
