@@ -30,9 +30,8 @@ def torchs_own_products() -> Iterator[None]:
     from megatron_llama.devices import cpu
 
     yield
-    if cpu.multiplies_by_onednn.cache_info().currsize:
-        cpu.multiplies_by_onednn.cache_clear()
-        torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
+    cpu.multiplies_by_onednn.cache_clear()
+    torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
 def pytest_configure() -> None:

@@ -26,19 +26,30 @@ from torch.utils.flop_counter import register_flop_formula
 from megatron_llama.model.attention_tiles import empty_like
 
 aten = torch.ops.aten
-CHUNK = 64
+CHUNK = 128
 """Tokens whose queries go together. Of their scores with their own keys half are computed in vain."""
-SHORTEST, LONGEST = 384, 767
-"""Tokens of the sequences for which this is faster than torch's kernel: from 768 on that takes 256 queries at a time,
-where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
+FASTER = range(384, 768)
+"""Lengths of the sequences for which this is faster than torch's kernel where MKL multiplies: from 768 on that takes
+256 queries at a time, where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
+FASTER_BY_ONEDNN = {torch.float32: range(16, 768), torch.bfloat16: range(16, 8193)}
+"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then. Longer ones than 8,192 were
+not measured."""
 SCORES = 2**20
 """Scores that are in memory at once, 4 MiB that stay in the cache; more where a chunk of one kv head has more."""
 
 
 def is_faster(q: Tensor) -> bool:
     """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
-    suits = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
-    return suits and SHORTEST <= q.shape[2] <= LONGEST
+    if q.device.type != "cpu" or q.dtype not in FASTER_BY_ONEDNN:
+        return False
+    return q.shape[2] in (FASTER_BY_ONEDNN[q.dtype] if _by_onednn() else FASTER)
+
+
+@torch.compiler.assume_constant_result  # Dynamo can't read it
+def _by_onednn() -> bool:
+    """Whether oneDNN multiplies in fp32: the switch that devices/cpu.py turns where that pays."""
+    precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return precision == "bf16"
 
 
 @torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -257,7 +258,7 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
     assert lse.shape == (1, 4, LENGTH) and lse.dtype == torch.float32
 
 
-CHUNKED = attention_chunks.SHORTEST + 20
+CHUNKED = attention_chunks.FASTER[20]
 
 
 def chunked_inputs(dtype: torch.dtype, heads: int, kv_heads: int, length: int = CHUNKED) -> tuple[Tensor, ...]:
@@ -309,14 +310,36 @@ def test_chunks_make_a_row_alone_what_it_is_beside_others() -> None:
         assert torch.equal(one[1:, heads:], other[1:, heads:])
 
 
-def test_who_goes_by_chunks() -> None:
+def test_who_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def goes(length: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
         return attention_chunks.is_faster(torch.empty(1, 1, length, 8, dtype=dtype, device=device))
 
-    bounds = attention_chunks.SHORTEST, attention_chunks.LONGEST
-    assert all(goes(length) and goes(length, torch.bfloat16) for length in bounds)
-    assert not any(goes(length) for length in (bounds[0] - 1, bounds[1] + 1))
+    monkeypatch.setattr(attention_chunks, "_by_onednn", lambda: False)
+    first, last = attention_chunks.FASTER[0], attention_chunks.FASTER[-1]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert [goes(length, dtype) for length in (first - 1, first, last, last + 1)] == [False, True, True, False]
+    monkeypatch.setattr(attention_chunks, "_by_onednn", lambda: True)
+    lengths = (first - 1, first, last, last + 1)
+    assert [goes(length) for length in lengths] == [True, True, True, False]
+    assert all(goes(length, torch.bfloat16) for length in lengths) and not goes(1) and not goes(1, torch.bfloat16)
     assert not goes(512, torch.float16) and not goes(512, device="meta")
+
+
+def test_a_graph_goes_by_chunks_where_onednn_multiplies() -> None:
+    """Below the lengths for which it does by MKL: the compiler sees the switch as the uncompiled code does."""
+    q, k, v, _ = chunked_inputs(torch.bfloat16, 4, 2, length=100)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    for precision in ("none", "bf16"):
+        torch.backends.mkldnn.matmul.fp32_precision = precision  # type: ignore[attr-defined]
+        torch._dynamo.reset()
+        found = torch.compile(attend, backend=keep, dynamic=False, fullgraph=True)(q, k, v, None)
+        assert torch.equal(found, attend(q, k, v, None))
+    assert ["causal_attention" in graph.code for graph in graphs] == [False, True]
 
 
 def test_chunks_are_one_operator_in_a_graph_and_for_the_counter() -> None:
