@@ -26,6 +26,10 @@ FIRST_STEP_SECONDS = 900.0
 """A contestant that has not trained a step by then is left out; compilers have taken minutes."""
 
 
+WARM_UP_STEPS = 2
+"""Steps that no turn counts. In a process's first three memory still grows: the second takes up to a third longer."""
+
+
 class Failed(MachineError):
     """A contestant ended, or did not answer; the message has the end of what it printed."""
 
@@ -189,7 +193,7 @@ class Course:
 
 
 def compete(entries: Sequence[tuple[Peer, Path, Task]], course: Course) -> list[Result]:
-    """The contestants of one cell: starts each alone, then gives them their turns.
+    """The contestants of one cell: starts each alone and warms it up, then gives them their turns.
 
     All stay in memory between their turns, asleep.
     """
@@ -212,6 +216,8 @@ def compete(entries: Sequence[tuple[Peer, Path, Task]], course: Course) -> list[
                 course.left_out[name] = f"does other work than its task says: {'; '.join(found)}"
                 continue
             starts.append(contestant.start)
+            if course.rounds:
+                contestant.train(WARM_UP_STEPS)
             running.append((contestant, Result(name, contestant.task, contestant.facts, contestant.first_loss, starts)))
         before = course.peak()
         for number in range(course.rounds):

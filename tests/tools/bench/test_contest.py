@@ -7,16 +7,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_llama.system.errors import UserError
+from megatron_llama.tools.bench import turns
 from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
-from megatron_llama.tools.bench.contest import Layout
+from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
 from megatron_llama.tools.bench.peers.train_ours import overrides
 from megatron_llama.tools.bench.rate import Rate
-from megatron_llama.tools.bench.turns import Course, compete
+from megatron_llama.tools.bench.turns import Course, Start, compete
 from tests.paths import ROOT
 
 
@@ -40,6 +42,44 @@ def test_a_peer_that_can_not_be_installed_says_so(tmp_path: Path) -> None:
     with pytest.raises(NotInstalled, match="ended with status"):
         interpreter(nobody, tmp_path)
     assert not (tmp_path / "nobody" / "installed.txt").exists()
+
+
+def test_turns_begin_with_the_fourth_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of each contestant; where there are no turns, each trains its first step alone."""
+    trained: list[tuple[str, int]] = []
+
+    class Recorded:
+        facts, first_loss, start = None, 0.0, Start(1.0, {}, 0)
+
+        def __init__(self, peer: Peer, python: Path, task: Task) -> None:
+            self.name, self.task = peer.name, task
+
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def train(self, steps: int) -> dict[str, Any]:
+            trained.append((self.name, steps))
+            return {"step_seconds": [1.0] * steps, "processor_seconds": 1.0, "loss": 0.0, "peak_bytes": 1}
+
+        def live_bytes(self) -> int:
+            return 1
+
+    monkeypatch.setattr(turns, "Contestant", Recorded)
+    monkeypatch.setattr(turns, "unfair", lambda *_: [])
+    wanted = Wanted([OURS], ["eager"], ["one"], ["none"], [1], "cpu", 1, 1, 32, None)
+    ((_, task),) = tasks_of(wanted, "llama_2m", "fp32")
+    entries = [(Peer(name, (), "nothing"), Path(sys.executable), task) for name in ("one", "other")]
+
+    def course(rounds: int) -> Course:
+        return Course(rounds, 3, False, lambda: 1e9, lambda _: None, {})
+
+    assert not any(result.turns for result in compete(entries, course(0))) and not trained
+    results = compete(entries, course(2))
+    assert trained == [("one", 2), ("other", 2), ("one", 3), ("other", 3), ("one", 3), ("other", 3)]
+    assert [len(turn.step_seconds) for result in results for turn in result.turns] == [3, 3, 3, 3]
 
 
 @pytest.mark.slow
