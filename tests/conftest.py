@@ -34,6 +34,22 @@ def torchs_own_products() -> Iterator[None]:
     torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a file's tests compile: a folder for the graphs of all."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiles into ``cache``, also where a plan does not say where."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    # No pool of workers beside forked ranks. The variable of that name was read when torch was imported.
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
 def pytest_configure() -> None:
     """Composes each choice of groups of the project's conf/ once a worker: it takes a tenth of a second of processor
     time, and most tests choose the same groups."""

@@ -17,6 +17,8 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
+from tests.compiled import SECONDS, prepare_rank
+from tests.parallel.symmetric_memory import fused_products
 from tests.paths import CONF
 from tests.ranks import run_ranks
 
@@ -56,6 +58,8 @@ class Result:
     weights: Tensors = field(default_factory=dict)
     copies: int = 0
     """Rectangles that more than one rank held; they were all equal."""
+    fused: int = 0
+    """Products with a gather or a scatter inside that each rank has run (trainer.async_tp)."""
 
 
 class RaggedSamples:
@@ -86,11 +90,12 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
     """Train ``steps`` steps on ``world_size`` forked ranks. ``tamper`` may break the model on each rank after it is
     built."""
     plan = make_plan(world_size, *overrides)
-    answers = run_ranks(train_rank, world_size, plan, steps, tamper)
-    result = Result(losses=answers[0][0], norms=answers[0][1])
+    seconds = SECONDS if plan.config.trainer.compile else 120
+    answers = run_ranks(train_rank, world_size, plan, steps, tamper, timeout=seconds)
+    result = Result(losses=answers[0][0], norms=answers[0][1], fused=answers[0][2])
     for answer in answers:
         assert answer[:2] == answers[0][:2], "ranks disagree about loss or gradient norm"
-    for index, name in enumerate(("initial", "first_grads", "last_grads", "weights"), start=2):
+    for index, name in enumerate(("initial", "first_grads", "last_grads", "weights"), start=3):
         tensors, copies = assemble([answer[index] for answer in answers])
         setattr(result, name, tensors)
         result.copies += copies
@@ -106,6 +111,7 @@ def oracle(*overrides: str) -> Result:
 def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
     device = get_device("cpu")
     topology = build_topology(plan, rank)
+    prepare_rank(plan)
     with process_groups(plan, topology, device, torch.device("cpu")):
         model = build_model(plan, topology, device, torch.device("cpu"))
         optimizer = build_optimizer(plan, model)
@@ -122,7 +128,8 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
             norms.append(norm.item())
             grads.append(rectangles(model, lambda shard: shard.grad))
             optimizer.step(norm)
-        return losses, norms, initial, grads[0], grads[-1], rectangles(model, lambda shard: shard.local)
+        weights = rectangles(model, lambda shard: shard.local)
+        return losses, norms, fused_products(), initial, grads[0], grads[-1], weights
 
 
 def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:

@@ -15,6 +15,8 @@ SHORT = PIECES.replace("reshape", "truncate")
 # other side of a border between two levels, where it is 1 to 30 % off: the learning rate keeps that out of the weights.
 # tests/optim/test_blockwise.py compares all bits, with equal gradients.
 EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2", "optim.lr=0.0001"]
+# Gathers and scatters inside products, on a CPU by tests/parallel/symmetric_memory.py.
+ASYNC_TP = ["trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true", "trainer.async_tp=true"]
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -142,6 +144,13 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         8,
         ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", "trainer.recompute=selective"],
         [DROPPING],
+    ),
+    ("tp2+sp, async_tp", 2, ASYNC_TP, []),
+    (
+        "tp2·dp2+sp, zero 3, full recompute, async_tp",
+        4,
+        [*ASYNC_TP, "trainer.zero=3", "trainer.recompute=full"],
+        [],
     ),
     ("tp2·pp2+sp, sequences in pieces", 4, ["trainer.tp=2", "trainer.pp=2"], [PIECES]),
     ("pp2·vpp2·dp2, zero 3, short sequences first", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], [SHORT]),

@@ -14,6 +14,7 @@ import megatron_llama.model.attention as attention
 import megatron_llama.model.loss as loss
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.parallel.pipeline import Counts, MicroBatch
+from tests.parallel.symmetric_memory import wrong_pieces
 
 
 def no_sequence_parallel_sum(model: ParallelModel) -> None:
@@ -88,6 +89,14 @@ def softmax_of_each_rank_alone(model: ParallelModel) -> None:
 
 def head_gradient_not_summed(model: ParallelModel) -> None:
     loss.dist = SimpleNamespace(**{**vars(dist), "all_reduce": lambda *args, **kwargs: None})
+
+
+def gathered_pieces_of_the_wrong_rank(model: ParallelModel) -> None:
+    wrong_pieces("gather")
+
+
+def scattered_pieces_of_the_wrong_rank(model: ParallelModel) -> None:
+    wrong_pieces("scatter")
 
 
 def norms_count_copies(model: ParallelModel) -> None:

@@ -11,7 +11,8 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
-from tests.layouts.table import LAYOUTS, QUICK, TIED
+from tests.compiled import needs_compiler, skip_without_compiler
+from tests.layouts.table import ASYNC_TP, LAYOUTS, QUICK, TIED
 from tests.layouts.tampers import (
     chunks_of_12,
     local_token_count,
@@ -33,12 +34,24 @@ BITWISE: list[tuple[str, int, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("ranks", "layout", "model"), rows(((case[0], case[1:]) for case in LAYOUTS), QUICK))
+@pytest.mark.usefixtures("compiled_here")
 def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[str]) -> None:
+    skip_without_compiler(layout)
     result, expected = run_layout(ranks, *layout, *model), oracle(*model)
     for name, tensor in expected.initial.items():
         assert torch.equal(result.initial[name], tensor), f"initial {name} depends on the layout"
     differences = worst(result, expected)
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
+    assert (result.fused > 0) == ("trainer.async_tp=true" in layout)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("compiled_here")
+def test_the_overlapped_row_runs_products_with_collectives_inside() -> None:
+    # 8 in a pass through a block, forward and backward; 4 blocks, 4 micro batches.
+    assert run_layout(2, *ASYNC_TP, steps=2).fused == 8 * 4 * 4 * 2
+    assert run_layout(2, *ASYNC_TP, "trainer.async_tp=false", steps=1).fused == 0
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megatron_llama.parallel import ParallelModel
-from tests.layouts.table import BLOCKS, MICRO_4, TIED, WINDOW
+from tests.compiled import skip_without_compiler
+from tests.layouts.table import ASYNC_TP, BLOCKS, MICRO_4, TIED, WINDOW
 from tests.layouts.tampers import (
     blocks_without_global_ones,
+    gathered_pieces_of_the_wrong_rank,
     local_token_count,
     mean_over_data_parallel_ranks,
     no_causal_mask,
@@ -18,10 +20,12 @@ from tests.layouts.tampers import (
     norms_count_copies,
     padding_in_the_loss,
     replicated_gradients_twice,
+    scattered_pieces_of_the_wrong_rank,
     window_of_one_token_more,
 )
 from tests.oracle import TOLERANCE, Tamper, oracle, run_layout, worst
 from tests.ranks import RankFailed
+from tests.rows import rows
 
 BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (no_sequence_parallel_sum, 2, ["trainer.tp=2"], []),
@@ -37,13 +41,20 @@ BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (no_causal_mask, 1, [], []),
     (window_of_one_token_more, 1, [], [WINDOW]),
     (blocks_without_global_ones, 1, [], [BLOCKS]),
+    (gathered_pieces_of_the_wrong_rank, 2, ASYNC_TP, []),
+    (scattered_pieces_of_the_wrong_rank, 2, ASYNC_TP, []),
 ]
+NAMED = {f"{case[0].__name__}-{case[1]}": case for case in BROKEN}
+QUICK = {name for name, case in NAMED.items() if "trainer.compile=true" not in case[2]}
 
 
 @pytest.mark.parametrize(
-    ("tamper", "ranks", "layout", "model"), BROKEN, ids=[f"{case[0].__name__}-{case[1]}" for case in BROKEN]
+    ("tamper", "ranks", "layout", "model"),
+    rows(NAMED.items(), QUICK),
 )
+@pytest.mark.usefixtures("compiled_here")
 def test_oracle_goes_red(tamper: Tamper, ranks: int, layout: list[str], model: list[str]) -> None:
+    skip_without_compiler(layout)
     expected = oracle(*model)
     try:
         result = run_layout(ranks, *layout, *model, tamper=tamper)

@@ -14,10 +14,12 @@ from megatron_llama.config import ModelConfig
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.model.names import Piece
-from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
+from megatron_llama.parallel import Shard, build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
-from tests.oracle import RaggedSamples, Tensors, assemble, rectangles
+from megatron_llama.topology import Topology, build_topology
+from tests.compiled import SECONDS, prepare_rank
+from tests.oracle import RaggedSamples, Tamper, Tensors, assemble, rectangles
+from tests.parallel.symmetric_memory import fused_products
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -38,19 +40,23 @@ class Answer:
     """Share of these tokens whose label has the largest logit."""
     grads: Tensors
     weights: Tensors
+    fused: int = 0
+    """Products with a gather or a scatter inside that each of our ranks has run (trainer.async_tp)."""
 
 
-def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
-    """Our answer to each of ``plans``, which must share one layout: they run one after another in the same ranks."""
-    ranks = run_ranks(_answers, world_size, plans)
+def ours(world_size: int, plans: list[Plan], tamper: Tamper | None = None) -> list[Answer]:
+    """Our answer to each of ``plans``, which must share one layout: they run one after another in the same ranks.
+    ``tamper`` may break the model on each rank."""
+    compiling = any(plan.config.trainer.compile for plan in plans)
+    ranks = run_ranks(_answers, world_size, plans, tamper, timeout=SECONDS if compiling else 120)
     found = []
     for index, plan in enumerate(plans):
         answers = [rank[index] for rank in ranks]
         last = answers[-1]
-        assert len({answer[1:3] for answer in answers}) == 1, "ranks disagree about loss or accuracy"
+        assert len({(*answer[1:3], answer[5]) for answer in answers}) == 1, "ranks disagree about loss or accuracy"
         grads, weights = (assemble([answer[i] for answer in answers])[0] for i in (3, 4))
         logits = last[0][:, :, : plan.model.vocab_size]
-        found.append(Answer(logits, last[1], last[2], grads, weights))
+        found.append(Answer(logits, last[1], last[2], grads, weights, last[5]))
     return found
 
 
@@ -117,15 +123,19 @@ def _noise(piece: Piece) -> torch.Tensor:
     return whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]
 
 
-def _answers(rank: int, plans: list[Plan]) -> list[tuple]:
+def _answers(rank: int, plans: list[Plan], tamper: Tamper | None) -> list[tuple]:
     topology = build_topology(plans[0], rank)
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
-        return [_answer(plan, build_model(plan, topology, get_device("cpu"), CPU), rank) for plan in plans]
+        return [_answer(plan, topology, tamper) for plan in plans]
 
 
-def _answer(plan: Plan, model: ParallelModel, rank: int) -> tuple:
+def _answer(plan: Plan, topology: Topology, tamper: Tamper | None) -> tuple:
+    prepare_rank(plan)
+    before = fused_products()
+    model = build_model(plan, topology, get_device("cpu"), CPU)
+    if tamper is not None:
+        tamper(model)
     roughen_norms(model.shards)
-    topology = build_topology(plan, rank)
     samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
     batches = Batches(samples, plan, topology, CPU).at(0)
     logits = model.logits(batches[0].tokens)
@@ -139,4 +149,5 @@ def _answer(plan: Plan, model: ParallelModel, rank: int) -> tuple:
         accuracy,
         rectangles(model, lambda shard: shard.grad),
         rectangles(model, lambda shard: shard.local),
+        fused_products() - before,
     )

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from megatron_llama.plan import Plan
+from tests.compiled import needs_compiler, skip_without_compiler
+from tests.layouts.table import ASYNC_TP
+from tests.layouts.tampers import gathered_pieces_of_the_wrong_rank, scattered_pieces_of_the_wrong_rank
 from tests.model.llamas import Answer, ours, theirs
-from tests.oracle import Tensors, distance, make_plan
+from tests.oracle import Tamper, Tensors, distance, make_plan
 from tests.ranks import run_ranks
 from tests.rows import rows
 
@@ -35,11 +38,17 @@ MODELS = {
     "sliding window": ("model.sliding_window=5",),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
-LAYOUTS = {"one process": (1, ()), "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2"))}
+LAYOUTS = {
+    "one process": (1, ()),
+    "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
+    "tp2+sp, async_tp": (2, tuple(ASYNC_TP)),
+}
 
 
 @pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"one process"}))
+@pytest.mark.usefixtures("compiled_here")
 def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
+    skip_without_compiler(layout)
     plans = [make_plan(ranks, *layout, *model) for model in MODELS.values()]
     answers = ours(ranks, plans)
     expected = run_ranks(_theirs, 1, plans, [answer.weights for answer in answers])[0]
@@ -47,7 +56,21 @@ def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
         differences = _differences(answer, oracle)
         assert all(difference <= TOLERANCE for difference in differences.values()), (name, differences)
         assert answer.accuracy == pytest.approx(oracle.accuracy, abs=1e-6), name
+        assert (answer.fused > 0) == ("trainer.async_tp=true" in layout)
     assert any(answer.accuracy > 0 for answer in answers)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("tamper", [gathered_pieces_of_the_wrong_rank, scattered_pieces_of_the_wrong_rank])
+def test_pieces_of_the_wrong_rank_are_seen(tamper: Tamper) -> None:
+    plan = make_plan(2, *ASYNC_TP)
+    (answer,) = ours(2, [plan], tamper)
+    ((oracle,),) = run_ranks(_theirs, 1, [plan], [answer.weights])
+    differences = _differences(answer, oracle)
+    assert differences["logits"] <= TOLERANCE  # which are never compiled
+    assert differences["loss"] > 5 * TOLERANCE
 
 
 def test_models_differ_where_they_should() -> None:

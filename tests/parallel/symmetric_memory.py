@@ -8,9 +8,9 @@ fake    the answers about GPUs: each rank has one, and all reach each other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -23,18 +23,33 @@ from megatron_llama.devices.cuda import Cuda
 
 _KEPT = ExitStack()
 """What stays replaced until the process ends. Forked ranks only."""
+_moved: Counter[str] = Counter()
+_wrong: set[str] = set()
 
 
-def symmetric_memory(broken: str = "") -> None:
-    """Gives this rank's CPU what a GPU has. ``broken`` is gather or scatter: then pieces come from the wrong rank."""
+def fused_products() -> int:
+    """How many products with a gather or a scatter inside this rank has run."""
+    return _moved.total()
+
+
+def wrong_pieces(kind: str) -> None:
+    """From now on the pieces that this rank's gathers, or scatters, fetch are the wrong rank's."""
+    assert kind in ("gather", "scatter")
+    _wrong.add(kind)
+
+
+def symmetric_memory() -> None:
+    """Gives this rank's CPU what a GPU has; once is enough for a process."""
+    if symmetric._pipelined_all_gather_and_consume is _gather_and_consume:
+        return
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul, "CPU")
     library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter, "CPU")
     own = dist.get_rank()
     for place, names in {
         symmetric: {
-            "_pipelined_all_gather_and_consume": partial(_gather_and_consume, broken == "gather"),
-            "_pipelined_produce_and_all2all": partial(_produce_and_exchange, broken == "scatter"),
+            "_pipelined_all_gather_and_consume": _gather_and_consume,
+            "_pipelined_produce_and_all2all": _produce_and_exchange,
             "empty": lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
             "rendezvous": lambda memory, name: dist.barrier(dist.distributed_c10d._resolve_process_group(name)),
         },
@@ -48,7 +63,6 @@ def symmetric_memory(broken: str = "") -> None:
 
 
 def _gather_and_consume(
-    broken: bool,
     shard: Tensor,
     consume: Callable[[Tensor, int], None],
     out: Tensor,
@@ -61,7 +75,8 @@ def _gather_and_consume(
     assert shard.is_contiguous() and out.is_contiguous() and out.shape[0] == size * shard.shape[0]
     pieces = [torch.empty_like(shard) for _ in range(size)]
     dist.all_gather(pieces, shard, group=group)
-    if broken:
+    _moved["gather"] += 1
+    if "gather" in _wrong:
         pieces.reverse()
     out.fill_(torch.nan)  # torch promises nothing of it where it is not needed
     for rank in ((own + step) % size for step in range(size)):
@@ -71,7 +86,7 @@ def _gather_and_consume(
 
 
 def _produce_and_exchange(
-    broken: bool, produce: Callable[[int, Tensor], None], out: Tensor, group_name: str, out_chunk_dim: int = 0
+    produce: Callable[[int, Tensor], None], out: Tensor, group_name: str, out_chunk_dim: int = 0
 ) -> None:
     """``produce`` makes the piece for each rank; ``out`` gets what all ranks have made for this one."""
     assert out_chunk_dim == 0
@@ -82,6 +97,7 @@ def _produce_and_exchange(
         produce(rank, mine.chunk(size)[rank])
     made = [torch.empty_like(out) for _ in range(size)]
     dist.all_gather(made, mine, group=group)
-    taken = (own + broken) % size
+    _moved["scatter"] += 1
+    taken = (own + ("scatter" in _wrong)) % size
     for rank in range(size):
         out.chunk(size)[rank].copy_(made[rank].chunk(size)[taken])

@@ -16,9 +16,10 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.async_tp import Overlap
-from megatron_llama.parallel.compiling import Graph
+from megatron_llama.parallel.compiling import Compiler, Graph
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
+from tests.compiled import SECONDS, needs_compiler, prepare_rank
 from tests.finetuning.runner import LORA
 from tests.layouts.table import DROPPING
 from tests.oracle import (
@@ -30,13 +31,10 @@ from tests.oracle import (
     make_plan,
     oracle,
     rectangles,
-    run_layout,
 )
-from tests.parallel.symmetric_memory import symmetric_memory
+from tests.parallel.symmetric_memory import wrong_pieces
 from tests.ranks import RankFailed, run_ranks
 
-REASON = get_device("cpu").compiler_missing()
-needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 pytestmark = pytest.mark.usefixtures("compiled_here")
 MODEL = "model.num_hidden_layers=3"
 LAYOUT = (MODEL, "trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true")
@@ -57,17 +55,18 @@ class Trained(NamedTuple):
 
 
 def trained(cache: Path, *overrides: str, overlapped: bool, broken: str = "", world: int = 2) -> list[Trained]:
-    """Each rank's answer. ``broken`` is symmetric_memory's, or pass: the compiler's."""
+    """Each rank's answer. ``broken`` is what wrong_pieces takes, or pass: the compiler's."""
     plan = make_plan(world, *LAYOUT, f"trainer.compile_cache={cache}", f"trainer.async_tp={overlapped}", *overrides)
-    return run_ranks(_train, world, plan, broken, timeout=600)  # compilers are slow on a busy machine
+    return run_ranks(_train, world, plan, broken, timeout=SECONDS)
 
 
 def _train(rank: int, plan: Plan, broken: str) -> Trained:
     device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
-    if plan.config.trainer.async_tp:
-        symmetric_memory(broken)
-        if broken == "pass":
-            dist.is_nccl_available = lambda: False  # then Inductor's pass finds all and replaces nothing
+    prepare_rank(plan)
+    if broken == "pass":
+        dist.is_nccl_available = lambda: False  # then Inductor's pass finds all and replaces nothing
+    elif broken:
+        wrong_pieces(broken)
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
         optimizer = build_optimizer(plan, model)
@@ -180,8 +179,14 @@ def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypa
         assert len(list(tmp_path.glob("graphs/*.json"))) == 1, found
 
 
+def _compiler_of_a_cpu(rank: int, plan: Plan) -> None:
+    device = get_device("cpu")
+    with process_groups(plan, build_topology(plan, rank), device, torch.device("cpu")):
+        Compiler(plan, device)
+
+
 @needs_compiler
 def test_a_device_that_can_not_is_refused(cache: Path) -> None:
-    plan = (*LAYOUT, f"trainer.compile_cache={cache}", "trainer.async_tp=true")
+    plan = make_plan(2, *LAYOUT, f"trainer.compile_cache={cache}", "trainer.async_tp=true")
     with pytest.raises(RankFailed, match="device=cpu has no products that begin before their operands are complete"):
-        run_layout(2, *plan, steps=1)
+        run_ranks(_compiler_of_a_cpu, 2, plan)

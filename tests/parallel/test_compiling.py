@@ -15,13 +15,12 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
+from tests.compiled import SECONDS, needs_compiler
 from tests.finetuning.runner import LORA, tune
 from tests.layouts.table import DROPPING, PIECES
 from tests.oracle import RaggedSamples, distance, make_plan, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
 
-REASON = get_device("cpu").compiler_missing()
-needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 pytestmark = pytest.mark.usefixtures("compiled_here")
 COMPILE = ("trainer.compile=true", "trainer.compile_strict=true")
 
@@ -29,7 +28,7 @@ COMPILE = ("trainer.compile=true", "trainer.compile_strict=true")
 def compiled(cache: Path, *overrides: str, world: int = 4, batches: int = 3) -> list[list[Graph]]:
     """Each rank's graphs of a few training batches and a validation."""
     plan = make_plan(world, *COMPILE, f"trainer.compile_cache={cache}", *overrides)
-    return run_ranks(_work, world, plan, batches, timeout=400)  # compilers are slow on a busy machine
+    return run_ranks(_work, world, plan, batches, timeout=SECONDS)
 
 
 def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
