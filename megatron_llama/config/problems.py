@@ -85,9 +85,12 @@ def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
     blocks = [f"{what} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
     for instead, reasons in by_advice(listed).items():
-        lines = []
+        lines: list[str] = []
+        before: list[str] = []
         for alike in reasons:
-            lines += [f"  {p.field}" if p.value is None else f"  {p.field} = {shown(p.value)}" for p in alike]
+            settings = [f"  {p.field}" if p.value is None else f"  {p.field} = {shown(p.value)}" for p in alike]
+            lines += settings if settings != before else []  # one setting may break several rules
+            before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
             lines.append(fill("    rule     ", alike[0].rule + likewise, MESSAGE_WIDTH))
         blocks.append("\n".join([*lines, fill("    instead  ", instead, MESSAGE_WIDTH)]))
@@ -98,23 +101,38 @@ def told_together(problems: Iterable[Problem]) -> list[str]:
     """A sentence for each piece of advice; see ``by_advice``."""
     told = []
     for instead, alike in by_advice(problems).items():
-        reasons = []
+        reasons: list[str] = []
+        before = ""
         for first, *others in alike:
             more = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
             likewise = f"; likewise {more}" if more else ""
-            reasons.append(f"{first.field}={shown(first.value)}: {first.rule}{likewise}")
+            setting = f"{first.field}={shown(first.value)}: "
+            reasons.append(f"{'' if setting == before else setting}{first.rule}{likewise}")
+            before = "" if others else setting
         told.append("; ".join([*reasons, instead]))
     return told
 
 
 def by_advice(problems: Iterable[Problem]) -> dict[str, list[list[Problem]]]:
     """Problems by what mends them, and those together that break the same rule, so that each is told once: one command
-    makes all the datasets of a blend and their tokenizer."""
+    makes all the datasets of a blend and their tokenizer.
+
+    Where a setting has several problems, only advice that mends the others too is worth telling: of "write a, or b" and
+    "write a" the second."""
+    listed = list(problems)
     found: dict[str, dict[str, list[Problem]]] = {}
-    for problem in problems:
+    for problem in listed:
+        same = [p.instead for p in listed if (p.field, p.value) == (problem.field, problem.value)]
+        within = [instead for instead in same if _alternatives(instead) < _alternatives(problem.instead)]
+        instead = min(within, key=lambda text: len(_alternatives(text)), default=problem.instead)
         rule = problem.rule.replace(str(problem.value), "")
-        found.setdefault(problem.instead, {}).setdefault(rule, []).append(problem)
+        found.setdefault(instead, {}).setdefault(rule, []).append(problem)
     return {instead: list(rules.values()) for instead, rules in found.items()}
+
+
+def _alternatives(instead: str) -> set[str]:
+    """What one may write, of a text such as "write trainer.sp=true, or trainer.async_tp=false"."""
+    return set(instead.removeprefix("write ").split(", or "))
 
 
 def fill(start: str, text: str, width: int) -> str:

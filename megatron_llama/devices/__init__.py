@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices import base
-from megatron_llama.devices.base import Device, Peak
+from megatron_llama.devices.base import Device, Peak, async_tp_problem
 
 _NAMES = tuple(name for name in DEVICES if name != "auto")
 
@@ -42,10 +40,9 @@ def ahead_of_time_environment(name: str) -> dict[str, str]:
     return _load(name).ahead_of_time_environment() if name in _NAMES else {}
 
 
-def async_tp_problem(name: str) -> Problem | None:
-    """The problem of trainer.async_tp on ``name``, which need not be here; None where it can work, and for ``auto``."""
-    reason = _load(name).async_tp_missing() if name in _NAMES else None
-    return None if reason is None else base.async_tp_problem(reason)
+def async_tp_missing(name: str) -> str | None:
+    """Why trainer.async_tp can't work on ``name``, which need not be here; None where it can, and for ``auto``."""
+    return _load(name).async_tp_missing() if name in _NAMES else None
 
 
 def variable_prefixes() -> tuple[str, ...]:
@@ -62,6 +59,7 @@ __all__ = [
     "Device",
     "Peak",
     "ahead_of_time_environment",
+    "async_tp_missing",
     "async_tp_problem",
     "get_device",
     "variable_prefixes",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Host, Problem, hostfile_hosts, listed_hosts
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices import Device, async_tp_problem, get_device
+from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.system.files import read_whole
@@ -35,8 +35,8 @@ class World:
         Raises ConfigError with every problem: ``known`` ones, which were found before, the device's, and the config's.
         """
         problems = [] if self.problem is None else [self.problem]
-        if self.config.trainer.async_tp and (found := async_tp_problem(self.config.device.name)):
-            problems.append(found)
+        if self.config.trainer.async_tp and (reason := async_tp_missing(self.config.device.name)):
+            problems.append(async_tp_problem(reason))
         machine = None
         if self.device is not None:  # of other machines nothing is known; launch.hosts look at their own memory
             ranks = 1 if self.device.is_accelerator else self.size // self.nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import resource
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from megatron_llama.config import (
     load_config,
     to_yaml,
 )
+from megatron_llama.config.problems import by_advice, told_together
 from megatron_llama.plan import resolve
 from tests.paths import CONF
 
@@ -270,6 +272,34 @@ def test_the_message_shows_field_value_rule_and_advice() -> None:
         assert problem.rule in text and problem.instead.split(",")[0] in text
     assert max(map(len, text.splitlines())) <= 100
     assert "for one reason" in format_problems(problems[:1])
+
+
+def test_a_setting_with_several_problems_gets_advice_that_mends_all_of_them() -> None:
+    off, other = (
+        Problem("a.b", True, "is not for this device", "write a.b=false"),
+        Problem("c", 1, "is small", "write c=2"),
+    )
+    wide = Problem("a.b", True, "is for two ranks", "write a.b=false, or a.tp=2 or more")
+    for listed in ([off, other, wide], [wide, other, off]):
+        text = format_problems(listed)
+        assert "for 3 reasons" in text
+        assert text.count("a.b = true") == text.count("instead  write a.b=false\n") == 1 and "tp=2" not in text
+        assert "is not for this device" in text and "is for two ranks" in text and "write c=2" in text
+        assert "a.b=true: is not for this device; is for two ranks; write a.b=false" in told_together([off, wide])
+    # Of another setting or value it says nothing, nor do two that have only a part in common.
+    for listed in (
+        [off, Problem("a.c", True, wide.rule, wide.instead)],
+        [off, Problem("a.b", False, wide.rule, wide.instead)],
+        [wide, Problem("a.b", True, "is compiled", "write a.b=false, or a.compile=true")],
+    ):
+        assert {problem.instead for problem in listed} == set(by_advice(listed))
+
+
+def test_rules_stand_below_the_settings_that_break_them() -> None:
+    one, two = (Problem(field, 1, "is odd", "write 2") for field in "ab")
+    text = format_problems([one, two, Problem("a", 1, "is small", "write 2")])
+    told = ["a = 1", "b = 1", "is odd; likewise the others", "a = 1", "is small"]
+    assert re.findall(r"[ab] = 1|\bis .*", text) == told
 
 
 def test_composing_is_quick() -> None:

@@ -94,6 +94,10 @@ def test_a_device_without_async_tp_is_refused_before_anything_is_started(capfd: 
         assert cli.main(["--dry-run", *words, f"device={device}"]) == 2
         assert f"device={device} has no products that begin before" in capfd.readouterr().err
     assert cli.main([*words, "device=cpu"]) == 2
+    capfd.readouterr()
+    assert cli.main(["--dry-run", "data=mock", "trainer.async_tp=true", "device=cpu"]) == 2
+    told = capfd.readouterr().err  # tp=2 would be refused as well
+    assert told.count("write trainer.async_tp=false") == 1 and "for 2 reasons" in told and "tp=2" not in told
     assert cli.main(["--dry-run", *words, "device=cuda"]) == 0
     assert "sequence parallelism on · compile · async_tp" in capfd.readouterr().out
 
