@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from megatron_llama.train.smoothing import moving_average
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PICTURE_FILE = "loss.png"
 INK, SOFT, TRAIN, VALIDATION, RATE = "#1f2933", "#9aa5b1", "#2563eb", "#ea580c", "#0d9488"
@@ -53,6 +54,7 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle:
     _loss(above, records)
     _tokens_on_top(above, records)
     _learning_rate(below, records)
+    _legend(figure, above, 58)
     _headline(above, title, 58, fontsize=15, fontweight="bold", color=INK)
     _headline(above, subtitle, 42, fontsize=9.5, color=SOFT)
     figure.savefig(path)
@@ -65,33 +67,43 @@ def _headline(axes: Axes, text: str, points: float, **style: Any) -> None:
     axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, points), textcoords="offset points", **style)
 
 
+def _legend(figure: Figure, axes: Axes, points: float) -> None:
+    """The names of the curves so many points above the frame, at its right, where no curve comes."""
+    from matplotlib.transforms import ScaledTranslation
+
+    where = axes.transAxes + ScaledTranslation(0, points / 72, figure.dpi_scale_trans)
+    style: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "borderpad": 0, "ncols": 2}
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), bbox_transform=where, **style)
+
+
 def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    """Each step's loss thin, the smoothed one thick, validation as points."""
+    """Each step's loss thin, the smoothed one thick, validation as points; the last value right of the frame."""
     known = [record for record in records if record["reduced_train_loss"] is not None]
     steps = [record["step"] for record in known]
     losses = [record["reduced_train_loss"] for record in known]
     window = max(1, round(SMOOTHING * len(losses)))
     middles, smooth = moving_average(steps, window), moving_average(losses, window)
     axes.plot(steps, losses, color=TRAIN, alpha=0.28, linewidth=0.9)
-    axes.plot(middles, smooth, color=TRAIN, linewidth=2.2, label="training loss", solid_capstyle="round")
+    axes.plot(
+        middles, smooth, color=TRAIN, linewidth=2.2, label="training loss", solid_capstyle="round", **_dot(middles)
+    )
     validated = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
     if validated:
         style: dict[str, Any] = {"marker": "o", "markersize": 5, "linewidth": 1.2, "markeredgecolor": "white"}
         axes.plot(*zip(*validated, strict=True), color=VALIDATION, label="validation loss", **style)
     if known:
-        last = validated[-1][1] if validated else smooth[-1]
-        name = "validation" if validated else "training"
+        name, last = ("validation", validated[-1][1]) if validated else ("training", smooth[-1])
         axes.annotate(
-            f"{name} {last:.3f}",
-            (validated[-1] if validated else (middles[-1], last)),
-            xytext=(-4, 12),
+            f"{name}\n{last:.3f}",
+            (1, last),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(5, 0),
             textcoords="offset points",
-            ha="right",
+            va="center",
             fontsize=9,
             color=VALIDATION if validated else TRAIN,
         )
     axes.set_ylabel("loss (nats per token)", color=INK)
-    axes.legend(frameon=False, loc="upper right")
     _plain(axes)
 
 
@@ -112,15 +124,24 @@ def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _learning_rate(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    """The learning rate, filled."""
+    """The learning rate, filled, over whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
     steps, rates = [record["step"] for record in records], [record["lr"] for record in records]
-    axes.plot(steps, rates, color=RATE, linewidth=1.5)
+    axes.plot(steps, rates, color=RATE, linewidth=1.5, **_dot(steps))
     axes.fill_between(steps, rates, color=RATE, alpha=0.12, linewidth=0)
+    axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     axes.set_ylabel("lr", color=INK)
     axes.set_xlabel("step", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     _plain(axes)
+
+
+def _dot(values: Sized) -> dict[str, Any]:
+    """The style of a line of ``values``: one alone would not be seen."""
+    return {"marker": "o"} if len(values) == 1 else {}
 
 
 def _plain(axes: Axes) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from megatron_llama.plan import parameters
-from megatron_llama.train.loss_curve import describe, draw_run
+from megatron_llama.train.loss_curve import SMOOTHING, describe, draw, draw_run
 from tests.train.steps import log_steps, plan_of
 
 HEAD = struct.Struct(">8s4s4sII")
@@ -27,6 +30,51 @@ def test_a_run_gets_a_picture(tmp_path: Path) -> None:
 def test_very_short_runs(tmp_path: Path, last: int) -> None:
     log_steps(plan_of(tmp_path), last=last)
     assert draw_run(plan_of(tmp_path)) is not None
+
+
+CURVES: dict[str, list[float]] = {
+    "one step": [8.0],
+    "three steps": [8.0, 7.5, 7.1],
+    "falling": [3 + 6 * math.exp(-step / 15) for step in range(60)],
+    "rising": [3 + step / 20 for step in range(60)],
+    "resumed": [9.0] * 40 + [3.0] * 3,
+}
+
+
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("name", CURVES)
+def test_nothing_is_written_where_curves_are(
+    name: str, validated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    losses = CURVES[name]
+    rows = [
+        {"step": step, "consumed_tokens": 64 * step, "reduced_train_loss": loss, "lr": 1e-3}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    if validated:
+        rows[-1]["val_loss"] = losses[-1] - 0.5
+    long = "405.9 B parameters  |  tp8·pp16·dp128 zero1  |  fp32_ZeroOptMaster on 16384 × neuron  |  redpajama"
+    draw(rows, tmp_path / "loss.png", "llama3_405b", long)
+    figure = pyplot.gcf()
+    try:
+        above, below = figure.axes
+        frame, shown = above.get_window_extent(), [*above.texts, above.get_legend()]
+        value = next(text for text in above.texts if text.get_text().startswith(("training\n", "validation\n")))
+        last = losses[-1] - 0.5 if validated else np.mean(losses[-max(1, round(SMOOTHING * len(losses))) :])
+        assert value.get_text() == f"{'validation' if validated else 'training'}\n{last:.3f}"
+        for index, one in enumerate(shown):
+            place = one.get_window_extent()
+            assert not place.overlaps(frame)
+            assert figure.bbox.containsx(place.x0) and figure.bbox.containsx(place.x1), "it is cut off"
+            assert figure.bbox.containsy(place.y0) and figure.bbox.containsy(place.y1), "it is cut off"
+            assert not any(place.overlaps(other.get_window_extent()) for other in shown[:index])
+        assert all(tick == round(tick) for tick in below.get_xticks())
+        drawn = [line for axes in figure.axes for line in axes.lines if line.get_label() != "validation loss"]
+        assert all(len(line.get_xdata()) > 1 or line.get_marker() == "o" or line.get_alpha() for line in drawn)
+    finally:
+        monkeypatch.undo()
+        pyplot.close(figure)
 
 
 def test_no_steps_no_picture(tmp_path: Path) -> None:
