@@ -28,6 +28,7 @@ from pathlib import Path
 
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
+from megatron_llama.devices.cpu import processor
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from scripts.results import ROOT, commit, markdown_table
@@ -149,9 +150,7 @@ def _heading(args: argparse.Namespace, source: Path) -> list[str]:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"no {package}")
-    information = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*:\s*(.*)", information.read_text() if information.exists() else "")
-    cpu = match[1] if match else platform.processor()
+    cpu = processor().get("model name", platform.machine())
     return [
         "# Preprocessing speed",
         "",

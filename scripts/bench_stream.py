@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.devices.cpu import processor
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.units import short_count
@@ -89,7 +90,7 @@ def make_datasets(folder: Path, total: int) -> tuple[int, list[Any]]:
 
 def _heading(args: argparse.Namespace, documents: int) -> Iterator[str]:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "torch", "megatron-core"))
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    cpu = processor().get("model name", platform.machine())
     yield f"{datetime.date.today()}, commit {commit()}, {cpu}, Python {platform.python_version()}, {versions}."
     yield f"`python {' '.join(sys.argv)}`"
     yield ""

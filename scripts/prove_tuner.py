@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_llama.config.tuning import TuneConfig  # noqa: E402 (the tree need not be installed)
+from megatron_llama.devices.cpu import processor  # noqa: E402
 from megatron_llama.system.files import read_json  # noqa: E402
 from megatron_llama.system.units import gib  # noqa: E402
 from megatron_llama.tools.tune import objectives  # noqa: E402
@@ -177,9 +179,7 @@ def report(
 ) -> list[str]:
     """The page."""
     chosen, best = both
-    model = next(
-        (line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?"
-    )
+    model = processor().get("model name", platform.machine())
     failed = [each for each in every if measured[each.key].status == MEMORY]
     command = f"python scripts/prove_tuner.py --memory {arguments.memory} --trials {arguments.trials}"
     lines = [f"# The tuner under a memory limit, against an exhaustive trial, {time.strftime('%Y-%m-%d')}", ""]

@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.devices.cpu import processor
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 from scripts.results import commit, markdown_table, run_program
@@ -147,9 +148,7 @@ def comparison(
 
 def conditions() -> str:
     """Date, machine, versions and commit, for a page of results."""
-    cpu = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.*)$", cpu.read_text(), re.MULTILINE) if cpu.exists() else None
-    name = found[1] if found else platform.machine()
+    name = processor().get("model name", platform.machine())
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core"))
     return (
         f"{date.today()}, commit {commit()}, {os.cpu_count()} cores of {name}, shared with other work (load "

@@ -40,7 +40,7 @@ class Cpu(Device):
         return min([physical, *_memory_limits()])
 
     def hardware(self) -> dict[str, str]:
-        name = _processor().get("model name")
+        name = processor().get("model name")
         return {} if name is None else {"processor": name}
 
     def environment(self, plan: Plan) -> dict[str, str]:
@@ -96,7 +96,7 @@ def multiplies_by_onednn() -> bool:
     """
     import torch
 
-    found = _processor()
+    found = processor()
     flags, family = found.get("flags", "").split(), found.get("cpu family", "")
     zen_5 = found.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= _ZEN_5
     if not zen_5 or "avx512f" not in flags or "amx_bf16" in flags or not torch.backends.mkldnn.is_available():
@@ -110,8 +110,8 @@ def multiplies_by_onednn() -> bool:
     return False
 
 
-def _processor() -> dict[str, str]:
-    """What Linux says of the first core, such as its flags; empty where it says nothing."""
+def processor() -> dict[str, str]:
+    """What Linux says of the first core, such as its "model name" and "flags"; empty where it says nothing."""
     with suppress(OSError):
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
         return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}

@@ -29,19 +29,19 @@ def setting() -> str:
 )
 def test_other_processors_keep_torchs_choice(other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = setting()
-    monkeypatch.setattr(cpu, "_processor", lambda: ZEN_5 | other)
+    monkeypatch.setattr(cpu, "processor", lambda: ZEN_5 | other)
     assert not cpu.multiplies_by_onednn() and setting() == before
 
 
 def test_a_system_that_says_nothing_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert cpu._processor() == {} and not cpu.multiplies_by_onednn()
+    assert cpu.processor() == {} and not cpu.multiplies_by_onednn()
 
 
 def test_products_stay_in_fp32_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """On hardware that would round, a processor with AMX that calls itself Zen 5, the choice is taken back."""
     before = setting()
-    monkeypatch.setattr(cpu, "_processor", lambda: ZEN_5)
+    monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
     chosen = cpu.multiplies_by_onednn()
     assert setting() == ("bf16" if chosen else before)
     torch.manual_seed(0)
@@ -53,6 +53,6 @@ def test_products_stay_in_fp32_whatever_is_chosen(monkeypatch: pytest.MonkeyPatc
 
 def test_a_choice_that_rounds_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before, eye = setting(), torch.eye
-    monkeypatch.setattr(cpu, "_processor", lambda: ZEN_5)
+    monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
     monkeypatch.setattr(torch, "eye", lambda size: eye(size) * (1 - 2**-9))
     assert not cpu.multiplies_by_onednn() and setting() == before

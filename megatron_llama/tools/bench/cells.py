@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
 from megatron_llama.config import Config, load_config
+from megatron_llama.devices.cpu import processor
 from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan.shapes import head_dim, kv_heads, parameters
 from megatron_llama.system.errors import UserError
@@ -99,10 +100,9 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
 
 def describe_machine(device: str) -> str:
     """Cores, processor, and whether it has units for bf16 products; on an accelerator its name too."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    names, flags = re.findall(r"model name\s*: (.*)", cpu), re.search(r"flags\s*: (.*)", cpu)
-    units = [unit for unit in ("amx_bf16", "avx512_bf16") if flags and unit in flags[1].split()]
-    text = f"{len(names)} cores of {names[0] if names else 'an unknown processor'}, "
+    cpu = processor()
+    units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in cpu.get("flags", "").split()]
+    text = f"{os.cpu_count()} cores of {cpu.get('model name', 'an unknown processor')}, "
     text += f"bf16 units ({', '.join(units)})" if units else "no bf16 units"
     if device != "cpu":
         import torch

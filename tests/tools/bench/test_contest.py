@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,11 @@ from typing import Any
 import pytest
 
 from megatron_llama.system.errors import UserError
+<<<<<<< HEAD
 from megatron_llama.tools.bench import turns
+=======
+from megatron_llama.tools.bench import cells
+>>>>>>> 3b64074 (One reader of what Linux says of the processor, for the device and the scripts)
 from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
 from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
@@ -27,6 +32,16 @@ def test_layouts_are_read() -> None:
     for name in ("two", "tp", "2tp", "sp2", "pp2tp", ""):
         with pytest.raises(UserError, match="a layout is one, or axes"):
             layout_of(name)
+
+
+def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, told in (
+        ({"model name": "A 9", "flags": "fpu avx512_bf16 amx_bf16"}, "A 9, bf16 units (amx_bf16, avx512_bf16)"),
+        ({"model name": "A 9", "flags": "fpu no_avx512_bf16"}, "A 9, no bf16 units"),
+        ({}, "an unknown processor, no bf16 units"),
+    ):
+        monkeypatch.setattr(cells, "processor", lambda said=said: said)
+        assert cells.describe_machine("cpu") == f"{os.cpu_count()} cores of {told}"
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
