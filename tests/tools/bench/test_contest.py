@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_llama.system.errors import UserError
-<<<<<<< HEAD
-from megatron_llama.tools.bench import turns
-=======
-from megatron_llama.tools.bench import cells
->>>>>>> 3b64074 (One reader of what Linux says of the processor, for the device and the scripts)
+from megatron_llama.tools.bench import cells, turns
 from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
 from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
