@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -34,6 +35,7 @@ class Watcher:
         self.step = 0
         self.profile: Any = None
         self.optimizer: Any = None
+        self.hook: Any = None
         self.known: dict[int, tuple[str, int]] = {}  # by address: (component, bytes) before the step
         self.gradients: set[int] = set()
         self.least_logits = 0
@@ -49,21 +51,25 @@ class Watcher:
     def after_update(self, optimizer: Any, *_: Any) -> None:
         self.step += 1
         self.optimizer = optimizer
-        if self.step == WATCHED_STEP:
+        if self.step == WATCHED_STEP - 1:
+            # Not earlier: what TRAIN_PY compiles in its first step would have the hook in its graph.
+            self.hook = register_module_forward_pre_hook(self.before_forward)
+        elif self.step == WATCHED_STEP:
             self.profile.__exit__(None, None, None)
             self._report()
 
     def before_forward(self, *_: Any) -> None:
-        if self.step == WATCHED_STEP - 1 and self.profile is None:
-            gc.collect()
-            self._look(self.optimizer)
-            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-            self.profile.__enter__()
+        self.hook.remove()
+        gc.collect()
+        self._look(self.optimizer)
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
 
     def _look(self, optimizer: Any) -> None:
-        """Notes all tensors that are alive."""
+        """Notes all tensors that are alive, but not those that stood for them while graphs were compiled."""
         for tensor in gc.get_objects():
-            if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "cpu":
+            real = issubclass(type(tensor), torch.Tensor) and not issubclass(type(tensor), FakeTensor)
+            if real and tensor.device.type == "cpu":
                 try:
                     address, size = _memory(tensor)
                 except (NotImplementedError, RuntimeError):
@@ -132,7 +138,6 @@ if __name__ == "__main__":
     watcher = Watcher()
     register_optimizer_step_pre_hook(watcher.before_update)
     register_optimizer_step_post_hook(watcher.after_update)
-    register_module_forward_pre_hook(watcher.before_forward)
     program = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(program.resolve().parent))

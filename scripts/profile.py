@@ -15,9 +15,8 @@ if __name__ == "profile":
     sys.modules["profile"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["profile"])
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from megatron_llama.system.output import protect
     from megatron_llama.system.signals import leave_quietly
 

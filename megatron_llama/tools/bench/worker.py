@@ -18,6 +18,7 @@ from multiprocessing.connection import Client
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses import FakeTensor
 
 from megatron_llama.tools.bench.contest import Facts, Task
 
@@ -146,22 +147,30 @@ def _peak_memory(task: Task) -> int:
 
 
 def _live_bytes(task: Task, trainer: Trainer, step: int) -> int:
-    """Most bytes of tensors alive at a time during a step: those alive before, and what the allocator then reports."""
-    if task.device != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-        trainer.step(step)
-        return int(torch.accelerator.max_memory_allocated())
+    """Most bytes of tensors alive at a time during a step."""
+    if task.device == "cpu":
+        return most_alive(lambda: trainer.step(step))
+    torch.accelerator.reset_peak_memory_stats()
+    trainer.step(step)
+    return int(torch.accelerator.max_memory_allocated())
+
+
+def most_alive(work: Callable[[], object]) -> int:
+    """Most bytes of a CPU's tensors alive at a time during ``work``: those alive before, and what the allocator then
+    reports."""
     gc.collect()
     # type(), as isinstance would wake lazily imported modules among the objects.
     storages = {}
     for tensor in gc.get_objects():
-        if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "cpu":
+        # Fake tensors are left over where graphs were compiled.
+        real = issubclass(type(tensor), torch.Tensor) and not issubclass(type(tensor), FakeTensor)
+        if real and tensor.device.type == "cpu":
             with suppress(NotImplementedError, RuntimeError):  # wrappers without memory of their own
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     alive = most = sum(storages.values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        trainer.step(step)
+        work()
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(changes, key=lambda event: event.start_ns()):
         alive += event.nbytes()

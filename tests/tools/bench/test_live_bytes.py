@@ -9,14 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.devices import get_device
 from tests.paths import ROOT
+
+REASON = get_device("cpu").compiler_missing()
+SETTINGS = "model=llama_2m data=mock device=cpu data.seq_length=64 trainer.steps=3 trainer.precision=fp32".split()
 
 
 @pytest.mark.slow
-def test_components_of_a_small_step(tmp_path: Path) -> None:
-    settings = "model=llama_2m data=mock device=cpu data.seq_length=64 trainer.steps=3 trainer.precision=fp32".split()
-    command = [sys.executable, str(ROOT / "scripts/live_bytes.py"), str(ROOT / "train.py"), *settings]
-    done = subprocess.run([*command, f"run.dir={tmp_path}"], capture_output=True, text=True, check=False, timeout=120)
+@pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.skipif(REASON is not None, reason=str(REASON)))],
+    ids=["eager", "compiled"],
+)
+def test_components_of_a_small_step(compiled: bool, tmp_path: Path) -> None:
+    """Compiled, and without a break in the graph: what watches must not be traced."""
+    how = ["trainer.compile=true", "trainer.compile_strict=true", f"trainer.compile_cache={tmp_path / 'compiled'}"]
+    command = [sys.executable, str(ROOT / "scripts/live_bytes.py"), str(ROOT / "train.py"), *SETTINGS]
+    command += [f"run.dir={tmp_path / 'run'}", *(how if compiled else ())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     found = {name: int(size) for name, size in re.findall(r"live at the peak: (.+?) +([\d,]+) MiB", done.stdout)}
     assert found["weights"] == round(4 * 1_771_200 / 2**20)

@@ -47,7 +47,8 @@ def test_what_can_not_work_is_told(words: list[str], told: str, capfd: pytest.Ca
 
 def test_the_standard_library_keeps_its_profile() -> None:
     """Python looks for it in scripts/ first when a script of that folder imports cProfile, as torch does."""
-    program = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import cProfile, profile; cProfile.run('1')"
+    program = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); path = list(sys.path); import cProfile, profile; "
+    program += "assert sys.path == path; cProfile.run('1')"  # live_bytes.py runs other commits of the project
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "function calls" in done.stdout
