@@ -34,6 +34,9 @@ ATTENTION_KERNELS = {"cuda": "varlen", "neuron": "mask", "hpu": "mask", "cpu": "
 """How a device computes attention inside documents and with patterns: varlen, FlashAttention over sequences of
 different lengths in one call; tiles, call by call, only what is seen; mask, the whole square behind a mask of one
 shape, for devices that compile each shape. plan/attention_pattern.py says where a device takes another one."""
+INDUCTOR = "inductor"
+COMPILERS = {"cuda": INDUCTOR, "neuron": "neuron", "hpu": "hpu_backend", "cpu": INDUCTOR}
+"""torch.compile's backend on a device."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 """PEFT's name of all of them."""

@@ -3,7 +3,7 @@
 To add a device:
 
     devices/NAME.py          a subclass of ``Device``, and its instance DEVICE
-    config/settings.py       NAME in DEVICES, where ``auto`` should try it
+    config/settings.py       NAME in DEVICES, where ``auto`` should try it, and in the tables beside it
     conf/device/NAME.yaml    the choice device=NAME, one line
 
 A device's module is imported when the device is first asked for, and torch only inside its methods, so that a dry run

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.settings import COMPILERS
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,7 @@ class Device(ABC):
 
     def compile_backend(self) -> str:
         """torch.compile's backend."""
-        return "inductor"
+        return COMPILERS[self.name]
 
     def compile_environment(self, folder: Path) -> dict[str, str]:
         """Variables that put the caches of the device's compilers under ``folder``, which ranks and runs may share."""

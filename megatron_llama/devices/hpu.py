@@ -121,9 +121,6 @@ class Hpu(Device):
 
         bridge.synchronize()
 
-    def compile_backend(self) -> str:
-        return "hpu_backend"
-
     def compile_environment(self, folder: Path) -> dict[str, str]:
         # Path, whether to empty it at the start, most MB, whether it is on a shared disk (then it is locked as one).
         recipes = f"{folder / 'recipes'},false,65536,true"

@@ -170,9 +170,6 @@ class Neuron(Device):
 
         torch.neuron.synchronize()  # type: ignore[attr-defined]
 
-    def compile_backend(self) -> str:
-        return "neuron"
-
     def compile_environment(self, folder: Path) -> dict[str, str]:
         # The backend writes there atomically, safe for many machines; its local copy stays on each machine's own disk.
         return {**super().compile_environment(folder), "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff")}

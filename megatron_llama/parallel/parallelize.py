@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
@@ -141,7 +142,7 @@ def build_model(
             for block in chunk.layers.values():
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
-            if chunk.is_last and device.compile_backend() == "inductor":
+            if chunk.is_last and device.compile_backend() == INDUCTOR:
                 chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, groups, plan)
         allocate(chunk, torch_device, plan)

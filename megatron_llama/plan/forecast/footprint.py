@@ -171,7 +171,8 @@ def _head(job: Job) -> float:
         sharded = job.program.sharded_logit_bytes if job.tp > 1 else None
         return float(job.tokens * table * (sharded or job.program.logit_bytes))
     chunk, weight = min(job.tokens, loss_chunk(job.shape.hidden)), table * job.shape.hidden
-    logits = chunk * table * (FP32 + (width if width < FP32 else 0))
+    wide = FP32 if job.program.widens_logits and width < FP32 else 0
+    logits = chunk * table * (width + wide)
     stream = job.tokens * job.shape.hidden * width  # the norm's output and the gradient of it, in parts or whole
     streams = stream + stream / (job.tp if job.sp else 1)
     if job.lora_parameters:

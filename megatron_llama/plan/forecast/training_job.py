@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
-from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.config.settings import COMPILERS, INDUCTOR, TrainerConfig
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.derive import spread
 from megatron_llama.plan.plan import Plan
@@ -106,6 +106,9 @@ class Program:
     """With sequence parallelism, the gathered inputs of the products are kept, not each rank's part of them."""
     chunks_logits: bool = False
     """Logits are made by chunks of tokens with their gradients, and are gone before the first block's backward pass."""
+    widens_logits: bool = True
+    """A chunk's logits in 16 bits have a copy in 32 bits beside them; else the loss reads and writes them as they are
+    (model/loss.py, ``fused``)."""
     reshards: bool = False
     """ZeRO 3 shards weights again after each block, in a pipeline too."""
     shards_frozen: bool = False
@@ -136,12 +139,12 @@ OURS = Program(
     repeats_elementwise=True,
     loss_in_steps=True,
 )
+COMPILED = replace(OURS, name="megatron_llama, compiled", kernels="compiled", widens_logits=False)
 PROGRAMS = {
     "ours": OURS,
-    "ours, compiled": replace(OURS, name="megatron_llama, compiled", kernels="compiled"),
-    "ours, overlapped": replace(
-        OURS, name="the same, trainer.async_tp", kernels="compiled", overlaps_tp=True, symmetric_memory=True
-    ),
+    "ours, compiled": COMPILED,
+    "ours, other compiler": replace(COMPILED, name="the same, not by Inductor", widens_logits=True),
+    "ours, overlapped": replace(COMPILED, name="the same, trainer.async_tp", overlaps_tp=True, symmetric_memory=True),
     "megatron 2021": Program(
         "Megatron-LM before FlashAttention",
         "scores",
@@ -313,11 +316,13 @@ def _exchanged(kind: str | None) -> float | None:
     return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
 
 
-def _program(trainer: TrainerConfig) -> str:
-    """Which of PROGRAMS a run of ours is."""
+def _program(trainer: TrainerConfig, device: str) -> str:
+    """Which of PROGRAMS a run of ours is. A device that is not known is taken for a CPU (plan/choices.py)."""
     if trainer.async_tp:
         return "ours, overlapped"
-    return "ours, compiled" if trainer.compile else "ours"
+    if not trainer.compile:
+        return "ours"
+    return "ours, compiled" if COMPILERS.get(device, INDUCTOR) == INDUCTOR else "ours, other compiler"
 
 
 def job_of_plan(plan: Plan) -> Job:
@@ -369,6 +374,6 @@ def job_of_plan(plan: Plan) -> Job:
         reduce_group=trainer.reduce_group,
         secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
-        program=PROGRAMS[_program(trainer)],
+        program=PROGRAMS[_program(trainer, plan.config.device.name)],
         inner_bytes=compute,
     )
