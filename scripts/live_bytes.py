@@ -3,7 +3,8 @@
     python scripts/live_bytes.py TRAIN_PY SETTING ...
 
 Runs TRAIN_PY with the settings and records the CPU allocator's events of the third step (torch.profiler). The tensors
-that the optimizer knows tell weights, states and gradients; logits are known by their size. One rank, CPU only.
+that the optimizer knows tell weights, states and gradients; logits are known by their size. One rank, CPU only. Only
+the optimizer is hooked: a hook on modules would be traced into what TRAIN_PY compiles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 WATCHED_STEP = 3
@@ -29,41 +29,38 @@ COMPONENTS = (WEIGHTS, STATES, GRADIENTS, LOGITS, OTHER)
 
 
 class Watcher:
-    """Counts the optimizer's steps, and profiles one from its forward pass to the end of its update."""
+    """Counts the optimizer's steps, and profiles one from the end of the update before it to the end of its own.
+
+    The profiler runs a step longer: of memory that is older than it, it does not see the end.
+    """
 
     def __init__(self) -> None:
         self.step = 0
         self.profile: Any = None
-        self.optimizer: Any = None
-        self.hook: Any = None
         self.known: dict[int, tuple[str, int]] = {}  # by address: (component, bytes) before the step
         self.gradients: set[int] = set()
         self.least_logits = 0
         """Bytes of a row of logits in 16 bits, padding included."""
         self.weight_sizes: set[int] = set()
-        self.updated_at = 0
+        self.begun_at = self.updated_at = 0
 
     def before_update(self, optimizer: Any, *_: Any) -> None:
-        if self.profile is not None:
+        if self.step == WATCHED_STEP - 1:
             self.updated_at = time.time_ns()
             self.gradients = {_memory(p.grad)[0] for p in _parameters(optimizer) if p.grad is not None}
 
     def after_update(self, optimizer: Any, *_: Any) -> None:
         self.step += 1
-        self.optimizer = optimizer
-        if self.step == WATCHED_STEP - 1:
-            # Not earlier: what TRAIN_PY compiles in its first step would have the hook in its graph.
-            self.hook = register_module_forward_pre_hook(self.before_forward)
+        if self.step == WATCHED_STEP - 2:
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            self.profile.__enter__()
+        elif self.step == WATCHED_STEP - 1:
+            gc.collect()
+            self._look(optimizer)
+            self.begun_at = time.time_ns()
         elif self.step == WATCHED_STEP:
             self.profile.__exit__(None, None, None)
             self._report()
-
-    def before_forward(self, *_: Any) -> None:
-        self.hook.remove()
-        gc.collect()
-        self._look(self.optimizer)
-        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self.profile.__enter__()
 
     def _look(self, optimizer: Any) -> None:
         """Notes all tensors that are alive, but not those that stood for them while graphs were compiled."""
@@ -87,7 +84,8 @@ class Watcher:
         self.weight_sizes = {p.numel() * size for p in _parameters(optimizer) for size in (2, 4)}
 
     def _report(self) -> None:
-        changes = sorted(_allocations(self.profile), key=lambda change: change.start_time_ns)
+        seen = (change for change in _allocations(self.profile) if change.start_time_ns >= self.begun_at)
+        changes = sorted(seen, key=lambda change: change.start_time_ns)
         kind_at = {address: kind for address, (kind, _) in self.known.items()}
         kinds = []
         for change in changes:

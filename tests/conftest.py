@@ -50,18 +50,6 @@ def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tests of a file compile: one folder for their graphs."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture
-def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers beside forked ranks
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-
-
 def pytest_configure() -> None:
     """Composes each choice of groups of the project's conf/ once a worker: it takes a tenth of a second of processor
     time, and most tests choose the same groups."""
