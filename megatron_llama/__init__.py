@@ -20,6 +20,7 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*VocabParal
 
 # megatron-core hands functions that nothing here calls to torch.compile while it is imported. That loads Inductor: one
 # second and 44 MB in each process. Its own switch comes too late, so the module with the switch is put in place first.
+# The router of 0.19 doesn't ask the switch: there Inductor is loaded.
 _jit = ModuleType("megatron.core.jit")
 vars(_jit).update(dict.fromkeys(("jit_fuser", "noop_decorator"), lambda function: function))
 vars(_jit).update(dict.fromkeys(("enable_jit_fuser", "disable_jit_fuser"), lambda: None))

@@ -13,6 +13,8 @@ from omegaconf import DictConfig
 
 # Commands that tests run get one thread too: pools of threads that spin are in each other's way on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nor a pool of Inductor's workers beside each forked rank. It asks once, when it is imported.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch  # noqa: E402
 
 # Ranks are forked from this process. A pool of threads does not survive a fork, and a child that needs one waits for
@@ -41,13 +43,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles into ``cache``, also where a plan does not say where."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    # No pool of workers beside forked ranks. The variable of that name was read when torch was imported.
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
 
 
 def pytest_configure() -> None:

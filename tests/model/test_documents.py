@@ -174,7 +174,6 @@ def compiled_too() -> list:
 @pytest.mark.parametrize("layout", compiled_too(), ids=["plain", "tp2+sp", "pp2", "compiled"])
 def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same examples in a global batch: the same loss and gradients, to the order of their sums."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     ranks = 2 if layout and layout[0][-1] == "2" else 1
     if "trainer.compile=true" in layout:

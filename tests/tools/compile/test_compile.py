@@ -39,7 +39,6 @@ class Job:
 
         def work() -> int:
             os.chdir(self.folder)
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
             os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is first asked for it
             if compiler is not None:
                 torch._inductor.config.cpp.cxx = (compiler,)
