@@ -15,6 +15,7 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
+from tests.compiled import needs_compiler
 from tests.model.llamas import CPU
 from tests.oracle import make_plan
 from tests.ranks import run_ranks
@@ -22,7 +23,6 @@ from tests.ranks import run_ranks
 LENGTH = 16
 # Two sequences of examples, the second with padding at its end.
 PACKED = ((5, 1, 7, 3), (9, 4))
-REASON = get_device("cpu").compiler_missing()
 # Names, ranks, overrides. Two sequences make one micro batch, so the mask is one of several rows.
 PATHS = [
     ("plain", 1, []),
@@ -166,8 +166,7 @@ def _gradients(rank: int, plan: Plan, spread: bool) -> tuple[float, dict[str, to
 
 
 def compiled_too() -> list:
-    reason = str(REASON)
-    marks = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=reason)]
+    marks = [pytest.mark.slow, needs_compiler]
     return [[], ["trainer.tp=2"], ["trainer.pp=2"], pytest.param(["trainer.compile=true"], marks=marks)]
 
 

@@ -24,8 +24,6 @@ from megatron_llama.tools.bench.fairness import unfair
 
 FIRST_STEP_SECONDS = 900.0
 """A contestant that has not trained a step by then is left out; compilers have taken minutes."""
-
-
 WARM_UP_STEPS = 2
 """Steps that no turn counts. In a process's first three memory still grows: the second takes up to a third longer."""
 

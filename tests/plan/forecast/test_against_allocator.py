@@ -17,11 +17,11 @@ from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.tools.bench.worker import most_alive
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.topology import build_topology
+from tests.compiled import needs_compiler
 from tests.paths import CONF
 from tests.ranks import run_ranks
 
 WITHIN = 0.10
-REASON = get_device("cpu").compiler_missing()
 # In bf16 an eager run's copy of a chunk's logits in fp32 is a third of all.
 SETTINGS = [
     "model=llama_2m",
@@ -40,7 +40,7 @@ SETTINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@needs_compiler
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

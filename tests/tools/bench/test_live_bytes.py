@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.devices import get_device
+from tests.compiled import needs_compiler
 from tests.paths import ROOT
 
-REASON = get_device("cpu").compiler_missing()
 SETTINGS = "model=llama_2m data=mock device=cpu data.seq_length=64 trainer.steps=3 trainer.precision=fp32".split()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled",
-    [False, pytest.param(True, marks=pytest.mark.skipif(REASON is not None, reason=str(REASON)))],
+    [False, pytest.param(True, marks=needs_compiler)],
     ids=["eager", "compiled"],
 )
 def test_components_of_a_small_step(compiled: bool, tmp_path: Path) -> None:

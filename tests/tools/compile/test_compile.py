@@ -12,15 +12,14 @@ import pytest
 import torch._inductor.config
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
-from megatron_llama.devices import get_device
 from megatron_llama.launch import cli
 from megatron_llama.tools.compile import cli as ahead
+from tests.compiled import needs_compiler
 from tests.oracle import SMALL
 from tests.paths import SCRIPTS
 from tests.processes import Starter
 
-REASON = get_device("cpu").compiler_missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_compiler
 LAYOUT = (*SMALL, "trainer.tp=2", "trainer.pp=2", "trainer.global_batch_size=4", "trainer.val_every_steps=2")
 
 

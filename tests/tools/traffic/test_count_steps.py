@@ -25,6 +25,7 @@ from megatron_llama.tools.traffic.count_collectives import TrafficCounter, Unkno
 from megatron_llama.tools.traffic.count_steps import count_steps
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 from megatron_llama.train.sanity import FiniteCheck
+from tests.compiled import needs_compiler
 from tests.oracle import make_plan
 from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
@@ -102,7 +103,6 @@ LAYOUTS = {
     "pp2, LoRA on all": (2, ["trainer.pp=2", *LORA]),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
-NO_COMPILER = get_device("cpu").compiler_missing()
 small_plan = cache(make_plan)
 
 
@@ -186,7 +186,7 @@ def _of_dp(plan: Plan) -> list[tuple[Line, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+@needs_compiler
 def test_compiled(tmp_path: Path) -> None:
     # Compiled graphs call functional collectives, and fewer of them.
     compiled = ["trainer.compile=true", f"trainer.compile_cache={tmp_path}", "trainer.recompute=full"]
