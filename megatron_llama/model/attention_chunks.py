@@ -1,22 +1,24 @@
 """Causal attention over whole sequences on a CPU: plain products, by chunks of queries with the keys that they see.
 
-torch's FlashAttention for CPUs gains nothing from 16-bit formats. Here a chunk is two
-batched products in the forward pass and five in the backward, and its softmax is one operator of torch on scores that
-are still in the cache. What lies behind a chunk's last query is not computed. The queries of a group of heads are rows
-of one matrix, so key and value heads are not repeated.
+torch's FlashAttention for CPUs gains from 16-bit formats in its forward pass only, and there only with AMX units. Here
+a chunk is two batched products in the forward pass and five in the backward, and its softmax is one operator of torch
+on scores that are still in the cache. What lies behind a chunk's last query is not computed. The queries of a group of
+heads are rows of one matrix, so key and value heads are not repeated.
 
 The backward pass needs queries, keys and values alone. It computes the softmax again (as in Dao et al. 2022,
 arXiv:2205.14135), for which torch's operator finds maximum and sum while it is at a row, and so does that of its
 gradient with the mean that FlashAttention takes from the output.
 
 Scores and the gradients of the weights are products in fp32, as in torch's kernel, and so is the output; the other
-three products of the backward pass are in the tensors' dtype.
+three products of the backward pass are in the tensors' dtype. Where a processor has AMX units, tensors in bf16 go
+through torch's kernel in the forward pass, and the backward pass makes its fp32 products of them on these units.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,8 @@ FASTER = range(384, 768)
 FASTER_BY_ONEDNN = {torch.float32: range(16, 768), torch.bfloat16: range(16, 8193)}
 """The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then. Longer ones than 8,192 were
 not measured."""
+FASTER_BY_AMX = range(16, 768)
+"""The same for bf16 where there are AMX units, which torch's forward pass uses well and its backward pass does not."""
 SCORES = 2**20
 """Scores that are in memory at once, 4 MiB that stay in the cache; more where a chunk of one kv head has more."""
 
@@ -42,7 +46,15 @@ def is_faster(q: Tensor) -> bool:
     """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
     if q.device.type != "cpu" or q.dtype not in FASTER_BY_ONEDNN:
         return False
+    if q.dtype == torch.bfloat16 and _has_amx():
+        return q.shape[2] in FASTER_BY_AMX
     return q.shape[2] in (FASTER_BY_ONEDNN[q.dtype] if _by_onednn() else FASTER)
+
+
+@torch.compiler.assume_constant_result  # Dynamo can't read it
+def _has_amx() -> bool:
+    """Whether oneDNN has units that multiply tiles of bf16 numbers."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 @torch.compiler.assume_constant_result  # Dynamo can't read it
@@ -55,11 +67,12 @@ def _by_onednn() -> bool:
 @torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+    if q.dtype == torch.bfloat16 and _has_amx():
+        return empty_like(q).copy_(aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
     queries, keys, values = (_by_kv_head(x, k.shape[1], torch.float32) for x in (q, k, v))
-    queries *= q.shape[3] ** -0.5
-    out, memory = torch.empty_like(queries), _Memory(torch.float32)
+    scale, out, memory = q.shape[3] ** -0.5, torch.empty_like(queries), _Memory(torch.float32)
     for chunk in _chunks(queries, keys):
-        weights = _weights(queries, keys, chunk, memory)
+        weights = _weights(queries, keys, chunk, scale, memory)
         out[chunk.heads, chunk.rows] = weights @ values[chunk.heads, : chunk.seen]
     return _by_head(out, q)
 
@@ -68,24 +81,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output."""
     scale, kv_heads = q.shape[3] ** -0.5, k.shape[1]
-    wide_queries, wide_keys, wide_values, wide_grads = (
-        _by_kv_head(x, kv_heads, torch.float32) for x in (q, k, v, grad)
-    )
-    queries, keys, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, grad))
-    wide_queries *= scale
-    wide_grads *= scale  # and with it all that is linear in it, but not the product for the values
+    queries, keys, values, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, v, grad))
+    wide_queries, wide_keys, wide_values, wide_grads = (x.float() for x in (queries, keys, values, grads))
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
     memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
-    for chunk in _chunks(wide_queries, wide_keys):
-        some, rows, seen = chunk.heads, chunk.rows, chunk.seen
-        weights = _weights(wide_queries, wide_keys, chunk, memory)
-        by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, second)
-        factors = _narrowed(weights, narrow)
-        dv[some, :seen].baddbmm_(factors.mT, grads[some, rows])
-        by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
-        factors = _narrowed(by_score, narrow)
-        dq[some, rows] = factors @ keys[some, :seen]
-        dk[some, :seen].baddbmm_(factors.mT, queries[some, rows])
+    with _exact_in(q.dtype):
+        for chunk in _chunks(wide_queries, wide_keys):
+            some, rows, seen = chunk.heads, chunk.rows, chunk.seen
+            weights = _weights(wide_queries, wide_keys, chunk, scale, memory)
+            # Scaled here, and with it all that is linear in it.
+            by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, scale, second)
+            factors = _narrowed(weights, narrow)
+            dv[some, :seen].baddbmm_(factors.mT, grads[some, rows])
+            by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
+            factors = _narrowed(by_score, narrow)
+            dq[some, rows] = factors @ keys[some, :seen]
+            dk[some, :seen].baddbmm_(factors.mT, queries[some, rows])
     return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
 
 
@@ -130,15 +141,30 @@ class _Memory:
         return self._whole.view(-1)[: math.prod(shape)].view(shape)
 
 
-def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, memory: _Memory) -> Tensor:
+@contextmanager
+def _exact_in(dtype: torch.dtype) -> Iterator[None]:
+    """Products of fp32 tensors whose numbers are of ``dtype``: AMX units multiply them as bf16 and sum in fp32, which
+    rounds nothing and takes half the time."""
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = products.fp32_precision
+    if dtype == torch.bfloat16 and _has_amx():
+        products.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, scale: float, memory: _Memory) -> Tensor:
     """The softmax of a chunk's scores [kv heads, rows, keys], fp32."""
-    scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, memory)
+    scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, scale, memory)
     scores[..., -chunk.hidden.shape[1] :] += chunk.hidden
     return torch.softmax(scores, -1, out=scores)
 
 
-def _product(one: Tensor, other: Tensor, memory: _Memory) -> Tensor:
-    return torch.bmm(one, other, out=memory.of(one.shape[0], one.shape[1], other.shape[2]))
+def _product(one: Tensor, other: Tensor, scale: float, memory: _Memory) -> Tensor:
+    out = memory.of(one.shape[0], one.shape[1], other.shape[2])
+    return torch.baddbmm(out, one, other, beta=0, alpha=scale, out=out)
 
 
 def _narrowed(x: Tensor, memory: _Memory) -> Tensor:
