@@ -22,6 +22,9 @@ from megatron_llama.plan.shapes import loss_chunk
 
 _ROWS_AT_ONCE = 4096
 """Rows of the weight whose gradient is added at once: their product is then still in the cache."""
+_MOST_BY_COLUMNS = 768
+"""Tokens of a chunk whose logits lie column by column where AMX units multiply. The weight's gradient, whose product
+reads them so, takes half the time; reading the rows of more tokens costs more than that."""
 
 
 class Passes(NamedTuple):
@@ -192,7 +195,7 @@ def _by_chunks(
     """
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
     # Made once: pages of new memory cost as much as the softmax.
-    products = hidden.new_empty(size, weight.shape[0])
+    products = _empty_logits(hidden, size, weight.shape[0], passes)
     narrow = passes.wide and products.dtype != torch.float32
     scores = torch.empty_like(products, dtype=torch.float32) if narrow else products
     one_chunk = size == tokens
@@ -217,6 +220,14 @@ def _by_chunks(
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
+
+
+def _empty_logits(hidden: Tensor, tokens: int, vocabulary: int, passes: Passes) -> Tensor:
+    """Memory for a chunk's logits [tokens, vocabulary/t], in the order in which it is fastest read and written."""
+    units = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    if units and tokens <= _MOST_BY_COLUMNS and not passes.wide:
+        return hidden.new_empty(vocabulary, tokens).t()
+    return hidden.new_empty(tokens, vocabulary)
 
 
 def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -48,3 +48,27 @@ def test_labels_of_other_ranks_leave_their_gradients_alone() -> None:
         logits = whole.clone()
         loss._softmax(logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), None, passes)
         torch.testing.assert_close(logits, expected)
+
+
+def test_logits_column_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where AMX units multiply, in chunks of few tokens: the same loss and gradients, the last chunk's included."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(*size).bfloat16() for size in ((24, 16), (50, 16)))
+    labels, weights, passes = torch.randint(50, (24,)), torch.rand(24) / 24, fused(as_it_is)
+    monkeypatch.setattr(loss, "loss_chunk", lambda _: 10)
+    found = []
+    for units in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
+        assert loss._empty_logits(hidden, 10, 50, passes).stride() == ((1, 10) if units else (50, 1))
+        gradient = torch.empty_like(hidden)
+        losses, sums = loss._by_chunks(hidden, weight, labels, weights, 48, None, passes, gradient, True)
+        assert sums is not None
+        found.append((losses, sums, gradient.float()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
+    for dtype, tokens, others in (
+        (torch.float32, 10, passes),
+        (torch.bfloat16, 769, passes),
+        (torch.bfloat16, 10, IN_PLACE),
+    ):
+        assert loss._empty_logits(hidden.to(dtype), tokens, 50, others).is_contiguous()
