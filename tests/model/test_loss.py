@@ -39,6 +39,16 @@ def test_losses_and_gradients_are_those_of_fp64(passes: Passes, dtype: torch.dty
     torch.testing.assert_close(found.double(), exact.grad, rtol=rounding, atol=1e-8)
 
 
+@pytest.mark.parametrize("vocabulary", [128, 130])
+def test_statistics_of_logits_column_by_column(vocabulary: int) -> None:
+    """By 64 columns at a time where that is all, with the largest logit and the sum's size in any part."""
+    torch.manual_seed(0)
+    rows = torch.randn(7, vocabulary) * 10
+    largest, total = loss._statistics(rows.t().contiguous().t())
+    assert torch.equal(largest, rows.amax(1))
+    torch.testing.assert_close(total.log() + largest, rows.logsumexp(1))
+
+
 def test_labels_of_other_ranks_leave_their_gradients_alone() -> None:
     """Of a vocabulary of 50 this rank has rows 20 to 39: other labels are below 0 or beyond them."""
     torch.manual_seed(0)

@@ -26,6 +26,9 @@ FIRST_STEP_SECONDS = 900.0
 """A contestant that has not trained a step by then is left out; compilers have taken minutes."""
 WARM_UP_STEPS = 2
 """Steps that no turn counts. In a process's first three memory still grows: the second takes up to a third longer."""
+WAKING_STEPS = 1
+"""Steps at the start of each turn that it does not count. While a process sleeps it loses caches and pages, and its
+first step afterwards takes up to twice as long; a run does not sleep."""
 
 
 class Failed(MachineError):
@@ -221,6 +224,7 @@ def compete(entries: Sequence[tuple[Peer, Path, Task]], course: Course) -> list[
         for number in range(course.rounds):
             for contestant, result in running:
                 course.advance(f"{result.name}, round {number + 1}")
+                contestant.train(WAKING_STEPS)
                 told = contestant.train(course.steps)
                 after = course.peak()
                 result.turns.append(Turn(**told, peak_flops=(before + after) / 2))

@@ -55,8 +55,8 @@ def test_a_peer_that_can_not_be_installed_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "nobody" / "installed.txt").exists()
 
 
-def test_turns_begin_with_the_fourth_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of each contestant; where there are no turns, each trains its first step alone."""
+def test_turns_begin_with_a_step_that_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first turn with the fourth step; where there are no turns, each trains its first step alone."""
     trained: list[tuple[str, int]] = []
 
     class Recorded:
@@ -89,7 +89,8 @@ def test_turns_begin_with_the_fourth_step(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     assert not any(result.turns for result in compete(entries, course(0))) and not trained
     results = compete(entries, course(2))
-    assert trained == [("one", 2), ("other", 2), ("one", 3), ("other", 3), ("one", 3), ("other", 3)]
+    a_round = [("one", 1), ("one", 3), ("other", 1), ("other", 3)]
+    assert trained == [("one", 2), ("other", 2), *a_round, *a_round]
     assert [len(turn.step_seconds) for result in results for turn in result.turns] == [3, 3, 3, 3]
 
 
