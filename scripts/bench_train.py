@@ -39,10 +39,11 @@ EXPLANATION = """\
 Every contestant trains the same shape on the same tokens: forward, backward, gradients clipped to the same norm,
 AdamW on fp32 weights; with bf16 the matrix products are in bf16. All are started alone, train three steps, then take
 turns, each with the machine to itself while the others sleep; a turn's first step, after its sleep, is not counted.
-Figures are medians over the rounds; a ratio is taken in each round, and given with its least and most. GFLOP/s counts 6 per parameter and token without the embedding
-table, plus causal attention. The peak is this machine's best product of two 1024 x 1024 matrices in the same dtype
-and threads, before and after each turn. Resident is the most memory of the process in its steps, live the most bytes
-of tensors at a time. First step counts from the start of the program; cold means that graphs had to be compiled.
+Figures are medians over the rounds; a ratio is taken in each round, and given with its least and most. GFLOP/s
+counts 6 per parameter and token without the embedding table, plus causal attention. The peak is this machine's best
+product of two 1024 x 1024 matrices in the same dtype and threads, before and after each turn. Resident is the most
+memory of the process in its steps, live the most bytes of tensors at a time. First step counts from the start of the
+program; cold means that graphs had to be compiled.
 """
 
 
