@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import get_device
+from megatron_llama.model import attention_chunks
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
@@ -82,7 +84,9 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
         profile = profiler.of_this_rank() if plan.config.trainer.profile else None
         counter = FlopCounterMode(display=False)
         if count:
-            with sdpa_kernel(SDPBackend.MATH), counter:
+            # What recomputes scores in the backward pass counts a product more.
+            by_torch = patch.object(attention_chunks, "is_faster", lambda _: False)
+            with by_torch, sdpa_kernel(SDPBackend.MATH), counter:
                 training_step(steps + 1, plan, model, optimizer, batches, finite)
         parameters = sum(part.numel() for shard in model.shards for part in shard.owned(shard.values))
         late = 0 if model.compiler is None else sum(graph.late for graph in model.compiler.graphs)
