@@ -68,6 +68,6 @@ def test_a_recorded_cell_is_read_back() -> None:
 
 
 def test_a_published_record_makes_its_page() -> None:
-    published = ROOT / "docs/results/bench-train-zen5-2026-11-23.json"
+    published = ROOT / "docs/results/bench-train-amx-2026-11-23.json"
     text = "\n".join(page(json.loads(published.read_text())))
     assert published.with_suffix(".md").read_text().startswith(text + "\n")
