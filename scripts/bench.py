@@ -18,7 +18,9 @@ import ast
 import importlib
 from pathlib import Path
 
+from megatron_llama.config import ConfigError, format_problems
 from megatron_llama.system.errors import run_main
+from megatron_llama.system.exit_status import EXIT_USER
 
 
 def main() -> int:
@@ -35,7 +37,11 @@ def main() -> int:
             module.describe(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args()
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error, "This benchmark") + "\n")
+        return EXIT_USER
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         sizes.append(sizes[-1] * args.factor)
     rows: list[list[str]] = []
     failed = []
-    for number, name in enumerate(args.layouts):
-        sys.stderr.write(f"{number}/{len(args.layouts)} layouts: {name} ...\n")
-        layout = layout_of(name)
+    layouts = {name: layout_of(name) for name in args.layouts}
+    for number, (name, layout) in enumerate(layouts.items()):
+        sys.stderr.write(f"{number}/{len(layouts)} layouts: {name} ...\n")
         with tempfile.TemporaryDirectory() as folder:
             axes = [f"trainer.tp={layout.tp}", f"trainer.pp={layout.pp}", f"trainer.dp={layout.dp}"]
             settings = [

@@ -116,12 +116,9 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             for layout in dict.fromkeys(point["layout"] for point in points):
                 line = [(p["value"].removeprefix("llama_"), p["us_per_token"]) for p in points if p["layout"] == layout]
                 axes.plot(*zip(*line, strict=True), marker="o", label=layout)
-            axes.set(
-                xlabel=name,
-                ylabel="us per token",
-                yscale="log" if name == "model" else "linear",
-                ylim=None if name == "model" else (0, None),
-            )
+            axes.set(xlabel=name, ylabel="us per token", yscale="log" if name == "model" else "linear")
+            if name != "model":
+                axes.set_ylim(0, 1.08 * max(point["us_per_token"] for point in points))  # room for the uppermost mark
             axes.legend(fontsize=8)
 
 

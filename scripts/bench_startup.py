@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.bench_arguments import describe_contestants, installed, tell_left_out, wanted_of
-from megatron_llama.tools.bench.cells import describe_machine, tasks_of
+from megatron_llama.tools.bench.bench_arguments import describe_contestants, entries_of, installed, tell_left_out
+from megatron_llama.tools.bench.cells import describe_machine
 from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.environments import OURS, torch_version
 from megatron_llama.tools.bench.progress_bar import progress
@@ -45,12 +45,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write; status 1 if a contestant was left out."""
-    left_out: dict[str, str] = {}
+    cells, left_out = entries_of(args), dict[str, str]()
     pythons = dict(installed(args, left_out))
-    wanted = wanted_of(args, list(pythons))
-    cells = [list(tasks_of(wanted, model, precision)) for model in args.models for precision in args.precision]
     starts: list[tuple[str, str, Start]] = []
-    entries = [entry for cell in cells for entry in cell]
+    entries = [entry for cell in cells.values() for entry in cell if entry[0].name in pythons]
     ours = sum(peer.name == OURS for peer, _ in entries)
     with progress((len(entries) + ours) * args.rounds) as advance:
         for peer, task in entries:

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.devices import Device, get_device
 from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.bench_arguments import describe_contestants, installed, tell_left_out, wanted_of
-from megatron_llama.tools.bench.cells import config_of, describe_machine, tasks_of
-from megatron_llama.tools.bench.environments import torch_version
+from megatron_llama.tools.bench.bench_arguments import describe_contestants, entries_of, installed, tell_left_out
+from megatron_llama.tools.bench.cells import config_of, describe_machine
+from megatron_llama.tools.bench.contest import Task
+from megatron_llama.tools.bench.environments import Peer, torch_version
 from megatron_llama.tools.bench.progress_bar import progress
 from megatron_llama.tools.bench.standings import (
     FACTS_HEAD,
@@ -60,13 +60,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compete, print and write; status 1 if a contestant was left out."""
-    left_out: dict[str, str] = {}
+    entries, left_out = entries_of(args), dict[str, str]()
     pythons = dict(installed(args, left_out))
     if args.install:
         return tell_left_out(left_out)
     cells = []
     text = ""
-    for cell in _compete(args, pythons, left_out):
+    for cell in _compete(args, entries, pythons, left_out):
         cells.append(asdict(cell))
         text = _write(args, cells, left_out)  # after each cell: what is measured stays when the rest is interrupted
     sys.stdout.write(text)
@@ -100,17 +100,21 @@ def _write(args: argparse.Namespace, cells: list[dict[str, Any]], left_out: dict
     return text
 
 
-def _compete(args: argparse.Namespace, pythons: dict[str, Path], left_out: dict[str, str]) -> Iterator[Cell]:
+def _compete(
+    args: argparse.Namespace,
+    entries: dict[tuple[str, str], list[tuple[Peer, Task]]],
+    pythons: dict[str, Path],
+    left_out: dict[str, str],
+) -> Iterator[Cell]:
     """The cells, each as soon as it is measured, with a bar on stderr."""
     import torch  # not for --help
 
     device = get_device(args.device)
-    wanted = wanted_of(args, list(pythons))
-    torch.set_num_threads(wanted.threads)
-    tasks = {cell: list(tasks_of(wanted, *cell)) for cell in product(args.models, args.precision)}
-    contestants = sum(map(len, tasks.values()))
+    torch.set_num_threads(args.threads or get_device("cpu").count())
+    cells = {cell: [entry for entry in asked if entry[0].name in pythons] for cell, asked in entries.items()}
+    contestants = sum(map(len, cells.values()))
     with progress(contestants * (args.rounds + 2)) as advance:
-        for (model, precision), entries in tasks.items():
+        for (model, precision), able in cells.items():
             title, left = f"{model} {precision}", dict[str, str]()
             course = Course(
                 rounds=args.rounds,
@@ -120,7 +124,7 @@ def _compete(args: argparse.Namespace, pythons: dict[str, Path], left_out: dict[
                 advance=lambda text, title=title: advance(f"{title}: {text}"),  # type: ignore[misc]
                 left_out=left,
             )
-            results = compete([(peer, pythons[peer.name], task) for peer, task in entries], course)
+            results = compete([(peer, pythons[peer.name], task) for peer, task in able], course)
             left_out.update({f"{title} {name}": reason for name, reason in left.items()})
             if results:
                 length = results[0].task.seq_length

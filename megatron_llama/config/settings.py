@@ -139,7 +139,8 @@ class TrainerConfig:
     vpp: Annotated[int, at_least(1)] = 1
     """Virtual stages per device (interleaved schedule); 1 is plain 1F1B."""
     pipeline_layers: list[int] | None = None
-    """Layers of each stage, pp numbers. Derived: spread evenly, the first stages taking what is left over."""
+    """Layers of each stage, pp numbers. Derived: spread evenly, the first stages taking what is left over; where the
+    output head is much work, vpp is 1 and there are several micro batches, the last has fewer."""
     sp: bool | None = None
     """Sequence parallelism: activations between the matrices are split over tp along the sequence. Derived: tp > 1."""
     zero: Annotated[int, one_of(0, 1, 2, 3)] = 1

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_llama.model.attention_tiles import empty_like
+from megatron_llama.model.cpu_products import by_amx, by_onednn, exact_in
 
 aten = torch.ops.aten
 CHUNK = 128
@@ -46,28 +46,15 @@ def is_faster(q: Tensor) -> bool:
     """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
     if q.device.type != "cpu" or q.dtype not in FASTER_BY_ONEDNN:
         return False
-    if q.dtype == torch.bfloat16 and _has_amx():
+    if by_amx(q.dtype):
         return q.shape[2] in FASTER_BY_AMX
-    return q.shape[2] in (FASTER_BY_ONEDNN[q.dtype] if _by_onednn() else FASTER)
-
-
-@torch.compiler.assume_constant_result  # Dynamo can't read it
-def _has_amx() -> bool:
-    """Whether oneDNN has units that multiply tiles of bf16 numbers."""
-    return torch.cpu._is_amx_tile_supported()
-
-
-@torch.compiler.assume_constant_result  # Dynamo can't read it
-def _by_onednn() -> bool:
-    """Whether oneDNN multiplies in fp32: the switch that devices/cpu.py turns where that pays."""
-    precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    return precision == "bf16"
+    return q.shape[2] in (FASTER_BY_ONEDNN[q.dtype] if by_onednn() else FASTER)
 
 
 @torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
-    if q.dtype == torch.bfloat16 and _has_amx():
+    if by_amx(q.dtype):
         return empty_like(q).copy_(aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
     queries, keys, values = (_by_kv_head(x, k.shape[1], torch.float32) for x in (q, k, v))
     scale, out, memory = q.shape[3] ** -0.5, torch.empty_like(queries), _Memory(torch.float32)
@@ -85,7 +72,7 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     wide_queries, wide_keys, wide_values, wide_grads = (x.float() for x in (queries, keys, values, grads))
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
     memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
-    with _exact_in(q.dtype):
+    with exact_in(q.dtype):
         for chunk in _chunks(wide_queries, wide_keys):
             some, rows, seen = chunk.heads, chunk.rows, chunk.seen
             weights = _weights(wide_queries, wide_keys, chunk, scale, memory)
@@ -139,20 +126,6 @@ class _Memory:
         if self._whole is None:
             self._whole = torch.empty(shape, dtype=self.dtype)
         return self._whole.view(-1)[: math.prod(shape)].view(shape)
-
-
-@contextmanager
-def _exact_in(dtype: torch.dtype) -> Iterator[None]:
-    """Products of fp32 tensors whose numbers are of ``dtype``: AMX units multiply them as bf16 and sum in fp32, which
-    rounds nothing and takes half the time."""
-    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = products.fp32_precision
-    if dtype == torch.bfloat16 and _has_amx():
-        products.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
 
 
 def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, scale: float, memory: _Memory) -> Tensor:

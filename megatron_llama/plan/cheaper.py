@@ -15,6 +15,7 @@ from megatron_llama.plan.forecast.hardware import Device, devices
 from megatron_llama.plan.forecast.step_time import step_time
 from megatron_llama.plan.forecast.training_job import job_of_plan
 from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.stage_split import spread
 from megatron_llama.plan.variation import varied
 from megatron_llama.system.units import gib
 
@@ -114,7 +115,9 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
     trainer, optim = plan.config.trainer, plan.config.optim
     done = RECOMPUTE.index(trainer.recompute)
     recompute = [more for more in ("elementwise", "full") if RECOMPUTE.index(more) > done]
+    even, split = spread(plan.model.num_hidden_layers, trainer.pp), plan.asked.trainer.pipeline_layers
     values: dict[str, list[Any]] = {
+        "trainer.pipeline_layers": [even] if split is None and trainer.pipeline_layers != even else [],
         "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.dp > 1 else [],
         "trainer.recompute": recompute,
         "trainer.micro_batch_size": _halves(trainer.micro_batch_size),
@@ -138,7 +141,7 @@ def _offloaded(plan: Plan) -> list[list[str]]:
 def _extremes(plan: Plan, values: Mapping[str, list[Any]], again: Callable[[Config, int], Plan]) -> Iterator[Plan]:
     """Plans with every setting at its most, for each grid, and each with 8-bit states and without: not every grid
     leaves their blocks whole."""
-    most = {name: options[-1] for name, options in values.items()}
+    most = {name: options[-1] for name, options in values.items() if name != "trainer.pipeline_layers"}
     among = ("trainer.tp", "trainer.pp", "optim.state_bits")
     for chosen in itertools.product(*([get(plan.config, name), *values.get(name, [])] for name in among)):
         if other := _planned(plan, {**most, **dict(zip(among, chosen, strict=True))}, plan.world_size, again):

@@ -17,6 +17,8 @@ from megatron_llama.system.bounded_yaml import check_yaml
 from megatron_llama.system.files import read_whole
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")
+KEPT = (*CHOSEN, "trainer.pipeline_layers")
+"""What a run that goes on keeps. Layers of stages are chosen in derive.py, once all rules hold."""
 LONGEST_BY_DEFAULT = 8192
 """Tokens. Llama 3.1's 131,072 positions come from a last stage of training; before it, sequences have 8,192
 (arXiv:2407.21783, section 3.4). Longer ones are asked for."""
@@ -42,7 +44,7 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
 def _as_begun(config: Config) -> Iterator[str]:
     """Takes over, in place, what the run that goes on has in its config.yaml."""
     run = run_that_goes_on(config)
-    if run is None or all(get(config, name) is not None for name in CHOSEN):
+    if run is None or all(get(config, name) is not None for name in KEPT):
         return
     try:
         check_yaml(run / "config.yaml")
@@ -50,16 +52,29 @@ def _as_begun(config: Config) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError):  # its checkpoint says the same, and what differs is told
         return
     kept = []
-    for name in CHOSEN:
+    for name in KEPT:
         section, _, key = name.partition(".")
         group = saved.get(section)
         value = group.get(key) if isinstance(group, dict) else None
         setting = settings_by_name()[name]
+        if name == "trainer.pipeline_layers" and not _same_stages(config, saved):
+            continue
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
             setattr(get(config, section), key, value)
             kept.append(f"{name}={shown(value)}")
     if kept:
         yield f"{', '.join(kept)}: {run} began so"
+
+
+def _same_stages(config: Config, saved: dict[str, Any]) -> bool:
+    """Whether the run began with as many stages, of as many layers together."""
+    there, here = saved.get("trainer"), config.trainer
+    if not isinstance(there, dict) or here.pp == 1:
+        return False
+    split = there.get("pipeline_layers")
+    if not isinstance(split, list) or not all(isinstance(size, int) and size >= here.vpp for size in split):
+        return False
+    return there.get("vpp") == here.vpp and len(split) == here.pp and sum(split) == config.model.num_hidden_layers
 
 
 def run_that_goes_on(config: Config) -> Path | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
 from megatron_llama.config.data_prefixes import record_files, weights_and_paths
 from megatron_llama.config.precision import PRECISIONS
+from megatron_llama.config.problems import shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.plan.epochs import samples_per_epoch
@@ -24,6 +23,7 @@ from megatron_llama.plan.shapes import (
     stage_parameters,
     whole_model,
 )
+from megatron_llama.plan.stage_split import head_in_layers, split_layers, uneven_layers
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.units import plural
 
@@ -43,8 +43,9 @@ VALIDATION_STEPS = 4
 
 
 def derive_plan(config: Config, world_size: int) -> Plan:
-    """The plan of a config that breaks no rule. ``config`` is left as it is; the notes are of what was derived."""
-    asked, config, notes = config, copy.deepcopy(config), []
+    """The plan of a config that breaks no rule. ``config`` is left as it is; the notes are of what was derived.
+    ``chosen`` is set where the stages are not even."""
+    asked, config, notes, chosen = config, copy.deepcopy(config), list[str](), tuple[str, ...]()
     model, data, trainer, finetune = config.model, config.data, config.trainer, config.finetune
     model.num_key_value_heads, model.head_dim = kv_heads(model), head_dim(model)
     if data.cache_dir is None and data.prefixes and not data.mock:
@@ -53,6 +54,11 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     tp, pp, dp = trainer.tp, trainer.pp, world_size // (trainer.tp * trainer.pp)
     trainer.dp, trainer.shard_group = dp, trainer.shard_group or dp
     trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache or user_cache("compile")))
+    num_microbatches = trainer.global_batch_size // (trainer.micro_batch_size * dp)
+    if trainer.pipeline_layers is None and (uneven := uneven_layers(config, num_microbatches)):
+        trainer.pipeline_layers = uneven
+        work = f"{head_in_layers(config):.1f} layers"
+        chosen = (f"trainer.pipeline_layers={shown(uneven)}: the last stage also has the head, as much work as {work}",)
     chunks = split_layers(model.num_hidden_layers, pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:
@@ -81,7 +87,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         asked=asked,
         world_size=world_size,
         dp=dp,
-        num_microbatches=trainer.global_batch_size // (trainer.micro_batch_size * dp),
+        num_microbatches=num_microbatches,
         stage_layers=tuple(chunks),
         padded_vocab_size=padded_vocab_size(model.vocab_size, tp),
         parameters=parameters(model),
@@ -92,6 +98,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         ),
         record_files=tuple(record_files(data)),
         notes=tuple(notes),
+        chosen=chosen,
     )
 
 
@@ -146,19 +153,3 @@ def resolved_schedule(config: Config) -> dict[str, Any]:
 
     resolved = OmegaConf.to_container(OmegaConf.create(asdict(config)).optim.schedule, resolve=True)
     return cast("dict[str, Any]", resolved)
-
-
-def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:
-    """Layer numbers of each virtual stage; entry v * pp + p is chunk v of stage p, ascending in that order."""
-    if pipeline_layers is None:
-        sizes = spread(layers, pp * vpp)
-    else:
-        chunks = [spread(count, vpp) for count in pipeline_layers]
-        sizes = [chunks[stage][chunk] for chunk in range(vpp) for stage in range(pp)]
-    return [tuple(range(end - size, end)) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-
-def spread(total: int, parts: int) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow, the first parts taking what is left over."""
-    share, left_over = divmod(total, parts)
-    return [share + (part < left_over) for part in range(parts)]

@@ -52,7 +52,8 @@ def resolve(
     asked = with_defaults_for(config, beyond_limits)
     sanitized, chosen = choose_defaults(asked, fast_bf16=machine is None or machine.fast_bf16)
     problems += check_rules(RULES, sanitized, world_size, {problem.field for problem in problems})
-    plan = None if problems else replace(derive_plan(sanitized, world_size), asked=asked, chosen=chosen)
+    plan = None if problems else derive_plan(sanitized, world_size)
+    plan = plan and replace(plan, asked=asked, chosen=(*chosen, *plan.chosen))
     if plan is not None and sanitized.trainer.epochs is not None:
         problems += check_rules(RULES, plan.config, world_size)  # of the steps, which are known only now
         if plan.config.trainer.steps == 0:

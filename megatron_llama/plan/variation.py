@@ -23,7 +23,9 @@ def varied(config: Config, settings: Mapping[str, Any], optim: OptimConfig | Non
     config.data.mock, config.data.prefixes, config.device.memory_gib = True, [], None
     if "trainer.tp" in settings or "trainer.pp" in settings:
         config.trainer.dp = None  # what the others leave
-        config.trainer.pipeline_layers = config.trainer.shard_group = None
+        config.trainer.shard_group = None
+    if "trainer.pp" in settings:
+        config.trainer.pipeline_layers = None
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
         setattr(get(config, section), key, value)

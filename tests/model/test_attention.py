@@ -287,7 +287,7 @@ def test_chunks_are_as_exact_as_torchs_kernel(
     dtype: torch.dtype, heads: int, kv_heads: int, at_once: int, amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_chunks, "SCORES", at_once)
-    monkeypatch.setattr(attention_chunks, "_has_amx", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     q, k, v, grad = chunked_inputs(dtype, heads, kv_heads)
     expected = in_fp64(q, k, v, grad)
 
@@ -311,7 +311,7 @@ def test_units_for_bf16_round_nothing_in_products_of_bf16_numbers(monkeypatch: p
     q, k, v, grad = chunked_inputs(torch.bfloat16, 6, 3)
     found = []
     for amx in (False, True):
-        monkeypatch.setattr(attention_chunks, "_has_amx", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         found.append(attention_chunks._backward(grad, q.detach(), k.detach(), v.detach()))
     for one, other in zip(*found, strict=True):
         assert off((one,), (other,)) < 1e-4
@@ -333,25 +333,25 @@ def test_who_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def goes(length: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
         return attention_chunks.is_faster(torch.empty(1, 1, length, 8, dtype=dtype, device=device))
 
-    monkeypatch.setattr(attention_chunks, "_has_amx", lambda: False)
-    monkeypatch.setattr(attention_chunks, "_by_onednn", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(attention_chunks, "by_onednn", lambda: False)
     first, last = attention_chunks.FASTER[0], attention_chunks.FASTER[-1]
     for dtype in (torch.float32, torch.bfloat16):
         assert [goes(length, dtype) for length in (first - 1, first, last, last + 1)] == [False, True, True, False]
-    monkeypatch.setattr(attention_chunks, "_by_onednn", lambda: True)
+    monkeypatch.setattr(attention_chunks, "by_onednn", lambda: True)
     lengths = (first - 1, first, last, last + 1)
     assert [goes(length) for length in lengths] == [True, True, True, False]
     assert all(goes(length, torch.bfloat16) for length in lengths) and not goes(1) and not goes(1, torch.bfloat16)
     assert not goes(512, torch.float16) and not goes(512, device="meta")
-    monkeypatch.setattr(attention_chunks, "_has_amx", lambda: True)
-    monkeypatch.setattr(attention_chunks, "_by_onednn", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(attention_chunks, "by_onednn", lambda: False)
     assert [goes(length, torch.bfloat16) for length in (first - 1, last, last + 1)] == [True, True, False]
     assert not goes(first - 1), "in fp32 the units are of no use"
 
 
 def test_a_graph_goes_by_chunks_where_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the lengths for which it does by MKL: the compiler sees the switch as the uncompiled code does."""
-    monkeypatch.setattr(attention_chunks, "_has_amx", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     q, k, v, _ = chunked_inputs(torch.bfloat16, 4, 2, length=100)
     graphs: list[torch.fx.GraphModule] = []
 

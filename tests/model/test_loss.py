@@ -60,18 +60,20 @@ def test_labels_of_other_ranks_leave_their_gradients_alone() -> None:
         torch.testing.assert_close(logits, expected)
 
 
-def test_logits_column_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where AMX units multiply, in chunks of few tokens: the same loss and gradients, the last chunk's included."""
+@pytest.mark.parametrize("vocabulary", [50, 48, 96, 128])
+def test_logits_column_by_column(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where AMX units multiply, in chunks of few tokens: the same loss and gradients, the last chunk's included. Rows
+    are read by as many columns as divide the vocabulary."""
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(*size).bfloat16() for size in ((24, 16), (50, 16)))
-    labels, weights, passes = torch.randint(50, (24,)), torch.rand(24) / 24, fused(as_it_is)
+    hidden, weight = (torch.randn(*size).bfloat16() for size in ((24, 16), (vocabulary, 16)))
+    labels, weights, passes = torch.randint(vocabulary, (24,)), torch.rand(24) / 24, fused(as_it_is)
     monkeypatch.setattr(loss, "loss_chunk", lambda _: 10)
     found = []
     for units in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
-        assert loss._empty_logits(hidden, 10, 50, passes).stride() == ((1, 10) if units else (50, 1))
+        assert loss._empty_logits(hidden, 10, vocabulary, passes).stride() == ((1, 10) if units else (vocabulary, 1))
         gradient = torch.empty_like(hidden)
-        losses, sums = loss._by_chunks(hidden, weight, labels, weights, 48, None, passes, gradient, True)
+        losses, sums = loss._by_chunks(hidden, weight, labels, weights, vocabulary - 2, None, passes, gradient, True)
         assert sums is not None
         found.append((losses, sums, gradient.float()))
     for one, other in zip(*found, strict=True):
@@ -81,4 +83,4 @@ def test_logits_column_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.bfloat16, 769, passes),
         (torch.bfloat16, 10, IN_PLACE),
     ):
-        assert loss._empty_logits(hidden.to(dtype), tokens, 50, others).is_contiguous()
+        assert loss._empty_logits(hidden.to(dtype), tokens, vocabulary, others).is_contiguous()

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import resolve
-from megatron_llama.plan.derive import COSINE, split_layers
+from megatron_llama.plan.derive import COSINE
 from tests.config.helpers import make
 from tests.paths import CONF
 
@@ -120,29 +120,6 @@ def test_what_shards_share() -> None:
     assert shard_size(zero=1) == 8
     assert shard_size(zero=3, shard_group=4) == 4
     assert shard_size(zero=2, tp=2) == 4
-
-
-@pytest.mark.parametrize(("pp", "vpp"), itertools.product((1, 2, 3, 4, 8), (1, 2, 3)))
-def test_stages_partition_the_layers(pp: int, vpp: int) -> None:
-    """Whatever the split, every layer occurs once, in ascending order, and every virtual stage has one."""
-    for layers in range(pp * vpp, 3 * pp * vpp + 2):
-        chunks = split_layers(layers, pp, vpp, None)
-        assert len(chunks) == pp * vpp
-        assert list(itertools.chain.from_iterable(chunks)) == list(range(layers))
-        sizes = [len(chunk) for chunk in chunks]
-        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
-        assert sizes == sorted(sizes, reverse=True), "the first stages take what is left over"
-        per_stage = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
-        assert split_layers(layers, pp, vpp, per_stage) == chunks
-
-
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (3, 2), (4, 3)])
-def test_an_explicit_split_is_kept(pp: int, vpp: int) -> None:
-    for given in itertools.product(range(vpp, vpp + 3), repeat=pp):
-        chunks = split_layers(sum(given), pp, vpp, given)
-        assert tuple(sum(map(len, chunks[stage::pp])) for stage in range(pp)) == given
-        assert list(itertools.chain.from_iterable(chunks)) == list(range(sum(given)))
-        assert all(chunks), "every virtual stage has a layer"
 
 
 def test_chunks_of_a_stage_are_spread_through_the_model() -> None:

@@ -10,9 +10,9 @@ from megatron_llama.config.hostfile import FORMS, bad_hosts
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.derive import spread
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.plan.shapes import can_cut, head_dim, kv_heads
+from megatron_llama.plan.stage_split import spread
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:

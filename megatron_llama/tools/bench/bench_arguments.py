@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
-from megatron_llama.config.settings import DEVICES
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.settings import DEVICES, RECOMPUTE
 from megatron_llama.devices import get_device
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.tools.bench.cells import ONE, Wanted
-from megatron_llama.tools.bench.environments import PEERS, NotInstalled, interpreter
+from megatron_llama.tools.bench.cells import ONE, Wanted, config_of, layout_of, tasks_of
+from megatron_llama.tools.bench.contest import Task
+from megatron_llama.tools.bench.environments import PEERS, NotInstalled, Peer, interpreter
+
+PRECISIONS, MODES, ZERO = "fp32,bf16", "eager,compiled", "0,1,2,3"
 
 
 def words(text: str) -> list[str]:
@@ -25,12 +30,12 @@ def numbers(text: str) -> list[int]:
 
 
 def describe_contestants(parser: argparse.ArgumentParser) -> None:
-    """Adds what ``installed`` and ``wanted_of`` read."""
+    """Adds what ``entries_of`` and ``installed`` read."""
     add = parser.add_argument
     add("--models", type=words, default=["llama_15m", "llama_56m", "llama_110m"], help="presets of conf/model")
-    add("--precision", type=words, default=["fp32", "bf16"], help="fp32,bf16: products; weights are fp32 in both")
+    add("--precision", type=words, default=words(PRECISIONS), help="fp32,bf16: products; weights are fp32 in both")
     add("--peers", type=words, default=list(PEERS), help=f"of {','.join(PEERS)}")
-    add("--modes", type=words, default=["eager", "compiled"], help="eager,compiled")
+    add("--modes", type=words, default=words(MODES), help="eager,compiled")
     add("--layouts", type=words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default one)")
     add("--recompute", type=words, default=["none"], help="of this project: none,elementwise,full ... (default none)")
     add("--zero", type=numbers, default=[1], help="of this project: trainer.zero, such as 1,3 (default 1)")
@@ -41,33 +46,35 @@ def describe_contestants(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="of each contestant, all ranks together (default: the cores)")
 
 
-def installed(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """The interpreters of the peers that can take part; ``left_out`` takes the others with the reason."""
-    for name in args.peers:
-        peer = PEERS.get(name)
-        if peer is None:
-            left_out[name] = f"is not one of {', '.join(PEERS)}"
-        elif peer.needs_accelerator and not get_device(args.device).is_accelerator:
-            left_out[name] = f"does not run on device {args.device}"
-        else:
-            sys.stderr.write(f"environment of {name} ...\n")
-            try:
-                yield name, interpreter(peer)
-            except NotInstalled as error:
-                left_out[name] = str(error)
-
-
-def tell_left_out(left_out: dict[str, str]) -> int:
-    """Names who did not take part; returns the exit status."""
-    for name, reason in left_out.items():
-        sys.stderr.write(f"left out: {name}: {reason}\n")
-    return EXIT_FAILED if left_out else 0
-
-
-def wanted_of(args: argparse.Namespace, peers: Sequence[str]) -> Wanted:
-    """What the arguments ask for, of the peers that can take part."""
-    return Wanted(
-        peers=peers,
+def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Peer, Task]]]:
+    """The contestants of each cell, a model in a precision, in the order of their turns. Raises ConfigError with
+    everything that is wrong with the arguments."""
+    problems: list[Problem] = []
+    for flag, given, listed in (
+        ("--models", args.models, ""),
+        ("--layouts", args.layouts, ""),
+        ("--precision", args.precision, PRECISIONS),
+        ("--modes", args.modes, MODES),
+        ("--peers", args.peers, ",".join(PEERS)),
+        ("--recompute", args.recompute, ",".join(RECOMPUTE)),
+        ("--zero", args.zero, ZERO),
+    ):
+        if not given:
+            problems.append(Problem(flag, None, "names nothing", f"name something, or leave {flag} out"))
+        for word in given if listed else ():
+            if str(word) not in words(listed):
+                problems.append(Problem(flag, word, f"is not one of {listed}", f"write such as {flag} {listed}"))
+    for name in ("batch", "seq_length", "layers", "threads", "rounds", "steps"):
+        flag, number = f"--{name.replace('_', '-')}", getattr(args, name, None)  # not all have all of them
+        if number is not None and number < 1:
+            problems.append(Problem(flag, number, "must be at least 1", f"write {flag} 1, or more"))
+    if args.layers is None or args.layers > 0:
+        problems += [problem for name in args.models for problem in _problems(config_of, name, args.layers)]
+    problems += [problem for name in args.layouts for problem in _problems(layout_of, name)]
+    if problems:
+        raise ConfigError([problem for n, problem in enumerate(problems) if problem not in problems[:n]])
+    wanted = Wanted(
+        peers=args.peers,
         modes=args.modes,
         layouts=args.layouts,
         recompute=args.recompute,
@@ -78,3 +85,33 @@ def wanted_of(args: argparse.Namespace, peers: Sequence[str]) -> Wanted:
         seq_length=args.seq_length,
         layers=args.layers,
     )
+    return {cell: list(tasks_of(wanted, *cell)) for cell in product(args.models, args.precision)}
+
+
+def _problems(read: Callable[..., object], *arguments: object) -> Sequence[Problem]:
+    try:
+        read(*arguments)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def installed(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """The interpreters of the peers that can take part; ``left_out`` takes the others with the reason."""
+    for name in args.peers:
+        peer = PEERS[name]
+        if peer.needs_accelerator and not get_device(args.device).is_accelerator:
+            left_out[name] = f"does not run on device {args.device}"
+            continue
+        sys.stderr.write(f"environment of {name} ...\n")
+        try:
+            yield name, interpreter(peer)
+        except NotInstalled as error:
+            left_out[name] = str(error)
+
+
+def tell_left_out(left_out: dict[str, str]) -> int:
+    """Names who did not take part; returns the exit status."""
+    for name, reason in left_out.items():
+        sys.stderr.write(f"left out: {name}: {reason}\n")
+    return EXIT_FAILED if left_out else 0

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 
-from megatron_llama.config import Config, load_config
+from megatron_llama.config import Config, ConfigError, Problem, load_config
 from megatron_llama.devices.cpu import processor
 from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan.shapes import head_dim, kv_heads, parameters
-from megatron_llama.system.errors import UserError
 from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import BENCH_DIR, OURS, PEERS, Peer
 
@@ -42,10 +41,12 @@ class Wanted:
 
 
 def layout_of(name: str) -> Layout:
-    """The layout that ``name`` means: ``one``, or axes with sizes, such as ``tp2`` or ``tp2pp2``. Raises UserError."""
+    """The layout that ``name`` means: ``one``, or axes with sizes, such as ``tp2`` or ``tp2pp2``. Raises
+    ConfigError."""
     axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", name)}
-    if name != (ONE if not axes else "".join(f"{axis}{size}" for axis, size in axes.items())):
-        raise UserError(f"--layouts {name}: a layout is {ONE}, or axes with their sizes, such as tp2, dp2, pp2, tp2pp2")
+    if 0 in axes.values() or name != (ONE if not axes else "".join(f"{axis}{size}" for axis, size in axes.items())):
+        rule = f"a layout is {ONE}, or axes with their sizes"
+        raise ConfigError([Problem("--layouts", name, rule, "write such as one,tp2,dp2,pp2,tp2pp2")])
     return Layout(**axes)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.system.errors import UserError
+from megatron_llama.config import ConfigError
 from megatron_llama.tools.bench import cells, turns
 from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
 from megatron_llama.tools.bench.contest import Layout, Task
@@ -26,8 +26,22 @@ from tests.paths import ROOT
 def test_layouts_are_read() -> None:
     assert [layout_of(name) for name in ("one", "tp2", "tp2pp4")] == [Layout(), Layout(tp=2), Layout(tp=2, pp=4)]
     for name in ("two", "tp", "2tp", "sp2", "pp2tp", ""):
-        with pytest.raises(UserError, match="a layout is one, or axes"):
+        with pytest.raises(ConfigError, match="a layout is one, or axes"):
             layout_of(name)
+
+
+def test_mistakes_are_told_together_before_anything_is_installed() -> None:
+    words = "--models llama_57m,llama_2m,[a] --precision bf61 --peers our,litgpt --layouts pt2,tp0 --batch 0".split()
+    words += "--recompute none,nothing --modes eager,eager --zero 1,7 --threads 0 --modes".split()
+    bench = [sys.executable, str(ROOT / "scripts/bench.py"), "train", *words, ""]
+    done = subprocess.run(bench, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("This benchmark can't work, for 11 reasons:") and "environment" not in done.stderr
+    for told in ("model = llama_57m", "--precision = bf61", "--peers = our\n", "--layouts = pt2", "--batch = 0"):
+        assert f"\n  {told}" in done.stderr
+    for told in ("--recompute = nothing", "--zero = 7", "--threads = 0", "--layouts = tp0"):
+        assert f"\n  {told}" in done.stderr
+    assert "  --modes\n    rule     names nothing" in done.stderr
 
 
 def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +141,14 @@ def test_this_project_competes_with_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_writes_page_and_record(tmp_path: Path) -> None:
-    words = "train --models llama_2m --precision fp32 --peers ours,nobody --modes eager --rounds 1 --steps 1".split()
+    words = "train --models llama_2m --precision fp32 --peers ours --modes eager --rounds 1 --steps 1".split()
+    words += ["--layouts", "one,tp3"]  # four heads do not divide by 3
     command = [sys.executable, str(ROOT / "scripts/bench.py"), *words, "--seq-length", "32", "--output"]
     done = subprocess.run([*command, str(tmp_path / "out")], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "left out: nobody: is not one of ours" in done.stderr
+    broken = "llama_2m fp32 ours tp3: ours tp3 ended with status 2"
+    assert f"left out: {broken}" in done.stderr
     record = json.loads((tmp_path / "out.json").read_text())
     page = (tmp_path / "out.md").read_text()
     assert record["cells"][0]["results"][0]["facts"]["parameters"] == 1_771_200
-    assert record["machine"] in page and "| ours |" in page and "* nobody: is not one of ours" in page
+    assert record["machine"] in page and "| ours |" in page and f"* {broken}" in page

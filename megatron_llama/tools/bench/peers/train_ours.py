@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch
+from megatron_llama.model.attention_chunks import is_faster
+from megatron_llama.model.cpu_products import by_amx
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.parallel.pipeline import MicroBatch
@@ -61,6 +63,13 @@ def overrides(task: Task, run_dir: str) -> list[str]:
 
 def _text(value: Any) -> str:
     return "null" if value is None else str(value).replace(" ", "")
+
+
+def _attention(task: Task, dtype: torch.dtype) -> str:
+    """The kernels of the task's attention, for its facts."""
+    if not is_faster(torch.empty(1, 1, task.seq_length, 1, dtype=dtype, device=task.device)):
+        return "scaled_dot_product_attention"
+    return "by chunks" if not by_amx(dtype) else "scaled_dot_product_attention forward, by chunks backward"
 
 
 class TaskBatches:
@@ -117,7 +126,7 @@ class OurTrainer:
             tokens_checksum=checksum(tokens),
             optimizer="AdamW, fused",
             clip=plan.config.optim.clip,
-            attention="products by chunks where they are faster, else scaled_dot_product_attention",
+            attention=_attention(task, getattr(torch, plan.precision.compute_dtype)),
             versions={"torch": torch.__version__, "megatron-core": version("megatron-core")},
         )
 
