@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import Device, Peak
+from megatron_llama.devices.bf16_products import multiplies_bf16, multiply_in_fp32
 from megatron_llama.devices.products import product_rate
 
 if TYPE_CHECKING:
@@ -56,13 +57,16 @@ class Cpu(Device):
         torch.set_num_threads(threads)
         _keep_freed_memory()
         multiplies_by_onednn()
+        if not multiplies_bf16():
+            multiply_in_fp32()
         register(self.backend)
         return torch.device("cpu")
 
     def peak_flops(self, precision: str) -> Peak:
         """The best of a few matrix products with this rank's threads, while the other ranks do the same.
 
-        For bf16 both dtypes are measured: a CPU without bf16 units is faster in fp32, and that is then its peak.
+        For bf16 both dtypes are measured: a CPU without instructions for bf16 multiplies it in fp32, whose rate is then
+        its peak.
         """
         import torch
 

@@ -13,6 +13,7 @@ import yaml
 from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.problems import shown
 from megatron_llama.config.settings import ACCELERATORS, Config
+from megatron_llama.plan.stage_split import fault_of
 from megatron_llama.system.bounded_yaml import check_yaml
 from megatron_llama.system.files import read_whole
 
@@ -72,9 +73,9 @@ def _same_stages(config: Config, saved: dict[str, Any]) -> bool:
     if not isinstance(there, dict) or here.pp == 1:
         return False
     split = there.get("pipeline_layers")
-    if not isinstance(split, list) or not all(isinstance(size, int) and size >= here.vpp for size in split):
+    if not isinstance(split, list) or not all(isinstance(size, int) for size in split) or there.get("vpp") != here.vpp:
         return False
-    return there.get("vpp") == here.vpp and len(split) == here.pp and sum(split) == config.model.num_hidden_layers
+    return fault_of(split, config.model.num_hidden_layers, here.pp, here.vpp) is None
 
 
 def run_that_goes_on(config: Config) -> Path | None:

@@ -25,6 +25,17 @@ def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] 
     return [tuple(range(end - size, end)) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
+def fault_of(split: Sequence[int], layers: int, pp: int, vpp: int) -> str | None:
+    """The rule that a split over ``pp`` stages breaks; None where it breaks none."""
+    if len(split) != pp:
+        return f"has {len(split)} numbers, and must have one for each of the pp={pp} stages"
+    if min(split) < vpp:
+        return f"every stage needs at least {vpp} layer{'s, one for each virtual stage' if vpp > 1 else ''}"
+    if sum(split) != layers:
+        return f"adds up to {sum(split)}, and must add up to model.num_hidden_layers={layers}"
+    return None
+
+
 def spread(total: int, parts: int) -> list[int]:
     """``total`` over ``parts`` as evenly as whole numbers allow, the first parts taking what is left over."""
     share, left_over = divmod(total, parts)

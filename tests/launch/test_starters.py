@@ -77,7 +77,8 @@ def test_a_wrong_variable_is_refused_by_each_process(starter: str, tmp_path: Pat
         run, wrong = started([*agent, "env", "-u", "MASTER_ADDR", *train]), "MASTER_ADDR"
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == (2 if starter == "mpich" else 1), errors
-    assert errors.count("can't work") == 2 and wrong in errors, errors
+    # torchrun ends the others once one has failed: whether they have told by then is a matter of luck.
+    assert errors.count("can't work") in ([2] if starter == "mpich" else [1, 2]) and wrong in errors, errors
     assert not (tmp_path / "run").exists()
 
 

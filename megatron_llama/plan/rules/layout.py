@@ -12,7 +12,7 @@ from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.plan.shapes import can_cut, head_dim, kv_heads
-from megatron_llama.plan.stage_split import spread
+from megatron_llama.plan.stage_split import fault_of, spread
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
@@ -190,18 +190,11 @@ def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
 @reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
 def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]:
     """An explicit split has a number for every stage, leaves none empty, and adds up to all layers."""
-    split, pp, vpp = config.trainer.pipeline_layers, config.trainer.pp, config.trainer.vpp
-    layers = config.model.num_hidden_layers
+    split, pp, layers = config.trainer.pipeline_layers, config.trainer.pp, config.model.num_hidden_layers
     if split is None:
         return
-    rule = ""
-    if len(split) != pp:
-        rule = f"has {len(split)} numbers, and must have one for each of the pp={pp} stages"
-    elif min(split) < vpp:
-        rule = f"every stage needs at least {vpp} layer{'s, one for each virtual stage' if vpp > 1 else ''}"
-    elif sum(split) != layers:
-        rule = f"adds up to {sum(split)}, and must add up to model.num_hidden_layers={layers}"
-    if rule:
+    rule = fault_of(split, layers, pp, config.trainer.vpp)
+    if rule is not None:
         advice = f"write trainer.pipeline_layers={shown(spread(layers, pp))}, or leave it out"
         yield Problem("trainer.pipeline_layers", split, rule, advice)
 
