@@ -28,7 +28,7 @@ from pathlib import Path
 
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
-from megatron_llama.devices.cpu import processor
+from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from scripts.results import ROOT, commit, markdown_table

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.devices.cpu import processor
+from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.units import short_count

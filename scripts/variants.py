@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.devices.cpu import processor
+from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 from scripts.results import commit, markdown_table, run_program

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import COMPILERS
+from megatron_llama.devices.processor import instruction_set
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +139,10 @@ class Device(ABC):
         return COMPILERS[self.name]
 
     def compile_environment(self, folder: Path) -> dict[str, str]:
-        """Variables that put the caches of the device's compilers under ``folder``, which ranks and runs may share."""
-        return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+        """Variables that put the caches of the device's compilers under ``folder``, which ranks, runs and machines may
+        share. Inductor's has a part for each kind of processor."""
+        inductor = folder / "inductor" / instruction_set()
+        return {"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": str(folder / "triton")}
 
     def ahead_of_time_environment(self) -> dict[str, str]:
         """Variables, set before ``probe``, with which graphs are compiled but not run, so that no device is needed.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import Device, Peak
 from megatron_llama.devices.bf16_products import multiplies_bf16, multiply_in_fp32
+from megatron_llama.devices.processor import processor
 from megatron_llama.devices.products import product_rate
 
 if TYPE_CHECKING:
@@ -112,14 +113,6 @@ def multiplies_by_onednn() -> bool:
         return True
     products.fp32_precision = before
     return False
-
-
-def processor() -> dict[str, str]:
-    """What Linux says of the first core, such as its "model name" and "flags"; empty where it says nothing."""
-    with suppress(OSError):
-        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
-        return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    return {}
 
 
 def _keep_freed_memory() -> None:

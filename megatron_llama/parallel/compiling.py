@@ -193,7 +193,7 @@ class Compiler:
     def _why_new(self, key: str, what: str, mode: str) -> str:
         """The settings that differ from those of the most similar graph in the cache, as text."""
         if self._note_of(key).exists():
-            return "it was compiled here before, but the compiler's cache has lost it"
+            return "it was compiled before, but the compiler's cache has lost it, or is of another kind of processor"
         mine = self._settings
         nearest: dict[str, Any] | None = None
         for path in self._notes.glob("*.json"):

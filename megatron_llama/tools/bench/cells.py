@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 from megatron_llama.config import Config, ConfigError, Problem, load_config
-from megatron_llama.devices.cpu import processor
+from megatron_llama.devices.processor import instruction_set, processor
 from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan.shapes import head_dim, kv_heads, parameters
 from megatron_llama.tools.bench.contest import Layout, Task
@@ -91,7 +91,7 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
                         "clip": optim.clip,
                     },
                     seed=config.trainer.seed,
-                    cache=str(BENCH_DIR / "cache" / cache),
+                    cache=str(BENCH_DIR / "cache" / instruction_set() / cache),
                     started=0.0,
                     recompute=recompute,
                     zero=zero,

@@ -1,0 +1,29 @@
+"""What Linux says of the machine's processor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+
+def processor() -> dict[str, str]:
+    """Of the first core, such as its "model name" and "flags"; empty where Linux says nothing."""
+    with suppress(OSError):
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    return {}
+
+
+def instruction_set() -> str:
+    """A name for what code that is compiled here may need: the architecture, and a hash of the extensions.
+
+    Inductor compiles for this very processor (``-march=native``, and vectors of its width), but its cache's keys do not
+    say so (torch 2.11 to 2.13): a graph from a machine with AVX-512 gives NaN on one that has AVX2 alone.
+    """
+    found = processor()
+    extensions = sorted((found.get("flags") or found.get("Features") or platform.processor()).split())
+    extensions.append(os.environ.get("ATEN_CPU_CAPABILITY", ""))  # by which torch is told to use fewer
+    return f"{platform.machine()}-{hashlib.sha256(' '.join(extensions).encode()).hexdigest()[:8]}"
