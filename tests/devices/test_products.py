@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.devices import cpu
+from megatron_llama.devices import cpu, processor
 
 ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
 
@@ -34,8 +34,8 @@ def test_other_processors_keep_torchs_choice(other: dict[str, str], monkeypatch:
 
 
 def test_a_system_that_says_nothing_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpu, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert cpu.processor() == {} and not cpu.multiplies_by_onednn()
+    monkeypatch.setattr(processor, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert processor.processor() == {} and not cpu.multiplies_by_onednn()
 
 
 def test_products_stay_in_fp32_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
