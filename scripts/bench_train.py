@@ -110,7 +110,7 @@ def _compete(
     import torch  # not for --help
 
     device = get_device(args.device)
-    torch.set_num_threads(args.threads or get_device("cpu").count())
+    torch.set_num_threads(args.threads)
     cells = {cell: [entry for entry in asked if entry[0].name in pythons] for cell, asked in entries.items()}
     contestants = sum(map(len, cells.values()))
     with progress(contestants * (args.rounds + 2)) as advance:

@@ -43,7 +43,8 @@ def describe_contestants(parser: argparse.ArgumentParser) -> None:
     add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
     add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
     add("--device", default="cpu", choices=[name for name in DEVICES if name != "auto"])
-    add("--threads", type=int, help="of each contestant, all ranks together (default: the cores)")
+    cores = get_device("cpu").count()
+    add("--threads", type=int, default=cores, help="of each contestant, all ranks together (default: the cores)")
 
 
 def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Peer, Task]]]:
@@ -80,7 +81,7 @@ def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Pee
         recompute=args.recompute,
         zero=args.zero,
         device=args.device,
-        threads=args.threads or get_device("cpu").count(),
+        threads=args.threads,
         batch_size=args.batch,
         seq_length=args.seq_length,
         layers=args.layers,
