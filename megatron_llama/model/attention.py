@@ -1,8 +1,9 @@
 """The product of queries, keys and values, by the kernel that suits the device, the documents and the pattern.
 
-Whole sequences without a pattern are torch's own causal scaled_dot_product_attention, whose fused kernels take grouped
-heads, or on a CPU, where they are faster, plain products by chunks (attention_chunks.py). For the rest
-plan/attention_pattern.py says which of three kernels a device takes:
+Compiled blocks on a CPU have a kernel of their own for whole sequences, documents and windows (attention_cpu.py).
+Elsewhere whole sequences without a pattern are torch's own causal scaled_dot_product_attention, whose fused kernels
+take grouped heads, or uncompiled on a CPU, where they are faster, plain products by chunks (attention_chunks.py). For
+the rest plan/attention_pattern.py says which of three kernels a device takes:
 
 * tiles (attention_tiles.py) and varlen (attention_varlen.py) compute what is seen and little else. Uncompiled, they
   take the documents' lengths from the host; inside a compiled block they are one operator that reads them when it runs,
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.model import attention_chunks, attention_tiles, attention_varlen
+from megatron_llama.model import attention_chunks, attention_cpu, attention_tiles, attention_varlen
 from megatron_llama.model.document_mask import Documents, Lengths
 from megatron_llama.plan.attention_pattern import Pattern
 
@@ -38,6 +39,9 @@ class Seen(NamedTuple):
     """Inside compiled blocks ``Documents.borders`` in the host's memory."""
     borders: Tensor | None = None
     """``Documents.borders`` on the device, for varlen."""
+    first: Tensor | None = None
+    """Inside compiled blocks on a CPU the first token that each one sees [b, s], int32, where it sees all from there to
+    itself."""
     mask: Tensor | None = None
     """Whether the query of a row sees the key of a column [b or 1, 1, s, s], bool, for mask."""
 
@@ -54,8 +58,16 @@ def seen(tokens: Tensor, documents: Documents | None, pattern: Pattern, kernel: 
         documents = Documents.whole(rows, length, tokens.device)
     borders = documents.borders if kernel == "varlen" else None
     if compiled:
-        return Seen(pattern, kernel, None, documents.host_borders, borders)
+        first = _first_seen(documents, pattern.window) if tokens.device.type == "cpu" and not pattern.group else None
+        return Seen(pattern, kernel, None, documents.host_borders, borders, first)
     return Seen(pattern, kernel, documents.lengths, None, borders)
+
+
+def _first_seen(documents: Documents, window: int) -> Tensor:
+    """The first token that each one sees [b, s], int32; ``window`` is 0 for none."""
+    positions = documents.positions()
+    index = torch.arange(positions.shape[1], device=positions.device)
+    return (index - (positions.clamp(max=window - 1) if window else positions)).int()
 
 
 def mask_of(positions: Tensor, pattern: Pattern, documents: Tensor | None = None) -> Tensor:
@@ -80,6 +92,9 @@ def sees(queries: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, what: Seen | None) -> Tensor:
     """Attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+    first = None if what is None else what.first
+    if torch.compiler.is_compiling() and (what is None or first is not None) and attention_cpu.serves(q):
+        return attention_cpu.attend(q, k, v, first)[0]
     if what is None and attention_chunks.is_faster(q):
         return attention_chunks.causal_attention(q, k, v)
     if what is None:

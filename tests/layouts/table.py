@@ -17,6 +17,8 @@ SHORT = PIECES.replace("reshape", "truncate")
 EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2", "optim.lr=0.0001"]
 # Gathers and scatters inside products, on a CPU by tests/parallel/symmetric_memory.py.
 ASYNC_TP = ["trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true", "trainer.async_tp=true"]
+# Through the kernel of compiled blocks (model/attention_cpu.py), which wants heads of 32; its blocks are of 128 tokens.
+COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["model.head_dim=32", "data.seq_length=144"]
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -152,6 +154,8 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         [*ASYNC_TP, "trainer.zero=3", "trainer.recompute=full"],
         [],
     ),
+    ("dp2, zero 3, full recompute, compiled", 2, [*COMPILED, "trainer.zero=3", "trainer.recompute=full"], WIDE),
+    ("tp2·pp2+sp, window, compiled", 4, [*COMPILED, "trainer.tp=2", "trainer.pp=2"], [*WIDE, WINDOW]),
     ("tp2·pp2+sp, sequences in pieces", 4, ["trainer.tp=2", "trainer.pp=2"], [PIECES]),
     ("pp2·vpp2·dp2, zero 3, short sequences first", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], [SHORT]),
     ("tp2·dp2+sp, zero 2, 8-bit states", 4, ["trainer.tp=2", "trainer.zero=2"], EIGHT_BITS),

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import megatron_llama.model.attention as attention
+import megatron_llama.model.attention_cpu as attention_cpu
 import megatron_llama.model.loss as loss
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.parallel.pipeline import Counts, MicroBatch
@@ -111,6 +113,18 @@ def window_of_one_token_more(model: ParallelModel) -> None:
         window = chunk.model.sliding_window
         assert window is not None
         chunk.model = replace(chunk.model, sliding_window=window + 1)
+
+
+def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
+    """Of the window; the forward pass stays right."""
+    call = attention_cpu._call
+
+    def changed(name: str, tensors: list[torch.Tensor], *rest: Any) -> None:
+        *shape, first = rest
+        earlier = (first - 1).clamp(min=0) if name == "attention_backward" else first
+        call(name, tensors, *shape, earlier)
+
+    attention_cpu._call = changed
 
 
 def blocks_without_global_ones(model: ParallelModel) -> None:

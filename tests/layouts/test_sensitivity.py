@@ -7,9 +7,10 @@ import torch
 
 from megatron_llama.parallel import ParallelModel
 from tests.compiled import skip_without_compiler
-from tests.layouts.table import ASYNC_TP, BLOCKS, MICRO_4, TIED, WINDOW
+from tests.layouts.table import ASYNC_TP, BLOCKS, COMPILED, MICRO_4, TIED, WIDE, WINDOW
 from tests.layouts.tampers import (
     blocks_without_global_ones,
+    compiled_gradients_of_one_token_more,
     gathered_pieces_of_the_wrong_rank,
     local_token_count,
     mean_over_data_parallel_ranks,
@@ -41,6 +42,7 @@ BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (no_causal_mask, 1, [], []),
     (window_of_one_token_more, 1, [], [WINDOW]),
     (blocks_without_global_ones, 1, [], [BLOCKS]),
+    (compiled_gradients_of_one_token_more, 1, COMPILED, [*WIDE, WINDOW]),
     (gathered_pieces_of_the_wrong_rank, 2, ASYNC_TP, []),
     (scattered_pieces_of_the_wrong_rank, 2, ASYNC_TP, []),
 ]

@@ -7,7 +7,7 @@ import torch
 
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler, skip_without_compiler
-from tests.layouts.table import ASYNC_TP
+from tests.layouts.table import ASYNC_TP, COMPILED
 from tests.layouts.tampers import gathered_pieces_of_the_wrong_rank, scattered_pieces_of_the_wrong_rank
 from tests.model.llamas import Answer, ours, theirs
 from tests.oracle import Tamper, Tensors, distance, make_plan
@@ -33,14 +33,16 @@ MODELS = {
     "multi-head": ("model.num_key_value_heads=4",),
     "tied": ("model.tie_word_embeddings=true",),
     "llama3 rope": LLAMA3_ROPE,
-    "wide heads": ("model.head_dim=16",),
+    "wide heads": ("model.head_dim=32",),
     "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
     "sliding window": ("model.sliding_window=5",),
+    "sliding window, wide heads": ("model.sliding_window=5", "model.head_dim=32"),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
 LAYOUTS = {
     "one process": (1, ()),
     "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
+    "one process, compiled": (1, tuple(COMPILED)),
     "tp2+sp, async_tp": (2, tuple(ASYNC_TP)),
 }
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch
+from megatron_llama.model import attention_cpu
 from megatron_llama.model.attention_chunks import is_faster
 from megatron_llama.model.cpu_products import by_amx
 from megatron_llama.optim import build_optimizer
@@ -67,7 +68,11 @@ def _text(value: Any) -> str:
 
 def _attention(task: Task, dtype: torch.dtype) -> str:
     """The kernels of the task's attention, for its facts."""
-    if not is_faster(torch.empty(1, 1, task.seq_length, 1, dtype=dtype, device=task.device)):
+    heads, wide = task.model["num_attention_heads"], task.model.get("head_dim")
+    q = torch.empty(1, 1, task.seq_length, wide or task.model["hidden_size"] // heads, dtype=dtype, device=task.device)
+    if task.mode == "compiled" and attention_cpu.serves(q):
+        return "its own FlashAttention for CPUs"
+    if not is_faster(q):
         return "scaled_dot_product_attention"
     return "by chunks" if not by_amx(dtype) else "scaled_dot_product_attention forward, by chunks backward"
 

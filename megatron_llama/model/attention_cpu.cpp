@@ -1,0 +1,333 @@
+// Causal attention on a CPU for T = at::BFloat16 and float. attention_cpu.py compiles and calls it.
+//
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691) by blocks of KEYS keys and QUERIES queries, with torch's small products
+// (brgemm). Blocks lie transposed: a row of scores belongs to a key, a column to a query. Sums over keys, and all that
+// is known of a query, are then operations between whole rows, and weights lie as the backward pass multiplies them. A
+// thread takes one head of keys and values at a time, with its group of query heads.
+
+#include "attention_cpu_blocks.h"
+
+namespace {
+
+// Up to QUERIES queries of a head. Each sees the keys from its ``low``, which never falls from one to the next, to
+// itself.
+struct Block {
+  int64_t first, tokens, rows, columns;  // columns: the rows, and what fills vectors
+  const float* low;
+
+  Block(int64_t first, int64_t tokens, const float* lows)
+      : first(first), tokens(tokens), rows(std::min(QUERIES, tokens - first)),
+        columns((rows + 2 * WIDTH - 1) / (2 * WIDTH) * 2 * WIDTH), low(lows + first) {}
+
+  int64_t first_key() const { return static_cast<int64_t>(low[0]); }
+  int64_t end_key() const { return first + rows; }
+  // How many keys go together from this one on, and the first of the queries that sees one of them.
+  int64_t keys(int64_t key) const { return std::min(key < first ? KEYS : OWN_KEYS, tokens - key); }
+  int64_t from(int64_t key) const { return std::max<int64_t>(0, key - first); }
+  bool sees_all(int64_t key, int64_t keys) const { return key + keys - 1 <= first && key >= low[rows - 1]; }
+};
+
+// [padded tokens], of a row of the batch.
+void fill_lows(const int32_t* given, int64_t b, const Shape& shape, float* lows) {
+  for (int64_t t = 0; t < shape.padded(); t++)
+    lows[t] = given ? static_cast<float>(given[b * shape.tokens + std::min(t, shape.tokens - 1)]) : 0.f;
+}
+
+// Scaled scores of a key with the queries at ``at``, from a row of scores; -inf where it is hidden.
+template <bool masked>
+Vec scaled(const float* row, const Block& block, int64_t at, int64_t key, float scale) {
+  const Vec scores = Vec::loadu(row + at) * Vec(scale), one(static_cast<float>(key));
+  if (!masked) return scores;
+  const Vec place = Vec::arange(static_cast<float>(block.first + at), 1.f);
+  return Vec::blendv(Vec(-INFINITY), scores, (place >= one) & (Vec::loadu(block.low + at) <= one));
+}
+
+// What is known of a block's queries in the forward pass: the largest score and the sum of weights so far, and by what
+// the sums before these keys shrink.
+struct Known {
+  float *largest, *sums, *factors;
+};
+
+// Goes on with these keys, and writes their weights, packed.
+template <typename T, bool masked>
+void softmax(const float* scores, int64_t key, int64_t keys, const Block& block, float scale, Known known, T* packed) {
+  for (int64_t at = block.from(key); at < block.columns; at += 2 * WIDTH) {
+    const int64_t column[2] = {at, at + WIDTH};
+    Vec now[2] = {Vec::loadu(known.largest + column[0]), Vec::loadu(known.largest + column[1])};
+    for (int64_t c = 0; c < keys; c++)
+      for (int half = 0; half < 2; half++)
+        now[half] = at::vec::maximum(
+            now[half], scaled<masked>(scores + c * STRIDE, block, column[half], key + c, scale));
+    Vec sum[2] = {Vec(0.f), Vec(0.f)};
+    for (int64_t c = 0; c < keys; c += 2)
+      for (int half = 0; half < 2; half++) {
+        Vec weights[2] = {Vec(0.f), Vec(0.f)};
+        for (int64_t i = 0; i < 2 && c + i < keys; i++) {
+          const Vec score = scaled<masked>(scores + (c + i) * STRIDE, block, column[half], key + c + i, scale);
+          weights[i] = Of<T>::exp(score - now[half]);
+        }
+        sum[half] = sum[half] + weights[0] + weights[1];
+        Of<T>::store_packed(weights[0], weights[1], packed + c * QUERIES, column[half]);
+      }
+    for (int half = 0; half < 2; half++) {
+      const Vec factor = Of<T>::exp(Vec::loadu(known.largest + column[half]) - now[half]);
+      now[half].store(known.largest + column[half]);
+      factor.store(known.factors + column[half]);
+      at::vec::fmadd(Vec::loadu(known.sums + column[half]), factor, sum[half]).store(known.sums + column[half]);
+    }
+  }
+}
+
+template <typename T>
+struct Forward {
+  View<const T> q, k, v;
+  View<T> out;
+  View<float> lse;
+  const int32_t* lows;
+  Shape shape;
+  float scale;
+
+  void run(int threads) const {
+    const int64_t d = shape.d, length = shape.padded();
+    const int64_t bytes = Memory::bytes<T>(d * length) + Memory::bytes<float>(d * length) +
+        Memory::bytes<float>(length) + Memory::bytes<T>(QUERIES * d) + Memory::bytes<T>(QUERIES * KEYS) +
+        Memory::bytes<float>(STRIDE * KEYS) + 2 * Memory::bytes<float>(QUERIES * d) + 3 * Memory::bytes<float>(QUERIES);
+#pragma omp parallel num_threads(threads)
+    {
+      Memory memory(bytes);
+      T* values = memory.of<T>(d * length);
+      float* words = memory.of<float>(d * length);
+      float* low = memory.of<float>(length);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t item = 0; item < shape.batch * shape.kv_heads; item++) {
+        const int64_t b = item / shape.kv_heads, kv = item % shape.kv_heads;
+        fill_lows(lows, b, shape, low);
+        Of<T>::transpose(v.at(b, kv), v.token, shape.tokens, d, values, length, words);
+        for (int64_t h = kv * shape.group(); h < (kv + 1) * shape.group(); h++)
+          for (int64_t first = 0; first < shape.tokens; first += QUERIES)
+            attend(b, h, k.at(b, kv), Block(first, shape.tokens, low), values, length, memory);
+      }
+      Of<T>::release();
+    }
+  }
+
+  void attend(int64_t b, int64_t h, const T* keys_of_head, const Block& block, const T* values, int64_t length,
+              Memory memory) const {
+    const int64_t d = shape.d, n = block.columns;
+    T *queries = memory.of<T>(QUERIES * d), *weights = memory.of<T>(QUERIES * KEYS);
+    float *scores = memory.of<float>(STRIDE * KEYS), *sum = memory.of<float>(QUERIES * d);
+    float* rows = memory.of<float>(QUERIES * d);
+    const Known known{memory.of<float>(QUERIES), memory.of<float>(QUERIES), memory.of<float>(QUERIES)};
+    std::fill(known.largest, known.largest + QUERIES, -1e30f);  // not -inf: a difference stays a number
+    std::fill(known.sums, known.sums + QUERIES, 0.f);
+    Of<T>::pack_transposed(q.at(b, h) + block.first * q.token, q.token, block.rows, d, queries, QUERIES);
+    const int64_t start = block.first_key() / KEYS * KEYS;
+    for (int64_t key = start, keys; key < block.end_key(); key += keys) {
+      keys = block.keys(key);
+      const int64_t from = block.from(key), packed = from * Of<T>::PER_WORD;
+      Of<T>::product(keys, n - from, d, keys_of_head + key * k.token, k.token, queries + packed, QUERIES,
+                     scores + from, STRIDE, false);
+      const auto go_on = block.sees_all(key, keys) ? softmax<T, false> : softmax<T, true>;
+      go_on(scores, key, keys, block, scale, known, weights);
+      if (key > start)
+        for (int64_t i = 0; i < d; i++)
+          for (int64_t r = from; r < n; r += WIDTH)
+            (Vec::loadu(sum + i * QUERIES + r) * Vec::loadu(known.factors + r)).store(sum + i * QUERIES + r);
+      Of<T>::product(d, n - from, keys + keys % 2, values + key, length, weights + packed, QUERIES, sum + from, QUERIES,
+                     key > start);
+    }
+    for (int64_t r = 0; r < n; r += WIDTH) {
+      const Vec total = Vec::loadu(known.sums + r);
+      (Vec(1.f) / total).store(known.factors + r);
+      (Vec::loadu(known.largest + r) + total.log()).store(known.sums + r);
+    }
+    transpose_words(sum, QUERIES, d, QUERIES, rows, d);
+    for (int64_t r = 0; r < block.rows; r++) {
+      write_row(rows + r * d, known.factors[r], d, out.at(b, h) + (block.first + r) * out.token);
+      lse.at(b, h)[(block.first + r) * lse.token] = known.sums[r];
+    }
+  }
+};
+
+// What the backward pass has of the head of keys and values, and of the query head that it is at.
+template <typename T>
+struct Head {
+  const T *keys, *values;
+  T* keys_t;  // transposed, with this stride
+  int64_t length;
+  T *queries_t, *queries, *grads_t, *grads;  // packed
+  float *dq_t, *dk, *dv, *lse, *means, *low;
+};
+
+// Weights of a block's queries for these keys, and the gradients of their scores, which are packed as well if T is.
+template <typename T, bool masked>
+void weigh(const float* scores, const float* by_weight, int64_t key, int64_t keys, const Block& block, float scale,
+           const Head<T>& head, T* weights, T* by_score, T* packed) {
+  const float *lse = head.lse + block.first, *means = head.means + block.first;
+  for (int64_t c = 0; c < keys; c += 2)
+    for (int64_t at = block.from(key); at < block.columns; at += 2 * WIDTH) {
+      Vec weight[2][2] = {}, gradient[2][2] = {};
+      for (int64_t i = 0; i < 2 && c + i < keys; i++)
+        for (int half = 0; half < 2; half++) {
+          const int64_t column = at + half * WIDTH, row = (c + i) * STRIDE;
+          const Vec score = scaled<masked>(scores + row, block, column, key + c + i, scale);
+          weight[i][half] = Of<T>::exp(score - Vec::loadu(lse + column));
+          const Vec difference = Vec::loadu(by_weight + row + column) - Vec::loadu(means + column);
+          gradient[i][half] = weight[i][half] * difference * Vec(scale);
+        }
+      for (int i = 0; i < 2; i++) {
+        Of<T>::store(weight[i][0], weight[i][1], weights + (c + i) * QUERIES + at);
+        Of<T>::store(gradient[i][0], gradient[i][1], by_score + (c + i) * QUERIES + at);
+        if (Of<T>::PACKED)
+          Of<T>::store_packed(gradient[0][i], gradient[1][i], packed + c * QUERIES, at + i * WIDTH);
+      }
+    }
+}
+
+template <typename T>
+struct Backward {
+  View<const T> grad, q, k, v, out;
+  View<const float> lse;
+  View<T> dq, dk, dv;
+  const int32_t* lows;
+  Shape shape;
+  float scale;
+
+  void run(int threads) const {
+    const int64_t d = shape.d, length = shape.padded();
+    const int64_t bytes = 5 * Memory::bytes<T>(length * d) + 3 * Memory::bytes<float>(length * d) +
+        3 * Memory::bytes<float>(length) + 3 * Memory::bytes<T>(QUERIES * KEYS) +
+        2 * Memory::bytes<float>(STRIDE * std::max(KEYS, d));
+#pragma omp parallel num_threads(threads)
+    {
+      Memory memory(bytes);
+      Head<T> head;
+      head.length = length;
+      for (T** of : {&head.keys_t, &head.queries_t, &head.queries, &head.grads_t, &head.grads})
+        *of = memory.of<T>(length * d);
+      for (float** sum : {&head.dq_t, &head.dk, &head.dv}) *sum = memory.of<float>(length * d);
+      for (float** row : {&head.lse, &head.means, &head.low}) *row = memory.of<float>(length);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t item = 0; item < shape.batch * shape.kv_heads; item++) {
+        const int64_t b = item / shape.kv_heads, kv = item % shape.kv_heads;
+        fill_lows(lows, b, shape, head.low);
+        head.keys = k.at(b, kv), head.values = v.at(b, kv);
+        Of<T>::transpose(head.keys, k.token, shape.tokens, d, head.keys_t, length, head.dk);
+        for (float* sum : {head.dk, head.dv}) std::fill(sum, sum + length * d, 0.f);
+        for (int64_t h = kv * shape.group(); h < (kv + 1) * shape.group(); h++) {
+          prepare(b, h, head);
+          for (int64_t key = 0; key < shape.tokens; key += KEYS) add_keys(key, head, memory);
+          write_queries(b, h, head, memory);
+        }
+        for (int64_t t = 0; t < shape.tokens; t++) {
+          write_row(head.dk + t * d, 1.f, d, dk.at(b, kv) + t * dk.token);
+          write_row(head.dv + t * d, 1.f, d, dv.at(b, kv) + t * dv.token);
+        }
+      }
+      Of<T>::release();
+    }
+  }
+
+  void prepare(int64_t b, int64_t h, const Head<T>& head) const {
+    const int64_t d = shape.d;
+    const T *own_grad = grad.at(b, h), *own_out = out.at(b, h);
+    for (int64_t t = 0; t < shape.padded(); t++) {
+      Vec mean(0.f);
+      for (int64_t i = 0; i < d && t < shape.tokens; i += 2 * WIDTH) {
+        const auto [grad_one, grad_other] = Of<T>::load(own_grad + t * grad.token + i);
+        const auto [out_one, out_other] = Of<T>::load(own_out + t * out.token + i);
+        mean = at::vec::fmadd(grad_one, out_one, at::vec::fmadd(grad_other, out_other, mean));
+      }
+      head.means[t] = at::vec::vec_reduce_all<float>([](Vec x, Vec y) { return x + y; }, mean);
+      head.lse[t] = t < shape.tokens ? lse.at(b, h)[t * lse.token] : INFINITY;  // whose weights are 0
+    }
+    for (int64_t first = 0; first < shape.tokens; first += QUERIES) {
+      const int64_t rows = std::min(QUERIES, shape.tokens - first);
+      const T *queries = q.at(b, h) + first * q.token, *grads = own_grad + first * grad.token;
+      Of<T>::pack_transposed(queries, q.token, rows, d, head.queries_t + first * d, QUERIES);
+      Of<T>::pack_transposed(grads, grad.token, rows, d, head.grads_t + first * d, QUERIES);
+      Of<T>::pack(queries, q.token, rows, QUERIES, d, head.queries + first * d);
+      Of<T>::pack(grads, grad.token, rows, QUERIES, d, head.grads + first * d);
+    }
+    std::fill(head.dq_t, head.dq_t + head.length * d, 0.f);
+  }
+
+  // What KEYS keys add to the gradients of a head.
+  void add_keys(int64_t start, const Head<T>& head, Memory memory) const {
+    const int64_t d = shape.d;
+    float *scores = memory.of<float>(STRIDE * KEYS), *by_weight = memory.of<float>(STRIDE * KEYS);
+    T *weights = memory.of<T>(QUERIES * KEYS), *by_score = memory.of<T>(QUERIES * KEYS);
+    T* packed = Of<T>::PACKED ? memory.of<T>(QUERIES * KEYS) : by_score;
+    for (int64_t first = start; first < shape.tokens; first += QUERIES) {
+      const Block block(first, shape.tokens, head.low);
+      if (block.first_key() >= start + KEYS) break;
+      const int64_t end = std::min(start + KEYS, block.end_key());
+      for (int64_t key = start, keys; key < end; key += keys) {
+        keys = block.keys(key);
+        const int64_t from = block.from(key), n = block.columns - from, rows = (first + from) * d;
+        const int64_t in_words = from * Of<T>::PER_WORD, transposed = first * d + in_words;
+        Of<T>::product(keys, n, d, head.keys + key * k.token, k.token, head.queries_t + transposed, QUERIES,
+                       scores + from, STRIDE, false);
+        Of<T>::product(keys, n, d, head.values + key * v.token, v.token, head.grads_t + transposed, QUERIES,
+                       by_weight + from, STRIDE, false);
+        const auto weigh_them = block.sees_all(key, keys) ? weigh<T, false> : weigh<T, true>;
+        weigh_them(scores, by_weight, key, keys, block, scale, head, weights, by_score, packed);
+        Of<T>::product(keys, d, n, weights + from, QUERIES, head.grads + rows, d, head.dv + key * d, d, true);
+        Of<T>::product(keys, d, n, by_score + from, QUERIES, head.queries + rows, d, head.dk + key * d, d, true);
+        Of<T>::product(d, n, keys + keys % 2, head.keys_t + key, head.length, packed + in_words, QUERIES,
+                       head.dq_t + first * d + from, QUERIES, true);
+      }
+    }
+  }
+
+  void write_queries(int64_t b, int64_t h, const Head<T>& head, Memory memory) const {
+    float* rows = memory.of<float>(QUERIES * shape.d);
+    for (int64_t first = 0; first < shape.tokens; first += QUERIES) {
+      transpose_words(head.dq_t + first * shape.d, QUERIES, shape.d, QUERIES, rows, shape.d);
+      for (int64_t r = 0; r < std::min(QUERIES, shape.tokens - first); r++)
+        write_row(rows + r * shape.d, 1.f, shape.d, dq.at(b, h) + (first + r) * dq.token);
+    }
+  }
+};
+
+// The i-th of the tensors that a call is about.
+struct Tensors {
+  void* const* data;
+  const int64_t* strides;
+  template <typename T>
+  View<T> at(int i) const {
+    return {static_cast<T*>(data[i]), strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
+  }
+};
+
+template <typename T>
+void forward(Tensors of, const int32_t* lows, Shape shape, float scale, int threads) {
+  Forward<T>{of.at<const T>(0), of.at<const T>(1), of.at<const T>(2), of.at<T>(3), of.at<float>(4), lows, shape, scale}
+      .run(threads);
+}
+
+template <typename T>
+void backward(Tensors of, const int32_t* lows, Shape shape, float scale, int threads) {
+  Backward<T>{of.at<const T>(0), of.at<const T>(1), of.at<const T>(2), of.at<const T>(3), of.at<const T>(4),
+              of.at<const float>(5), of.at<T>(6), of.at<T>(7), of.at<T>(8), lows, shape, scale}
+      .run(threads);
+}
+
+}  // namespace
+
+// ``data`` and ``strides`` (batch, head, token) of the tensors in the order of Forward's and Backward's members;
+// ``shape`` as Shape; ``lows`` [batch, tokens] or null.
+extern "C" {
+
+bool multiplies_bf16() { return at::native::cpublas::could_pack(at::kBFloat16); }
+
+void attention_forward(bool bf16, void** data, const int64_t* strides, const int32_t* lows, const Shape* shape,
+                       float scale, int threads) {
+  (bf16 ? forward<BFloat16> : forward<float>)({data, strides}, lows, *shape, scale, threads);
+}
+
+void attention_backward(bool bf16, void** data, const int64_t* strides, const int32_t* lows, const Shape* shape,
+                        float scale, int threads) {
+  (bf16 ? backward<BFloat16> : backward<float>)({data, strides}, lows, *shape, scale, threads);
+}
+}

@@ -1,0 +1,239 @@
+"""The kernel of compiled blocks on a CPU against all scores in fp64, for whole sequences, documents and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.codecache import CppCodeCache
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_llama.model import attention_cpu
+from megatron_llama.model.attention import attend, mask_of, seen
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.plan.attention_pattern import Pattern
+from tests.compiled import needs_compiler
+
+pytestmark = needs_compiler
+LENGTH = 300
+"""Three blocks of queries, of which the last is not whole."""
+WINDOW, SPARSE = Pattern(window=50), Pattern(block=4, local_blocks=4, global_blocks=1)
+
+
+def inputs(
+    dtype: torch.dtype = torch.float32, heads: int = 4, kv_heads: int = 2, length: int = LENGTH, d: int = 64
+) -> tuple[Tensor, ...]:
+    """q, k, v and the output's gradient, [2, heads, length, d], in memory as the layers have them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    found = [torch.randn(length, 2, n, d, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
+    return (*(x.requires_grad_() for x in found[:3]), found[3])
+
+
+def documents(length: int = LENGTH) -> Documents:
+    """Of other lengths in each row: some within a block, some over all."""
+    places, ends = torch.arange(length), [[3, 70, 71, 200], [129]]
+    return Documents.of(torch.stack([torch.bucketize(places, torch.tensor(row), right=True) for row in ends]))
+
+
+def first_seen(pattern: Pattern, those: Documents | None, length: int) -> Tensor | None:
+    what = seen(torch.zeros(2, length, dtype=torch.int64), those, pattern, "tiles", compiled=True)
+    return None if what is None else what.first
+
+
+def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """(output, gradients) with repeated heads, of the scores that ``mask`` [b, 1, s, s] says."""
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide[1:])
+    out = ((wide[0] @ keys.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+    return out.detach(), *torch.autograd.grad(out, wide, grad.double())
+
+
+def dense(pattern: Pattern, those: Documents | None, length: int) -> Tensor:
+    if those is None:
+        return mask_of(torch.arange(length).expand(2, length), pattern)
+    return mask_of(those.positions(), pattern, those.ids)
+
+
+def errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    pairs = [(one.detach().double(), other) for one, other in zip(found, expected, strict=True)]
+    return [float((one - other).norm() / other.norm()) for one, other in pairs]
+
+
+def of_ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: Tensor | None = None) -> tuple[Tensor, ...]:
+    out = attention_cpu.attend(q, k, v, first)[0]
+    return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+
+@pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 64), (6, 1, 32), (3, 3, 128)])
+@pytest.mark.parametrize("length", [1, 31, 64, 129, LENGTH])
+def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d: int, length: int) -> None:
+    q, k, v, grad = inputs(dtype, heads, kv_heads, length, d)
+    expected = in_fp64(q, k, v, grad, dense(Pattern(), None, length))
+    found = of_ours(q, k, v, grad)
+    assert {x.dtype for x in found} == {dtype}
+    assert [x.stride() for x in found] == [x.stride() for x in (q, q, k, v)], "memory as the layers want it"
+    if length == 1:  # nothing to choose from: gradients of q and k are 0
+        assert torch.equal(found[0][:, ::heads], v[:, ::kv_heads])
+        assert found[1].abs().max() < 1e-5 and found[2].abs().max() < 1e-5
+        return
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torchs = errors((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
+    ours = errors(found, expected)
+    # In fp32 both are off by roundings of sums alone, whose order is the library's.
+    factor, most = (1.1, 5e-3) if dtype == torch.bfloat16 else (2, 1e-6)
+    assert all(one < factor * other + 1e-8 for one, other in zip(ours, torchs, strict=True)), (ours, torchs)
+    assert max(ours) < most
+
+
+@pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
+@pytest.mark.parametrize("pattern", [Pattern(), WINDOW, Pattern(window=1), Pattern(window=LENGTH - 1)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sees_documents_and_windows(dtype: torch.dtype, pattern: Pattern, packed: bool) -> None:
+    q, k, v, grad = inputs(dtype)
+    those = documents() if packed else None
+    ours = errors(
+        of_ours(q, k, v, grad, first_seen(pattern, those, LENGTH)),
+        in_fp64(q, k, v, grad, dense(pattern, those, LENGTH)),
+    )
+    if pattern.window == 1:  # a token that sees itself alone: gradients of q and k are 0, and what is left is rounding
+        ours = [ours[0], ours[3]]
+    assert max(ours) < (5e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_log_sum_exp_is_that_of_the_scores() -> None:
+    q, k, v, _ = inputs()
+    _, lse = attention_cpu.attend(q, k, v, None)
+    scores = (q.double() @ k.double().repeat_interleave(2, dim=1).mT) * 64**-0.5
+    expected = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf).logsumexp(-1)
+    assert torch.allclose(lse.double(), expected, atol=1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v, grad = inputs()
+    q = (q.detach() * 1000).requires_grad_()
+    found = of_ours(q, k, v, grad)
+    assert all(x.isfinite().all() for x in found)
+    assert errors(found, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))[0] < 1e-3
+
+
+def test_what_is_not_a_number_is_seen() -> None:
+    """By those who see the token, and by no one else."""
+    q, k, v, _ = inputs(torch.bfloat16)
+    k.detach()[0, 0, 140] = torch.nan
+    out = attention_cpu.attend(q, k, v, None)[0]
+    assert out[0, :2, 140:].isnan().all() and not out[0, 2:].isnan().any() and not out[1].isnan().any()
+
+
+def test_a_row_alone_is_what_it_is_beside_others() -> None:
+    """To the bit, also with another number of threads: layouts split rows and heads."""
+    q, k, v, grad = inputs(torch.bfloat16)
+    whole, threads = of_ours(q, k, v, grad), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = [x.detach()[1:, x.shape[1] // 2 :].requires_grad_() for x in (q, k, v)]
+        part = of_ours(*alone, grad[1:, 2:])
+    finally:
+        torch.set_num_threads(threads)
+    for one, other, heads in zip(whole, part, (2, 2, 1, 1), strict=True):
+        assert torch.equal(one[1:, heads:], other)
+
+
+@pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
+def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
+    q, k, v, grad = inputs(dtype)
+    expected = of_ours(q, k, v, grad)
+
+    def odd_strides(x: Tensor) -> Tensor:
+        apart = torch.empty(2, x.shape[1], LENGTH, 65, dtype=dtype)[..., :64]
+        return apart.copy_(x.detach()).requires_grad_()
+
+    def numbers_apart(x: Tensor) -> Tensor:
+        return x.detach().mT.contiguous().mT.requires_grad_()
+
+    for change in (odd_strides, numbers_apart):
+        found = of_ours(*(change(x) for x in (q, k, v)), change(grad).detach())
+        assert all(map(torch.equal, found, expected))
+    alike = grad[:, :1].expand_as(grad)  # such as a sum's gradient
+    assert all(map(torch.equal, of_ours(q, k, v, alike), of_ours(q, k, v, alike.contiguous())))
+
+
+def test_bf16_goes_in_fp32_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = attention_cpu._library()
+    assert library is not None
+    monkeypatch.setattr(library, "multiplies_bf16", lambda: False)
+    q, k, v, grad = inputs(torch.bfloat16)
+    found = of_ours(q, k, v, grad)
+    assert {x.dtype for x in found} == {torch.bfloat16}
+    # Rounded once, at the end.
+    assert max(errors(found, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))) < 2e-3
+
+
+@pytest.fixture
+def no_library() -> Iterator[None]:
+    attention_cpu._library.cache_clear()
+    yield
+    attention_cpu._library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_where_it_can_not_be_compiled_torchs_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: str) -> None:
+        raise RuntimeError("C++ compile error\nwith many lines")
+
+    monkeypatch.setattr(CppCodeCache, "load", fails)
+    with pytest.warns(UserWarning, match=r"torch's kernel: .* could not be compiled \(C\+\+ compile error\)"):
+        assert not attention_cpu.serves(inputs()[0])
+
+
+def test_whom_it_serves() -> None:
+    def serves(d: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
+        return attention_cpu.serves(torch.empty(1, 1, 8, d, dtype=dtype, device=device))
+
+    assert serves() and serves(32) and serves(128, torch.bfloat16)
+    assert not serves(16) and not serves(80) and not serves(dtype=torch.float16) and not serves(device="meta")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "packed", "d", "ours"),
+    [(Pattern(), False, 64, True), (Pattern(), True, 64, True), (WINDOW, True, 64, True)]
+    + [(SPARSE, False, 64, False), (Pattern(), False, 16, False)],
+    ids=["whole", "documents", "documents and window", "blocks", "narrow heads"],
+)
+def test_compiled_blocks_go_through_it(pattern: Pattern, packed: bool, d: int, ours: bool) -> None:
+    q, k, v, grad = inputs(length=LENGTH, d=d)
+    those = documents() if packed else None
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    compiled = torch.compile(attend, backend=keep, dynamic=False, fullgraph=True)
+    found = compiled(q, k, v, seen(tokens, those, pattern, "tiles", compiled=True))
+    assert ["cpu_attention" in graph.code for graph in graphs] == [ours]
+    eager = attend(q, k, v, seen(tokens, those, pattern, "tiles", compiled=False))
+    assert torch.allclose(found, eager, atol=1e-5)
+    pairs = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, eager)), strict=True)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+def test_the_operator_keeps_torchs_rules() -> None:
+    """Schema, fake tensors of the same shapes and strides, and a count of FLOPs."""
+    q, k, v, grad = inputs(torch.bfloat16)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    first = first_seen(WINDOW, documents(), LENGTH)
+    for given in (None, first):
+        torch.library.opcheck(attention_cpu.attend, (q, k, v, given), test_utils=tests)
+    out, lse = attention_cpu.attend(q, k, v, first)
+    kept = (x.detach() for x in (grad, q, k, v, out, lse))
+    torch.library.opcheck(attention_cpu._backward, (*kept, first), test_utils=tests)
+    with FlopCounterMode(display=False) as counter:
+        of_ours(q, k, v, grad)
+    assert counter.get_total_flops() == (4 + 10) * 2 * 4 * LENGTH**2 * 64
