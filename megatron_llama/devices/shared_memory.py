@@ -257,9 +257,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
         _reduce_scatter(output.detach(), input.detach(), self.group_name, combine)
         return _done([output])
 
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """As ``all_gather_single``, for several tensors. In compiled graphs each of them comes this way."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, input, opts).wait()
+        return _done(outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """As ``reduce_scatter_single``, for several tensors. In compiled graphs each of them comes this way."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input, opts).wait()
+        return _done(outputs)
+
     # What torch before 2.13 calls them.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
 def _by_gloo(name: str) -> Callable[..., Any]:
@@ -270,9 +286,8 @@ def _by_gloo(name: str) -> Callable[..., Any]:
 
 
 _OTHERS = (
-    "all_gather_single_coalesced all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced "
-    "allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv recv_anysource reduce "
-    "reduce_scatter reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send"
+    "all_to_all_single allgather allgather_coalesced allreduce_coalesced alltoall alltoall_base barrier broadcast gather "
+    "monitored_barrier recv recv_anysource reduce reduce_scatter scatter send"
 )
 for _name in _OTHERS.split():
     if hasattr(dist.ProcessGroup, _name):  # some exist in newer versions of torch only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from io import FileIO
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_llama.devices import shared_memory
 from megatron_llama.devices.shared_memory import SharedMemoryGroup
@@ -56,9 +58,6 @@ def _every_collective(rank: int, world: int) -> None:
     strided = torch.arange(6).view(3, 2).t() if rank else torch.arange(6).view(3, 2).t().contiguous()
     dist.all_reduce(strided)
     assert torch.equal(strided, torch.arange(6).view(3, 2).t() * world)
-    # What compiled blocks call.
-    summed = functional.all_reduce(torch.full((3,), float(rank)), "sum", group)
-    assert summed.tolist() == [world * (world - 1) / 2] * 3
     assert group._channel is not None
 
 
@@ -66,6 +65,28 @@ def _every_collective(rank: int, world: int) -> None:
 def test_every_collective(world: int) -> None:
     with patch.object(shared_memory, "_MOST_SLOT", SLOT):
         run_ranks(_every_collective, world, world)
+
+
+def _by_compiled_blocks(rank: int) -> None:
+    group, alone = dist.group.WORLD, torch.arange(6.0).view(2, 3)
+    mine = alone + rank
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        summed = functional.wait_tensor(functional.all_reduce(mine, "sum", group))
+        whole = functional.wait_tensor(functional.all_gather_tensor(mine, 0, group))
+        part = functional.wait_tensor(functional.reduce_scatter_tensor(mine, "sum", 0, group))
+        both = functional.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
+        whole_again, first_rows = (functional.wait_tensor(each) for each in both)
+    assert torch.equal(summed, 2 * alone + 1) and torch.equal(part, summed[rank : rank + 1])
+    assert torch.equal(whole, torch.cat([alone, alone + 1])) and torch.equal(whole_again, whole)
+    assert torch.equal(first_rows, torch.stack([alone[0], alone[0] + 1]))
+    names = Counter(event.name for event in seen.events())
+    assert not any("gloo" in name for name in names), names
+    assert [names[f"shared_memory::{name}_"] for name in ("all_reduce", "all_gather", "reduce_scatter")] == [1, 3, 1]
+
+
+def test_what_compiled_blocks_call() -> None:
+    """torch hands each gather and scatter of a graph to the collectives for several tensors."""
+    run_ranks(_by_compiled_blocks, 2)
 
 
 def _same_bits(rank: int, world: int) -> None:
