@@ -18,6 +18,10 @@ from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.plan import Plan
 
 
+PIECE = 2**18
+"""Numbers that are widened at a time, in memory that stays in the cache."""
+
+
 class WorkingCopies:
     """The working copies of a chunk, whose parameters they become; parameters that need no cast stay."""
 
@@ -58,7 +62,7 @@ class WorkingCopies:
         if master.grad is None:
             master.grad = grad.to(master.dtype)
         else:
-            master.grad += grad
+            _add(master.grad, grad)
         copy.grad = None
         if last:
             copy.untyped_storage().resize_(0)  # nothing else of this pass needs the weight
@@ -75,6 +79,16 @@ class WorkingCopies:
                 self._is_last_microbatch = True
 
         return context
+
+
+def _add(total: torch.Tensor, part: torch.Tensor) -> None:
+    """``total += part``. For another dtype on a CPU, torch would first widen the whole part, into new memory."""
+    if total.device.type != "cpu" or part.dtype == total.dtype:
+        total += part
+        return
+    wide = total.new_empty(min(PIECE, total.numel()))
+    for sum_, narrow in zip(total.view(-1).split(PIECE), part.reshape(-1).split(PIECE), strict=True):
+        sum_ += wide[: narrow.numel()].copy_(narrow)
 
 
 @contextmanager
