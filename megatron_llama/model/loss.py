@@ -174,8 +174,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: the gradients were made for this. A second backward pass is refused by autograd.
-        grads = (None if made is None else made.mul_(grad) for made in ctx.saved_tensors)
+        # In place: the gradients were made for this. A second backward pass is refused by autograd. The factor is 1
+        # where the loss is what is trained; only on a CPU can that be seen without waiting.
+        as_made = grad.device.type == "cpu" and grad == 1
+        grads = (made if made is None or as_made else made.mul_(grad) for made in ctx.saved_tensors)
         return *grads, None, None, None, None, None, None, None
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from megatron_llama.model import loss
 from megatron_llama.model.loss import IN_PLACE, Passes, fused
+from tests.ranks import run_ranks
 
 
 def as_it_is(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -84,3 +86,18 @@ def test_logits_column_by_column(vocabulary: int, monkeypatch: pytest.MonkeyPatc
         (torch.bfloat16, 10, IN_PLACE),
     ):
         assert loss._empty_logits(hidden.to(dtype), tokens, vocabulary, others).is_contiguous()
+
+
+def _gradients_of_multiples(rank: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 1, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    how = torch.randint(20, (6,)), torch.full((6,), 1 / 6), 20, (True, True), dist.group.WORLD, False, IN_PLACE
+    once, four = (
+        torch.autograd.grad(factor * loss._LinearCrossEntropy.apply(x, weight, *how), (x, weight)) for factor in (1, 4)
+    )
+    for one, other in zip(once, four, strict=True):
+        assert one.any() and torch.equal(4 * one, other)
+
+
+def test_a_multiple_of_the_loss_has_a_multiple_of_its_gradients() -> None:
+    run_ranks(_gradients_of_multiples, 1)
