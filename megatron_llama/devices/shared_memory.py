@@ -286,8 +286,8 @@ def _by_gloo(name: str) -> Callable[..., Any]:
 
 
 _OTHERS = (
-    "all_to_all_single allgather allgather_coalesced allreduce_coalesced alltoall alltoall_base barrier broadcast gather "
-    "monitored_barrier recv recv_anysource reduce reduce_scatter scatter send"
+    "all_to_all_single allgather allgather_coalesced allreduce_coalesced alltoall alltoall_base barrier broadcast "
+    "gather monitored_barrier recv recv_anysource reduce reduce_scatter scatter send"
 )
 for _name in _OTHERS.split():
     if hasattr(dist.ProcessGroup, _name):  # some exist in newer versions of torch only

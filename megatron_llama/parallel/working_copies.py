@@ -17,7 +17,6 @@ from torch import nn
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.plan import Plan
 
-
 PIECE = 2**18
 """Numbers that are widened at a time, in memory that stays in the cache."""
 
