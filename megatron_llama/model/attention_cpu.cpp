@@ -3,7 +3,8 @@
 // FlashAttention-2 (Dao 2023, arXiv:2307.08691) by blocks of KEYS keys and QUERIES queries, with torch's small products
 // (brgemm). Blocks lie transposed: a row of scores belongs to a key, a column to a query. Sums over keys, and all that
 // is known of a query, are then operations between whole rows, and weights lie as the backward pass multiplies them. A
-// thread takes one head of keys and values at a time, with its group of query heads.
+// thread takes one head of keys and values at a time with its group of query heads, or one query head where there are
+// more threads than such heads. Sums have the same order in both cases, and so the same bits.
 
 #include "attention_cpu_blocks.h"
 
@@ -78,6 +79,19 @@ void softmax(const float* scores, int64_t key, int64_t keys, const Block& block,
   }
 }
 
+// A thread's share of the work: some query heads of a key and value head.
+struct Item {
+  int64_t b, kv, first, end;
+};
+
+int64_t parts(const Shape& shape, int threads) { return shape.batch * shape.kv_heads < threads ? shape.group() : 1; }
+
+Item item_of(int64_t number, const Shape& shape, int64_t parts) {
+  const int64_t whole = number / parts, kv = whole % shape.kv_heads, heads = shape.group() / parts;
+  const int64_t first = kv * shape.group() + number % parts * heads;
+  return {whole / shape.kv_heads, kv, first, first + heads};
+}
+
 template <typename T>
 struct Forward {
   View<const T> q, k, v;
@@ -88,7 +102,7 @@ struct Forward {
   float scale;
 
   void run(int threads) const {
-    const int64_t d = shape.d, length = shape.padded();
+    const int64_t d = shape.d, length = shape.padded(), split = parts(shape, threads);
     const int64_t bytes = Memory::bytes<T>(d * length) + Memory::bytes<float>(d * length) +
         Memory::bytes<float>(length) + Memory::bytes<T>(QUERIES * d) + Memory::bytes<T>(QUERIES * KEYS) +
         Memory::bytes<float>(STRIDE * KEYS) + 2 * Memory::bytes<float>(QUERIES * d) + 3 * Memory::bytes<float>(QUERIES);
@@ -99,11 +113,11 @@ struct Forward {
       float* words = memory.of<float>(d * length);
       float* low = memory.of<float>(length);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t item = 0; item < shape.batch * shape.kv_heads; item++) {
-        const int64_t b = item / shape.kv_heads, kv = item % shape.kv_heads;
+      for (int64_t number = 0; number < shape.batch * shape.kv_heads * split; number++) {
+        const auto [b, kv, first_head, end_head] = item_of(number, shape, split);
         fill_lows(lows, b, shape, low);
         Of<T>::transpose(v.at(b, kv), v.token, shape.tokens, d, values, length, words);
-        for (int64_t h = kv * shape.group(); h < (kv + 1) * shape.group(); h++)
+        for (int64_t h = first_head; h < end_head; h++)
           for (int64_t first = 0; first < shape.tokens; first += QUERIES)
             attend(b, h, k.at(b, kv), Block(first, shape.tokens, low), values, length, memory);
       }
@@ -194,37 +208,59 @@ struct Backward {
   float scale;
 
   void run(int threads) const {
-    const int64_t d = shape.d, length = shape.padded();
-    const int64_t bytes = 5 * Memory::bytes<T>(length * d) + 3 * Memory::bytes<float>(length * d) +
+    const int64_t d = shape.d, length = shape.padded(), size = length * d, split = parts(shape, threads);
+    const int64_t bytes = 5 * Memory::bytes<T>(size) + 5 * Memory::bytes<float>(size) +
         3 * Memory::bytes<float>(length) + 3 * Memory::bytes<T>(QUERIES * KEYS) +
         2 * Memory::bytes<float>(STRIDE * std::max(KEYS, d));
+    std::vector<float> of_heads(split > 1 ? 2 * shape.batch * shape.heads * size : 0);  // dk and dv of each query head
 #pragma omp parallel num_threads(threads)
     {
       Memory memory(bytes);
       Head<T> head;
       head.length = length;
       for (T** of : {&head.keys_t, &head.queries_t, &head.queries, &head.grads_t, &head.grads})
-        *of = memory.of<T>(length * d);
-      for (float** sum : {&head.dq_t, &head.dk, &head.dv}) *sum = memory.of<float>(length * d);
+        *of = memory.of<T>(size);
+      float* totals[2] = {memory.of<float>(size), memory.of<float>(size)};
+      for (float** sum : {&head.dq_t, &head.dk, &head.dv}) *sum = memory.of<float>(size);
       for (float** row : {&head.lse, &head.means, &head.low}) *row = memory.of<float>(length);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t item = 0; item < shape.batch * shape.kv_heads; item++) {
-        const int64_t b = item / shape.kv_heads, kv = item % shape.kv_heads;
+      for (int64_t number = 0; number < shape.batch * shape.kv_heads * split; number++) {
+        const auto [b, kv, first, end] = item_of(number, shape, split);
         fill_lows(lows, b, shape, head.low);
         head.keys = k.at(b, kv), head.values = v.at(b, kv);
         Of<T>::transpose(head.keys, k.token, shape.tokens, d, head.keys_t, length, head.dk);
-        for (float* sum : {head.dk, head.dv}) std::fill(sum, sum + length * d, 0.f);
-        for (int64_t h = kv * shape.group(); h < (kv + 1) * shape.group(); h++) {
+        for (int64_t h = first; h < end; h++) {
+          for (float* sum : {head.dk, head.dv}) std::fill(sum, sum + size, 0.f);
           prepare(b, h, head);
           for (int64_t key = 0; key < shape.tokens; key += KEYS) add_keys(key, head, memory);
           write_queries(b, h, head, memory);
+          float* own = split > 1 ? of_heads.data() + 2 * (b * shape.heads + h) * size : nullptr;
+          add(head.dk, size, own || h == first, own ? own : totals[0]);
+          add(head.dv, size, own || h == first, own ? own + size : totals[1]);
         }
-        for (int64_t t = 0; t < shape.tokens; t++) {
-          write_row(head.dk + t * d, 1.f, d, dk.at(b, kv) + t * dk.token);
-          write_row(head.dv + t * d, 1.f, d, dv.at(b, kv) + t * dv.token);
-        }
+        if (split == 1) write_keys(b, kv, totals[0], totals[1]);
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t number = 0; number < (split > 1 ? shape.batch * shape.kv_heads : 0); number++) {
+        const auto [b, kv, first, end] = item_of(number, shape, 1);
+        for (int64_t h = first; h < end; h++)
+          for (int i = 0; i < 2; i++)
+            add(of_heads.data() + (2 * (b * shape.heads + h) + i) * size, size, h == first, totals[i]);
+        write_keys(b, kv, totals[0], totals[1]);
       }
       Of<T>::release();
+    }
+  }
+
+  static void add(const float* in, int64_t size, bool is_first, float* total) {
+    for (int64_t i = 0; i < size; i += WIDTH)
+      (is_first ? Vec::loadu(in + i) : Vec::loadu(total + i) + Vec::loadu(in + i)).store(total + i);
+  }
+
+  void write_keys(int64_t b, int64_t kv, const float* keys, const float* values) const {
+    for (int64_t t = 0; t < shape.tokens; t++) {
+      write_row(keys + t * shape.d, 1.f, shape.d, dk.at(b, kv) + t * dk.token);
+      write_row(values + t * shape.d, 1.f, shape.d, dv.at(b, kv) + t * dv.token);
     }
   }
 

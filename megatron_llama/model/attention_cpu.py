@@ -4,7 +4,8 @@ torch's kernel for CPUs multiplies bf16 in its backward pass as fp32, and calls 
 one (attention_cpu.cpp) keeps blocks in the cache and multiplies them by torch's small products (brgemm), which use what
 units the processor has. It takes the sequences' documents and a window, computes little of what is hidden, and repeats
 no key and value heads. Scores, weights and sums are fp32; weights and the gradients of scores are rounded to the
-tensors' dtype before a product. A thread takes one key and value head of one sequence.
+tensors' dtype before a product. A thread takes a key and value head of one sequence with its query heads, or one query
+head.
 
 The first call compiles it with Inductor's compiler, into Inductor's cache: seconds, once for a kind of processor.
 Uncompiled layers, which need no compiler, go through attention_chunks.py or torch's kernel.
@@ -28,11 +29,14 @@ from megatron_llama.model.attention_tiles import empty_like
 DTYPES = torch.float32, torch.bfloat16
 HEAD = 32
 """Numbers of a head, of which there must be a multiple: two vectors of fp32 of the widest processors."""
+LONGEST = 16384
+"""Tokens of a sequence. A thread has memory for eleven tensors of a head's size, more than half of them fp32."""
 
 
 def serves(q: Tensor) -> bool:
     """Whether the kernel takes queries [b, heads, s, d], of which there are as many as keys."""
-    return q.device.type == "cpu" and q.dtype in DTYPES and q.shape[3] % HEAD == 0 and _compiles()
+    fits = q.shape[3] % HEAD == 0 and q.shape[2] <= LONGEST
+    return q.device.type == "cpu" and q.dtype in DTYPES and fits and _compiles()
 
 
 @torch.compiler.assume_constant_result  # Dynamo can't look into it

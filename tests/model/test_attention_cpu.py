@@ -133,9 +133,11 @@ def test_what_is_not_a_number_is_seen() -> None:
 def test_a_row_alone_is_what_it_is_beside_others() -> None:
     """To the bit, also with another number of threads: layouts split rows and heads."""
     q, k, v, grad = inputs(torch.bfloat16)
-    whole, threads = of_ours(q, k, v, grad), torch.get_num_threads()
-    torch.set_num_threads(1)
+    threads = torch.get_num_threads()
     try:
+        torch.set_num_threads(1)
+        whole = of_ours(q, k, v, grad)
+        torch.set_num_threads(2)  # one for each query head of the part
         alone = [x.detach()[1:, x.shape[1] // 2 :].requires_grad_() for x in (q, k, v)]
         part = of_ours(*alone, grad[1:, 2:])
     finally:
@@ -192,11 +194,13 @@ def test_where_it_can_not_be_compiled_torchs_kernel_serves(monkeypatch: pytest.M
 
 
 def test_whom_it_serves() -> None:
-    def serves(d: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-        return attention_cpu.serves(torch.empty(1, 1, 8, d, dtype=dtype, device=device))
+    def serves(d: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu", length: int = 8) -> bool:
+        return attention_cpu.serves(torch.empty(1, 1, length, d, dtype=dtype, device=device))
 
     assert serves() and serves(32) and serves(128, torch.bfloat16)
     assert not serves(16) and not serves(80) and not serves(dtype=torch.float16) and not serves(device="meta")
+    longest = attention_cpu.LONGEST
+    assert serves(length=longest) and not serves(length=longest + 1)
 
 
 @pytest.mark.parametrize(
