@@ -313,12 +313,11 @@ def _combination(opts: Any, tensor: Tensor, ranks: int) -> str | None:
     return next((name for operation, name in _COMBINE if opts.reduceOp == operation), None)
 
 
-def _combined(parts: list[Tensor], combine: str) -> Tensor:
-    """The ranks' values as one."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = getattr(torch, combine)(total, part)
-    return total
+def _combine(parts: list[Tensor], combine: str, out: Tensor) -> None:
+    """The ranks' values as one in ``out``, which may be the first of them."""
+    getattr(torch, combine)(*parts[:2], out=out)
+    for part in parts[2:]:
+        getattr(torch, combine)(out, part, out=out)
 
 
 def _channel_of(group: str) -> _Channel:
@@ -348,7 +347,8 @@ def _all_reduce(tensor: Tensor, group: str, combine: str) -> None:
         parts = [slice(count * each // size, count * (each + 1) // size) for each in range(size)]
         mine = parts[rank]
         # Into its own slot: until they meet again, nobody else reads this part of it.
-        slots[rank, mine].copy_(_combined([slot[mine] for slot in slots], combine))
+        own_slot, others = slots[rank, mine], [slot[mine] for each, slot in enumerate(slots) if each != rank]
+        _combine([own_slot, *others], combine, own_slot)
         channel.meet()
         for slot, part in zip(slots, parts, strict=True):
             own[part].copy_(slot[part])
@@ -380,4 +380,4 @@ def _reduce_scatter(output: Tensor, input: Tensor, group: str, combine: str) -> 
                 slots[rank, peer].copy_(by_rank[peer, piece])
         channel.meet()
         parts = [by_rank[rank, piece] if each == rank else slots[each, rank] for each in range(size)]
-        flat[piece].copy_(_combined(parts, combine))
+        _combine(parts, combine, flat[piece])
