@@ -180,7 +180,8 @@ void weigh(const float* scores, const float* by_weight, int64_t key, int64_t key
   const float *lse = head.lse + block.first, *means = head.means + block.first;
   for (int64_t c = 0; c < keys; c += 2)
     for (int64_t at = block.from(key); at < block.columns; at += 2 * WIDTH) {
-      Vec weight[2][2] = {}, gradient[2][2] = {};
+      const Vec none(0.f);
+      Vec weight[2][2] = {{none, none}, {none, none}}, gradient[2][2] = {{none, none}, {none, none}};
       for (int64_t i = 0; i < 2 && c + i < keys; i++)
         for (int half = 0; half < 2; half++) {
           const int64_t column = at + half * WIDTH, row = (c + i) * STRIDE;
@@ -212,7 +213,8 @@ struct Backward {
     const int64_t bytes = 5 * Memory::bytes<T>(size) + 5 * Memory::bytes<float>(size) +
         3 * Memory::bytes<float>(length) + 3 * Memory::bytes<T>(QUERIES * KEYS) +
         2 * Memory::bytes<float>(STRIDE * std::max(KEYS, d));
-    std::vector<float> of_heads(split > 1 ? 2 * shape.batch * shape.heads * size : 0);  // dk and dv of each query head
+    // dk and dv of each query head, where they go apart.
+    const std::unique_ptr<float[]> of_heads(split > 1 ? new float[2 * shape.batch * shape.heads * size] : nullptr);
 #pragma omp parallel num_threads(threads)
     {
       Memory memory(bytes);
@@ -234,7 +236,7 @@ struct Backward {
           prepare(b, h, head);
           for (int64_t key = 0; key < shape.tokens; key += KEYS) add_keys(key, head, memory);
           write_queries(b, h, head, memory);
-          float* own = split > 1 ? of_heads.data() + 2 * (b * shape.heads + h) * size : nullptr;
+          float* own = split > 1 ? of_heads.get() + 2 * (b * shape.heads + h) * size : nullptr;
           add(head.dk, size, own || h == first, own ? own : totals[0]);
           add(head.dv, size, own || h == first, own ? own + size : totals[1]);
         }
@@ -245,7 +247,7 @@ struct Backward {
         const auto [b, kv, first, end] = item_of(number, shape, 1);
         for (int64_t h = first; h < end; h++)
           for (int i = 0; i < 2; i++)
-            add(of_heads.data() + (2 * (b * shape.heads + h) + i) * size, size, h == first, totals[i]);
+            add(of_heads.get() + (2 * (b * shape.heads + h) + i) * size, size, h == first, totals[i]);
         write_keys(b, kv, totals[0], totals[1]);
       }
       Of<T>::release();
@@ -349,13 +351,29 @@ void backward(Tensors of, const int32_t* lows, Shape shape, float scale, int thr
       .run(threads);
 }
 
+template <typename T>
+void try_product() {
+  const std::vector<T> factor(16 * 16);
+  std::vector<float> product(16 * 16);
+  Of<T>::product(16, 16, 16, factor.data(), 16, factor.data(), 16, product.data(), 16, false);
+  Of<T>::release();
+}
+
 }  // namespace
 
 // ``data`` and ``strides`` (batch, head, token) of the tensors in the order of Forward's and Backward's members;
 // ``shape`` as Shape; ``lows`` [batch, tokens] or null.
 extern "C" {
 
-bool multiplies_bf16() { return at::native::cpublas::could_pack(at::kBFloat16); }
+// Whether brgemm takes the dtype here. Inside a parallel region its exception would end the process.
+bool multiplies(bool bf16) {
+  try {
+    bf16 ? try_product<BFloat16>() : try_product<float>();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 
 void attention_forward(bool bf16, void** data, const int64_t* strides, const int32_t* lows, const Shape* shape,
                        float scale, int threads) {

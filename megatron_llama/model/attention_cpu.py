@@ -30,7 +30,8 @@ DTYPES = torch.float32, torch.bfloat16
 HEAD = 32
 """Numbers of a head, of which there must be a multiple: two vectors of fp32 of the widest processors."""
 LONGEST = 16384
-"""Tokens of a sequence. A thread has memory for eleven tensors of a head's size, more than half of them fp32."""
+"""Tokens of a sequence. In the backward pass a thread has memory for ten tensors of a head's size, half of them fp32;
+where query heads go apart there are two more in fp32 for each of them."""
 
 
 def serves(q: Tensor) -> bool:
@@ -60,8 +61,8 @@ def _library() -> ctypes.CDLL | None:
             f"attention goes through torch's kernel: ours for CPUs could not be compiled ({why})", stacklevel=2
         )
         return None
-    library.multiplies_bf16.restype = ctypes.c_bool
-    return library  # type: ignore[no-any-return]
+    library.multiplies.restype = ctypes.c_bool
+    return library if library.multiplies(False) else None
 
 
 @torch.library.custom_op("megatron_llama::cpu_attention", mutates_args=())
@@ -71,6 +72,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tenso
     ``first`` [b, s], int32, is the first key that each query sees, which never falls; None for 0. It sees all from
     there to its own.
     """
+    kv = q.shape[0], k.shape[1], *q.shape[2:]
+    if not (k.shape == v.shape == kv and q.dtype == k.dtype == v.dtype and q.shape[1] % k.shape[1] == 0):
+        raise ValueError(f"queries {_said(q)} do not go with keys {_said(k)} and values {_said(v)}")
+    if first is not None and (first.dtype != torch.int32 or first.shape != (q.shape[0], q.shape[2])):
+        raise ValueError(f"first is {_said(first)}, and has to be int32 {[q.shape[0], q.shape[2]]}")
     inputs = [_as_taken(x) for x in (q, k, v)]
     out, lse = empty_like(inputs[0]), q.new_empty(q.shape[:3], dtype=torch.float32)
     _call("attention_forward", [*inputs, out, lse], q.shape, k.shape[1], first)
@@ -88,12 +94,21 @@ def _backward(
     return _in(q.dtype, dq), _in(q.dtype, dk), _in(q.dtype, dv)
 
 
+def _said(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _multiplies_bf16() -> bool:
+    """Whether products of bf16 are faster than those of fp32."""
+    library = _library()
+    assert library is not None
+    return torch.cpu._is_avx512_bf16_supported() and library.multiplies(True)
+
+
 def _as_taken(x: Tensor) -> Tensor:
     """x, or a copy: the kernel reads a head's numbers as neighbours, bf16 ones by pairs, and where there are no
     instructions for bf16 it wants fp32."""
-    library = _library()
-    assert library is not None
-    if x.dtype == torch.bfloat16 and not library.multiplies_bf16():
+    if x.dtype == torch.bfloat16 and not _multiplies_bf16():
         x = x.float()
     apart = x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
     return empty_like(x).copy_(x) if apart else x
@@ -106,11 +121,12 @@ def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
 def _call(name: str, tensors: list[Tensor], q: torch.Size, kv_heads: int, first: Tensor | None) -> None:
     """A function of attention_cpu.cpp, whose end says what it takes."""
     strides = [stride for x in tensors for stride in x.stride()[:3]]
+    first = None if first is None else first.contiguous()
     getattr(_library(), name)(
         ctypes.c_bool(tensors[0].dtype == torch.bfloat16),
         (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors)),
         (ctypes.c_int64 * len(strides))(*strides),
-        ctypes.c_void_p(None if first is None else first.contiguous().data_ptr()),
+        ctypes.c_void_p(None if first is None else first.data_ptr()),
         (ctypes.c_int64 * 5)(q[0], q[1], kv_heads, q[2], q[3]),
         ctypes.c_float(q[3] ** -0.5),
         ctypes.c_int(torch.get_num_threads()),

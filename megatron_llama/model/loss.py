@@ -174,11 +174,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: the gradients were made for this. A second backward pass is refused by autograd. The factor is 1
-        # where the loss is what is trained; only on a CPU can that be seen without waiting.
-        as_made = grad.device.type == "cpu" and grad == 1
+        # In place: the gradients were made for this. A second backward pass is refused by autograd.
+        as_made = is_one(grad)
         grads = (made if made is None or as_made else made.mul_(grad) for made in ctx.saved_tensors)
         return *grads, None, None, None, None, None, None, None
+
+
+def is_one(factor: Tensor) -> bool:
+    """Whether a loss's gradient is 1, as it is where the loss is what is trained; False where the host would have to
+    wait for the answer."""
+    return factor.device.type == "cpu" and bool(factor == 1)
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -81,8 +81,9 @@ class WorkingCopies:
 
 
 def _add(total: torch.Tensor, part: torch.Tensor) -> None:
-    """``total += part``. For another dtype on a CPU, torch would first widen the whole part, into new memory."""
-    if total.device.type != "cpu" or part.dtype == total.dtype:
+    """``total += part``. A narrower part torch would first widen as a whole on a CPU, into new memory."""
+    narrower = part.element_size() < total.element_size() and total.is_contiguous()
+    if total.device.type != "cpu" or not narrower:
         total += part
         return
     wide = total.new_empty(min(PIECE, total.numel()))

@@ -70,7 +70,7 @@ def of_ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: Tensor | None 
 
 
 @pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 64), (6, 1, 32), (3, 3, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 64), (6, 1, 32), (3, 3, 128), (2, 1, 96), (1, 1, 256)])
 @pytest.mark.parametrize("length", [1, 31, 64, 129, LENGTH])
 def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d: int, length: int) -> None:
     q, k, v, grad = inputs(dtype, heads, kv_heads, length, d)
@@ -130,16 +130,18 @@ def test_what_is_not_a_number_is_seen() -> None:
     assert out[0, :2, 140:].isnan().all() and not out[0, 2:].isnan().any() and not out[1].isnan().any()
 
 
-def test_a_row_alone_is_what_it_is_beside_others() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_alone_is_what_it_is_beside_others(packed: bool) -> None:
     """To the bit, also with another number of threads: layouts split rows and heads."""
     q, k, v, grad = inputs(torch.bfloat16)
+    first = first_seen(WINDOW, documents(), LENGTH) if packed else None
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = of_ours(q, k, v, grad)
+        whole = of_ours(q, k, v, grad, first)
         torch.set_num_threads(2)  # one for each query head of the part
         alone = [x.detach()[1:, x.shape[1] // 2 :].requires_grad_() for x in (q, k, v)]
-        part = of_ours(*alone, grad[1:, 2:])
+        part = of_ours(*alone, grad[1:, 2:], None if first is None else first[1:])
     finally:
         torch.set_num_threads(threads)
     for one, other, heads in zip(whole, part, (2, 2, 1, 1), strict=True):
@@ -161,19 +163,32 @@ def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
     for change in (odd_strides, numbers_apart):
         found = of_ours(*(change(x) for x in (q, k, v)), change(grad).detach())
         assert all(map(torch.equal, found, expected))
+    first = first_seen(WINDOW, documents(), LENGTH)
+    assert first is not None
+    apart = first.t().contiguous().t()
+    assert all(map(torch.equal, of_ours(q, k, v, grad, apart), of_ours(q, k, v, grad, first)))
     alike = grad[:, :1].expand_as(grad)  # such as a sum's gradient
     assert all(map(torch.equal, of_ours(q, k, v, alike), of_ours(q, k, v, alike.contiguous())))
 
 
 def test_bf16_goes_in_fp32_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = attention_cpu._library()
-    assert library is not None
-    monkeypatch.setattr(library, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(attention_cpu, "_multiplies_bf16", lambda: False)
     q, k, v, grad = inputs(torch.bfloat16)
     found = of_ours(q, k, v, grad)
     assert {x.dtype for x in found} == {torch.bfloat16}
     # Rounded once, at the end.
     assert max(errors(found, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))) < 2e-3
+
+
+def test_refuses_what_it_would_misread() -> None:
+    q, k, v, _ = (x.detach() for x in inputs())
+    first = torch.zeros(2, LENGTH, dtype=torch.int32)
+    for changed in ((q, k.bfloat16(), v), (q, k[:, :, 1:], v), (q, k, v[..., :32]), (q[:, :3], k, v)):
+        with pytest.raises(ValueError, match=r"queries float32 \[2, .* do not go with keys"):
+            attention_cpu.attend(*changed, None)
+    for wrong in (first.long(), first[:1]):
+        with pytest.raises(ValueError, match=r"has to be int32 \[2, 300\]"):
+            attention_cpu.attend(q, k, v, wrong)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_llama.config.precision import quantized_bytes
 from megatron_llama.config.settings import ATTENTION_KERNELS
-from megatron_llama.model import attention_chunks, attention_cpu
+from megatron_llama.model import attention_chunks, attention_cpu, loss
 from megatron_llama.parallel import parallelize, shards
 from megatron_llama.plan.attention_pattern import attention_kernel
 from megatron_llama.topology import Topology
@@ -59,6 +59,7 @@ def fake_world(topology: Topology, device: str = "cpu") -> Iterator[None]:
         patch.object(parallelize, "initial_values", lambda piece, model, seed: torch.empty(piece.size)),
         patch.object(parallelize, "attention_kernel", lambda _, *rest: attention_kernel(attention_device, *rest)),
         patch.object(attention_chunks, "is_faster", attention_chunks.is_faster if device == "cpu" else lambda _: False),
+        patch.object(loss, "is_one", lambda _: False),  # fake numbers can't be read
         patch.object(attention_cpu, "serves", attention_cpu.serves if device == "cpu" else lambda _: False),
         patch.object(shards, "quantize", _quantized_size),
     ):
