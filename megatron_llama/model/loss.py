@@ -218,7 +218,7 @@ def _by_chunks(
     one_chunk = size == tokens
     sums = None
     if trained:
-        sums = torch.empty_like(weight) if one_chunk else torch.zeros_like(weight, dtype=torch.float32)
+        sums = torch.empty_like(weight, dtype=weight.dtype if one_chunk else torch.float32)
     losses = torch.empty_like(loss_weights)
     for start in range(0, tokens, size):
         chunk = slice(start, min(start + size, tokens))
@@ -233,7 +233,7 @@ def _by_chunks(
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), own, out=sums)
         elif sums is not None:
-            _add_product(sums, grad_logits, own)
+            _add_product(sums, grad_logits, own, is_first=start == 0)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
@@ -288,10 +288,16 @@ def _softmax(
     return total.log() + largest - label
 
 
-def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """Adds the weight's gradient of a chunk [vocabulary/t, h] to fp32 ``sums``."""
+def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, *, is_first: bool) -> None:
+    """Adds the weight's gradient of a chunk [vocabulary/t, h] to fp32 ``sums``, or puts it there if it is the first."""
     if hidden.dtype == torch.float32:
-        sums.addmm_(grad_logits.t(), hidden)
+        sums.addmm_(grad_logits.t(), hidden, beta=0 if is_first else 1)
         return
+    product = hidden.new_empty(min(_ROWS_AT_ONCE, len(sums)), hidden.shape[1])
+    wide = torch.empty_like(product, dtype=torch.float32)  # for torch to add would make one each time
     for rows, columns in zip(sums.split(_ROWS_AT_ONCE), grad_logits.split(_ROWS_AT_ONCE, dim=1), strict=True):
-        rows.add_(columns.t() @ hidden)
+        added = torch.mm(columns.t(), hidden, out=product[: len(rows)])
+        if is_first:
+            rows.copy_(added)
+        else:
+            rows.add_(wide[: len(rows)].copy_(added))

@@ -22,6 +22,7 @@ from megatron_llama.optim.host import to_host
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.optim.onebit_adam import OneBitAdam
+from megatron_llama.optim.piecewise_adam import PiecewiseAdam
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan
 
@@ -67,13 +68,14 @@ class Optimizer:
             factor = torch.where(skip, 1.0, factor)
         # The norm of a sum of gradients that nobody has made is not known.
         unknown = isinstance(self.inner, OneBitAdam) and self.inner.is_frozen
-        if factor is not None and not unknown and not isinstance(self.inner, LowPrecisionOptimizer):
+        clips_itself = isinstance(self.inner, LowPrecisionOptimizer | PiecewiseAdam)
+        if factor is not None and not unknown and not clips_itself:
             scale_gradients(self.model.shards, factor)
         if self.on_host:
             self._step_on_host(factor, skip)
             return
         self._lend_gradients()
-        if isinstance(self.inner, LowPrecisionOptimizer):  # scaling bf16 gradients above would round them twice
+        if isinstance(self.inner, LowPrecisionOptimizer | PiecewiseAdam):  # scaled above, bf16 would be rounded twice
             self.inner.step(gradient_factor=factor, skip=skip)
         elif isinstance(self.inner, OneBitAdam):
             self.inner.step(skip=skip)
@@ -190,6 +192,9 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
     views = {id(s): nn.Parameter(value) for s, value in zip(trained, values, strict=True)}
+    if plan.narrow_gradients:
+        for view in views.values():
+            view.grad_dtype = None  # any  # type: ignore[attr-defined]
     groups = [
         {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
@@ -218,6 +223,8 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
             eps=optim.eps,
             freeze_step=optim.freeze_step,
         )
+    elif plan.narrow_gradients:
+        inner = PiecewiseAdam(groups, optim.name, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps)
     else:
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
         inner = kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)

@@ -63,6 +63,13 @@ class Shard:
         """The gradient of the rows, a view; None before a backward pass."""
         return None if self.parameter.grad is None else _local(self.parameter.grad)
 
+    def widened_grad(self) -> torch.Tensor:
+        """The gradient, which there must be, from now on in the parameter's dtype: sums over ranks go into it."""
+        assert self.parameter.grad is not None
+        if self.parameter.grad.dtype != self.parameter.dtype:
+            self.parameter.grad = self.parameter.grad.to(self.parameter.dtype)
+        return _local(self.parameter.grad)
+
     def owned(self, tensor: torch.Tensor, *, every_replica: bool = False) -> Iterator[torch.Tensor]:
         """The parts of ``tensor``, shaped like ``local``, that this rank counts: each value counts on one rank only, or
         with ``every_replica`` on one rank of each data-parallel replica."""

@@ -45,17 +45,17 @@ class ReplicatedGradients:
         """Sums in place, with one all-reduce per group. A collective: all ranks of a group pass the same parameters."""
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
         for shard in shards:
-            grad = shard.grad
-            if grad is None:
+            if shard.grad is None:
                 continue
             if self.sequence_parallel and shard.name.endswith(REPLICATED_UNDER_SP):
-                by_group[parallel_state.get_tensor_model_parallel_group()].append(grad)
+                by_group[parallel_state.get_tensor_model_parallel_group()].append(shard.widened_grad())
             elif self.kv_group is not None and shard.name.endswith(KV_HEADS):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
                 if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
+                    grad = shard.widened_grad()
                     by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
             elif self.tied and shard.name in ("embed_tokens.weight", "lm_head.weight"):
-                by_group[parallel_state.get_embedding_group()].append(grad)
+                by_group[parallel_state.get_embedding_group()].append(shard.widened_grad())
         for group, grads in by_group.items():
             _sum_together(grads, group)
 

@@ -3,7 +3,7 @@
 ``fully_shard`` over one rank would write each cast weight three times in a step, and copy frozen weights too. Here a
 layer's parameter is a working copy in the compute dtype; its master, in the dtype of the optimizer, is what ``Shard``
 knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole. The master is
-given that gradient in the dtypes that ``fully_shard`` would use.
+given that gradient in the dtypes that ``fully_shard`` would use, or as it is (``Plan.narrow_gradients``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class WorkingCopies:
         dtype = torch_dtype(plan.precision.compute_dtype)
         # Below ZeRO 2 micro batches are summed in this dtype, from there on in the master's.
         self._sums_are_narrow = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
+        self._stay_narrow = plan.narrow_gradients
         self._is_last_microbatch = True
         self.master_of: dict[nn.Parameter, nn.Parameter] = {}
         for module in chunk.modules():
@@ -37,6 +38,8 @@ class WorkingCopies:
                     if copy.requires_grad:
                         copy.register_post_accumulate_grad_hook(self._hand_over)
                     self.master_of[copy] = master
+                    if self._stay_narrow:
+                        master.grad_dtype = None  # any  # type: ignore[attr-defined]
                     setattr(module, name, copy)
         self._free_all()
 
@@ -59,8 +62,9 @@ class WorkingCopies:
         assert isinstance(copy, nn.Parameter) and copy.grad is not None
         master, grad = self.master_of[copy], copy.grad
         if master.grad is None:
-            master.grad = grad.to(master.dtype)
+            master.grad = grad if self._stay_narrow else grad.to(master.dtype)
         else:
+            master.grad = master.grad.to(master.dtype)
             _add(master.grad, grad)
         copy.grad = None
         if last:

@@ -76,10 +76,6 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
     return found
 
 
-def _one_micro_batch(plan: Plan) -> bool:
-    return plan.num_microbatches == 1 and not plan.config.trainer.batch_schedule
-
-
 def _working(plan: Plan, stage: StageParameters) -> int:
     """Bytes of what the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank
     that casts its weights too; ZeRO 3 does so block by block, which is little. Working copies are of what is cast."""
@@ -108,11 +104,10 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
     working = _working(plan, stage)
     # Reduced gradients have the dtype of the parameters. Below ZeRO 2 the sums stay whole until the last micro batch,
     # in the dtype in which they are accumulated.
-    one_micro_batch = _one_micro_batch(plan)
-    gradients = param_bytes * shard
-    if trainer.zero < 2 and not one_micro_batch:
+    gradients = (BYTES[precision.compute_dtype] if plan.narrow_gradients else param_bytes) * shard
+    if trainer.zero < 2 and not plan.one_micro_batch:
         gradients = max(gradients, stage.trained * BYTES[precision.grad_accum_dtype])
-    if one_micro_batch:
+    if plan.one_micro_batch:
         # Each block frees its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
     states = optimizer_bytes(plan, stage, plan.shard_size)

@@ -103,6 +103,18 @@ class Plan:
         return self.dp == 1 and not self.plain_parameters and self.config.trainer.zero < 3
 
     @property
+    def one_micro_batch(self) -> bool:
+        """Whether each step has one forward and one backward pass."""
+        return self.num_microbatches == 1 and not self.config.trainer.batch_schedule
+
+    @property
+    def narrow_gradients(self) -> bool:
+        """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is
+        added, on a CPU, where the optimizers widen them piece by piece (optim/piecewise_adam.py)."""
+        on_cpu = self.config.device.name == "cpu" and "optimizer" not in self.config.trainer.offload
+        return self.working_copies and self.one_micro_batch and on_cpu and not self.exchanges_signs
+
+    @property
     def batches(self) -> BatchSchedule:
         """Which samples each step trains on."""
         return BatchSchedule.of(self.config, self.start)

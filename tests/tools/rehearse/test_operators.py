@@ -24,11 +24,11 @@ FOR_CPU = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_f
 """What scaled_dot_product_attention dispatches on a CPU; a device has its own."""
 # A name that joins one of these sets is a new demand on the device: look whether it can be done without.
 NOT_OF_NEURON = FOR_CPU | set(
-    "__rshift__ _foreach_norm _to_copy abs amax arange bitwise_and bitwise_not bitwise_or bitwise_xor cat clamp clone "
-    "copy_ cummax empty_like eq exp exp_ floor_divide ge index index_put index_put_ lerp_ log mean ne ones_like "
-    "pow reciprocal rsqrt scalar_tensor silu silu_backward stack sub sub_ zeros new_empty".split()
+    "__rshift__ _to_copy abs amax arange bitwise_and bitwise_not bitwise_or bitwise_xor cat clamp clone "
+    "copy_ cummax empty_like eq exp exp_ floor_divide ge index index_put index_put_ lerp_ linalg_vector_norm log mean "
+    "ne ones_like pow reciprocal rsqrt scalar_tensor silu silu_backward stack sub sub_ zeros new_empty".split()
 )
-NOT_OF_GAUDI = FOR_CPU | {"_foreach_copy_", "_foreach_norm", "_fused_adamw_", "cummax"}
+NOT_OF_GAUDI = FOR_CPU | {"_foreach_copy_", "_fused_adamw_", "cummax"}
 BEHIND_THE_STEP = {"megatron_llama.train.loop", "megatron_llama.checkpoint.saving"}
 """Reads of loss and norm at the end of a step, and what ranks agree on between steps."""
 
