@@ -93,18 +93,18 @@ class Cpu(Device):
 
 @cache
 def multiplies_by_onednn() -> bool:
-    """Has torch multiply fp32 matrices by oneDNN where MKL, its choice, leaves half of the processor unused.
+    """Has torch multiply fp32 matrices by oneDNN where MKL, its choice, leaves a part of the processor unused.
 
-    MKL does not use AVX-512 on AMD's processors, which since Zen 5 have units of 512 bits: 200 GFLOP/s by MKL, 450 by
-    oneDNN on two cores (docs/log.md). torch has no setting for the library. It goes to oneDNN when products *may* be
-    computed in bf16, which oneDNN does with AMX units only. Products stay fp32; whether they do is tried here.
+    MKL does not use AVX-512 on AMD's processors. With oneDNN two cores of Zen 5, whose units have 512 bits, make 450
+    GFLOP/s instead of 200, two of Zen 4 210 instead of 190 (docs/log.md). torch has no setting for the library. It goes
+    to oneDNN when products *may* be computed in bf16, which oneDNN does with AMX units only. Products stay fp32;
+    whether they do is tried here.
     """
     import torch
 
     found = processor()
-    flags, family = found.get("flags", "").split(), found.get("cpu family", "")
-    zen_5 = found.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= _ZEN_5
-    if not zen_5 or "avx512f" not in flags or "amx_bf16" in flags or not torch.backends.mkldnn.is_available():
+    flags, amd = found.get("flags", "").split(), found.get("vendor_id") == "AuthenticAMD"
+    if not amd or "avx512f" not in flags or "amx_bf16" in flags or not torch.backends.mkldnn.is_available():
         return False
     products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, products.fp32_precision = products.fp32_precision, "bf16"
@@ -147,9 +147,6 @@ def _memory_limits() -> Iterator[int]:
         with suppress(OSError, ValueError):  # there is none, or it is "max"
             yield int(file.read_text())
 
-
-_ZEN_5 = 26
-"""AMD's family, as /proc/cpuinfo has it; later ones have larger numbers."""
 
 _PRODUCT, _SECONDS = 1024, 0.25
 """Rows and columns of the matrices whose product measures the peak, and how long: that is enough to see it."""

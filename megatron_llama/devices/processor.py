@@ -17,6 +17,14 @@ def processor() -> dict[str, str]:
     return {}
 
 
+def has_512_bit_units() -> bool:
+    """Whether it is an AMD whose units have the width of its AVX-512 instructions: from Zen 5 on. Zen 4 takes two
+    turns for each."""
+    found = processor()
+    family, flags = found.get("cpu family", ""), found.get("flags", "").split()
+    return found.get("vendor_id") == "AuthenticAMD" and "avx512f" in flags and family.isdecimal() and int(family) >= 26
+
+
 def instruction_set() -> str:
     """A name for what code that is compiled here may need: the architecture, and a hash of the extensions.
 

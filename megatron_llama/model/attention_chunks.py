@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_llama.model.attention_tiles import empty_like
-from megatron_llama.model.cpu_products import by_amx, by_onednn, exact_in
+from megatron_llama.model.cpu_products import by_amx, by_onednn, exact_in, in_512_bits
 
 aten = torch.ops.aten
 CHUNK = 128
@@ -33,9 +33,9 @@ CHUNK = 128
 FASTER = range(384, 768)
 """Lengths of the sequences for which this is faster than torch's kernel where MKL multiplies: from 768 on that takes
 256 queries at a time, where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
-FASTER_BY_ONEDNN = {torch.float32: range(16, 768), torch.bfloat16: range(16, 8193)}
-"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then. Longer ones than 8,192 were
-not measured."""
+FASTER_BY_ONEDNN, FASTER_IN_512_BITS = range(16, 768), range(16, 8193)
+"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then; and for bf16 where units have
+512 bits. Longer ones than 8,192 were not measured."""
 FASTER_BY_AMX = range(16, 768)
 """The same for bf16 where there are AMX units, which torch's forward pass uses well and its backward pass does not."""
 SCORES = 2**20
@@ -44,11 +44,13 @@ SCORES = 2**20
 
 def is_faster(q: Tensor) -> bool:
     """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
-    if q.device.type != "cpu" or q.dtype not in FASTER_BY_ONEDNN:
+    if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
         return False
     if by_amx(q.dtype):
         return q.shape[2] in FASTER_BY_AMX
-    return q.shape[2] in (FASTER_BY_ONEDNN[q.dtype] if by_onednn() else FASTER)
+    if not by_onednn():
+        return q.shape[2] in FASTER
+    return q.shape[2] in (FASTER_IN_512_BITS if q.dtype == torch.bfloat16 and in_512_bits() else FASTER_BY_ONEDNN)
 
 
 @torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_llama.devices.processor import has_512_bit_units
+
 
 @torch.compiler.assume_constant_result  # Dynamo can't read it
 def by_amx(dtype: torch.dtype) -> bool:
@@ -20,6 +22,12 @@ def by_onednn() -> bool:
     """Whether oneDNN multiplies in fp32: the switch that devices/cpu.py turns where that pays."""
     precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     return precision == "bf16"
+
+
+@torch.compiler.assume_constant_result  # Dynamo can't read it
+def in_512_bits() -> bool:
+    """Whether oneDNN, where MKL would leave them aside, has units of 512 bits."""
+    return has_512_bit_units()
 
 
 @contextmanager

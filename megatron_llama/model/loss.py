@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_llama.model.cpu_products import by_amx
 from megatron_llama.plan.shapes import loss_chunk
 
-_ROWS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 2048
 """Rows of the weight whose gradient is added at once: their product is then still in the cache."""
 _MOST_BY_COLUMNS = 768
 """Tokens of a chunk whose logits lie column by column where AMX units multiply. The weight's gradient, whose product

@@ -2,8 +2,9 @@
 
 ``fully_shard`` over one rank would write each cast weight three times in a step, and copy frozen weights too. Here a
 layer's parameter is a working copy in the compute dtype; its master, in the dtype of the optimizer, is what ``Shard``
-knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole. The master is
-given that gradient in the dtypes that ``fully_shard`` would use, or as it is (``Plan.narrow_gradients``).
+knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole; that of the
+embedding, on which its gradient does not depend, once it has been read, if there is one micro batch. The master is
+given the gradient in the dtypes that ``fully_shard`` would use, or as it is (``Plan.narrow_gradients``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.plan import Plan
 
@@ -24,7 +26,7 @@ PIECE = 2**18
 class WorkingCopies:
     """The working copies of a chunk, whose parameters they become; parameters that need no cast stay."""
 
-    def __init__(self, chunk: nn.Module, plan: Plan) -> None:
+    def __init__(self, chunk: Llama, plan: Plan) -> None:
         dtype = torch_dtype(plan.precision.compute_dtype)
         # Below ZeRO 2 micro batches are summed in this dtype, from there on in the master's.
         self._sums_are_narrow = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
@@ -41,7 +43,14 @@ class WorkingCopies:
                     if self._stay_narrow:
                         master.grad_dtype = None  # any  # type: ignore[attr-defined]
                     setattr(module, name, copy)
+        if plan.frees_table(is_first=chunk.is_first, is_last=chunk.is_last):
+            chunk.get_submodule("embed_tokens").register_forward_hook(self._free_table)
         self._free_all()
+
+    def _free_table(self, embedding: nn.Module, *_: object) -> None:
+        table = embedding.get_parameter("weight")
+        if torch.is_grad_enabled() and table in self.master_of:  # a validation may have several micro batches
+            table.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def _fill_all(self) -> None:

@@ -68,6 +68,9 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
         if job.num_microbatches == 1:
             after = Footprint(*states, activations={}, logits=0, buffers=0)
             working = min(states.gradients, _working(plan, stage))  # what the gradients take the place of
+            if plan.frees_table(is_first=number == 0, is_last=number == plan.config.trainer.pp - 1):
+                table = plan.padded_vocab_size // plan.config.trainer.tp * plan.model.hidden_size
+                working -= min(working, table * BYTES[plan.precision.compute_dtype])
         else:
             after, working = footprint(replace(job, num_microbatches=job.num_microbatches - 1), number, states), 0
         before = footprint(job, number, States(states.weights, working, states.optimizer))

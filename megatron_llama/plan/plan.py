@@ -107,6 +107,12 @@ class Plan:
         """Whether each step has one forward and one backward pass."""
         return self.num_microbatches == 1 and not self.config.trainer.batch_schedule
 
+    def frees_table(self, *, is_first: bool, is_last: bool) -> bool:
+        """Whether a stage frees its working copy of the embedding table once it has been read: in the step nothing
+        reads it again."""
+        read_again = is_last and self.model.tie_word_embeddings
+        return self.working_copies and self.one_micro_batch and is_first and not read_again
+
     @property
     def narrow_gradients(self) -> bool:
         """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is

@@ -20,17 +20,28 @@ def setting() -> str:
     "other",
     [
         {"vendor_id": "GenuineIntel"},
-        {"cpu family": "25"},
-        {"cpu family": "unknown"},
         {"flags": "fpu avx2"},
         {"flags": "avx512f amx_bf16"},
     ],
-    ids=["Intel", "Zen 4", "no number", "AVX-512 switched off", "AMX, which rounds"],
+    ids=["Intel", "AVX-512 switched off", "AMX, which rounds"],
 )
 def test_other_processors_keep_torchs_choice(other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = setting()
     monkeypatch.setattr(cpu, "processor", lambda: ZEN_5 | other)
     assert not cpu.multiplies_by_onednn() and setting() == before
+
+
+@pytest.mark.parametrize(
+    ("other", "wide"),
+    [({}, True), ({"cpu family": "27"}, True), ({"cpu family": "25"}, False), ({"cpu family": "unknown"}, False)]
+    + [({"vendor_id": "GenuineIntel"}, False), ({"flags": "avx2"}, False)],
+    ids=["Zen 5", "newer", "Zen 4", "no number", "Intel", "AVX2"],
+)
+def test_zen_5_and_newer_have_units_of_512_bits(
+    other: dict[str, str], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "processor", lambda: ZEN_5 | other)
+    assert processor.has_512_bit_units() == wide
 
 
 def test_a_system_that_says_nothing_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

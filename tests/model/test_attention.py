@@ -341,7 +341,10 @@ def test_who_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_chunks, "by_onednn", lambda: True)
     lengths = (first - 1, first, last, last + 1)
     assert [goes(length) for length in lengths] == [True, True, True, False]
-    assert all(goes(length, torch.bfloat16) for length in lengths) and not goes(1) and not goes(1, torch.bfloat16)
+    for wide in (False, True):
+        monkeypatch.setattr(attention_chunks, "in_512_bits", lambda wide=wide: wide)
+        assert [goes(length, torch.bfloat16) for length in lengths] == [True, True, True, wide]
+    assert not goes(1) and not goes(1, torch.bfloat16)
     assert not goes(512, torch.float16) and not goes(512, device="meta")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(attention_chunks, "by_onednn", lambda: False)

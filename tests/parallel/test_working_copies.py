@@ -44,6 +44,31 @@ def test_copies_have_memory_in_a_pass_only() -> None:
     assert inside == masters // 2
 
 
+@pytest.mark.parametrize(("tied", "freed"), [(False, True), (True, False)])
+def test_the_embeddings_copy_is_freed_once_it_has_been_read(tied: bool, freed: bool) -> None:
+    plan = make_plan(1, "trainer.precision=bf16", "trainer.micro_batch_size=8", f"model.tie_word_embeddings={tied}")
+    at_first_block, in_validation = run_ranks(_table_bytes, 1, plan)[0]
+    assert (at_first_block == 0) == freed
+    assert in_validation > 0
+    several = make_plan(1, "trainer.precision=bf16", f"model.tie_word_embeddings={tied}")
+    assert run_ranks(_table_bytes, 1, several)[0][0] > 0
+
+
+def _table_bytes(rank: int, plan: Plan) -> tuple[int, int]:
+    """Bytes of the embedding's copy when the first block begins, in training and in a validation of two batches."""
+    topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        (chunk,), found = model.chunks, []
+        block = next(iter(chunk.layers.values()))
+        block.register_forward_pre_hook(lambda *_: found.append(chunk.embed_tokens.weight.untyped_storage().size()))
+        batches = Batches(RaggedSamples(16, 64), plan, topology, cpu)
+        model.forward_backward(batches.at(0))
+        trained = found[-1]
+        model.forward_backward([*batches.at(0), *batches.at(8)], train=False)
+        return trained, found[-1]
+
+
 def _bytes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
     """Bytes of the copies before a pass, in its first forward and after it; and of the masters."""
     topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
