@@ -34,8 +34,8 @@ FASTER = range(384, 768)
 """Lengths of the sequences for which this is faster than torch's kernel where MKL multiplies: from 768 on that takes
 256 queries at a time, where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
 FASTER_BY_ONEDNN, FASTER_IN_512_BITS = range(16, 768), range(16, 8193)
-"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then; and for bf16 where units have
-512 bits. Longer ones than 8,192 were not measured."""
+"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then, in both dtypes (Zen 4); and
+for bf16 where the units have 512 bits (Zen 5). Longer ones than 8,192 were not measured."""
 FASTER_BY_AMX = range(16, 768)
 """The same for bf16 where there are AMX units, which torch's forward pass uses well and its backward pass does not."""
 SCORES = 2**20

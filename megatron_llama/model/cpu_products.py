@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 from megatron_llama.devices.processor import has_512_bit_units
+
+_has_512_bit_units = cache(has_512_bit_units)
 
 
 @torch.compiler.assume_constant_result  # Dynamo can't read it
@@ -26,8 +29,8 @@ def by_onednn() -> bool:
 
 @torch.compiler.assume_constant_result  # Dynamo can't read it
 def in_512_bits() -> bool:
-    """Whether oneDNN, where MKL would leave them aside, has units of 512 bits."""
-    return has_512_bit_units()
+    """Whether the processor is AMD's with units of 512 bits, which oneDNN uses and MKL does not."""
+    return _has_512_bit_units()
 
 
 @contextmanager

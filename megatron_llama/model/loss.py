@@ -290,14 +290,18 @@ def _softmax(
 
 def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, *, is_first: bool) -> None:
     """Adds the weight's gradient of a chunk [vocabulary/t, h] to fp32 ``sums``, or puts it there if it is the first."""
+    if hidden.dtype == torch.float32 and is_first:
+        torch.mm(grad_logits.t(), hidden, out=sums)
+        return
     if hidden.dtype == torch.float32:
-        sums.addmm_(grad_logits.t(), hidden, beta=0 if is_first else 1)
+        sums.addmm_(grad_logits.t(), hidden)
         return
     product = hidden.new_empty(min(_ROWS_AT_ONCE, len(sums)), hidden.shape[1])
-    wide = torch.empty_like(product, dtype=torch.float32)  # for torch to add would make one each time
+    # To add it torch would widen each product on a CPU, into new memory.
+    wide = torch.empty_like(product, dtype=torch.float32) if product.device.type == "cpu" else product
     for rows, columns in zip(sums.split(_ROWS_AT_ONCE), grad_logits.split(_ROWS_AT_ONCE, dim=1), strict=True):
         added = torch.mm(columns.t(), hidden, out=product[: len(rows)])
         if is_first:
             rows.copy_(added)
         else:
-            rows.add_(wide[: len(rows)].copy_(added))
+            rows.add_(added if wide is product else wide[: len(rows)].copy_(added))

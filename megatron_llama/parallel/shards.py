@@ -64,7 +64,8 @@ class Shard:
         return None if self.parameter.grad is None else _local(self.parameter.grad)
 
     def widened_grad(self) -> torch.Tensor:
-        """The gradient, which there must be, from now on in the parameter's dtype: sums over ranks go into it."""
+        """Converts the gradient, which must exist, to the parameter's dtype, and returns its rows, a view: sums over
+        ranks are written into it."""
         assert self.parameter.grad is not None
         if self.parameter.grad.dtype != self.parameter.dtype:
             self.parameter.grad = self.parameter.grad.to(self.parameter.dtype)

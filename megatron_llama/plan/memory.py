@@ -105,9 +105,10 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
     param_bytes = BYTES[precision.param_dtype]
     kept = param_bytes * shard + BYTES[plan.frozen_dtype] * frozen + -(-packed // plan.shard_size)
     working = _working(plan, stage)
-    # Reduced gradients have the dtype of the parameters. Below ZeRO 2 the sums stay whole until the last micro batch,
-    # in the dtype in which they are accumulated.
-    gradients = (BYTES[precision.compute_dtype] if plan.narrow_gradients else param_bytes) * shard
+    # Reduced gradients have the dtype of the parameters, unless they stay as they are made. Below ZeRO 2 the sums stay
+    # whole until the last micro batch, in the dtype in which they are accumulated.
+    narrow = shard - stage.summed if plan.narrow_gradients else 0
+    gradients = param_bytes * (shard - narrow) + BYTES[precision.compute_dtype] * narrow
     if trainer.zero < 2 and not plan.one_micro_batch:
         gradients = max(gradients, stage.trained * BYTES[precision.grad_accum_dtype])
     if plan.one_micro_batch:

@@ -109,16 +109,18 @@ class Plan:
 
     def frees_table(self, *, is_first: bool, is_last: bool) -> bool:
         """Whether a stage frees its working copy of the embedding table once it has been read: in the step nothing
-        reads it again."""
+        reads it again. LoRA's is frozen, and has none by default."""
         read_again = is_last and self.model.tie_word_embeddings
-        return self.working_copies and self.one_micro_batch and is_first and not read_again
+        alone = self.working_copies and self.one_micro_batch and self.config.finetune.method != "lora"
+        return alone and is_first and not read_again
 
     @property
     def narrow_gradients(self) -> bool:
         """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is
-        added, on a CPU, where the optimizers widen them piece by piece (optim/piecewise_adam.py)."""
+        added, on a CPU, where the optimizers widen them piece by piece (optim/piecewise_adam.py). LoRA's are small."""
         on_cpu = self.config.device.name == "cpu" and "optimizer" not in self.config.trainer.offload
-        return self.working_copies and self.one_micro_batch and on_cpu and not self.exchanges_signs
+        plain = self.config.finetune.method != "lora" and not self.exchanges_signs
+        return self.working_copies and self.one_micro_batch and on_cpu and plain
 
     @property
     def batches(self) -> BatchSchedule:

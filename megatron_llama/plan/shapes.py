@@ -102,6 +102,8 @@ class StageParameters:
     """Elements of the blocks' seven matrices, which LoRA may keep in 8 or 4 bits."""
     in_blocks: int = 0
     """Trained ones whose optimizer states can be in 8 bits."""
+    summed: int = 0
+    """Without LoRA, those whose gradients tensor- or pipeline-parallel ranks sum (parallel/tensor.py)."""
 
 
 def parameters(model: ModelConfig) -> int:
@@ -132,9 +134,9 @@ def whole_model(model: ModelConfig, finetune: FinetuneConfig) -> StageParameters
 
 
 def stage_parameters(
-    model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int, *, first: bool, last: bool
+    model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int, *, first: bool, last: bool, sp: bool = False
 ) -> StageParameters:
-    """What one rank of a pipeline stage with ``layers`` blocks holds."""
+    """What one rank of a pipeline stage with ``layers`` blocks holds; ``sp`` with sequence parallelism."""
     table = padded_vocab_size(model.vocab_size, tp) // tp * model.hidden_size
     # A tied head on the first stage is the table itself; on a later stage it is a copy that is kept equal.
     tables = first + (last and not (model.tie_word_embeddings and first))
@@ -143,7 +145,11 @@ def stage_parameters(
     in_blocks = layers * sum(cut[0] * cut[1] for whole, cut in _trained(model, finetune, tp) if has_8bit_states(whole))
     table_in_blocks = table * has_8bit_states((model.vocab_size, model.hidden_size))
     if finetune.method != "lora":
-        return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks)
+        summed = sp * (2 * layers + last) * model.hidden_size + (model.tie_word_embeddings and first != last) * table
+        if kv_copies(model, tp) > 1:
+            parts = (matrices(model)[name] for name in _MERGED[0])
+            summed += layers * sum(math.prod(part.local_shape(tp)) for part in parts)
+        return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks, summed)
 
     def saved(module: str) -> bool:
         return module.endswith(tuple(finetune.modules_to_save))

@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 from tests.tools.rehearse.real_run import real, rehearsed
 
 FEW, MICRO_2, TWO_LAYERS = "trainer.global_batch_size=4", "trainer.micro_batch_size=2", "model.num_hidden_layers=2"
-ONE_BATCH = "trainer.global_batch_size=2"
+ONE_BATCH, AT_ONCE = "trainer.global_batch_size=2", "trainer.micro_batch_size=8"
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 LORA = ("finetune.method=lora", "finetune.lora_rank=2")
 LAYOUTS = {
@@ -76,6 +76,11 @@ MORE_LAYOUTS = {
     "dp2, zero 3, LoRA, packed": (2, ["trainer.zero=3", "data.document_mask=true", *LORA]),
     "one process, bf16": (1, [FEW, "trainer.precision=bf16"]),
     "pp2, tied, bf16": (2, ["trainer.pp=2", "trainer.precision=bf16", TIED]),
+    # One micro batch, whose gradients stay in bf16 but for those that ranks sum.
+    "pp2, tied, bf16, at once": (2, ["trainer.pp=2", "trainer.precision=bf16", TIED, AT_ONCE]),
+    "tp4, copied kv heads, bf16, at once": (4, ["trainer.tp=4", "trainer.precision=bf16", AT_ONCE]),
+    "tp2+sp, bf16, at once": (2, ["trainer.tp=2", "trainer.precision=bf16", AT_ONCE]),
+    "one process, LoRA, bf16, at once": (1, ["trainer.precision=bf16", *LORA, AT_ONCE]),
     "pp2·vpp2, LoRA, bf16": (2, ["trainer.pp=2", "trainer.vpp=2", "trainer.precision=bf16", *LORA]),
     "tp2·dp2+sp, tied, bf16": (4, ["trainer.tp=2", "trainer.precision=bf16", TIED, MICRO_2]),
     "dp2, sums in bf16": (2, ["trainer.precision=fp32_ZeroOptMaster"]),
