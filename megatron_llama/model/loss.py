@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_llama.model.cpu_products import by_amx
+from megatron_llama.model.widening import add_widened
 from megatron_llama.plan.shapes import loss_chunk
 
 _ROWS_AT_ONCE = 2048
@@ -297,11 +298,9 @@ def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, *, is_first:
         sums.addmm_(grad_logits.t(), hidden)
         return
     product = hidden.new_empty(min(_ROWS_AT_ONCE, len(sums)), hidden.shape[1])
-    # To add it torch would widen each product on a CPU, into new memory.
-    wide = torch.empty_like(product, dtype=torch.float32) if product.device.type == "cpu" else product
     for rows, columns in zip(sums.split(_ROWS_AT_ONCE), grad_logits.split(_ROWS_AT_ONCE, dim=1), strict=True):
         added = torch.mm(columns.t(), hidden, out=product[: len(rows)])
         if is_first:
             rows.copy_(added)
         else:
-            rows.add_(added if wide is product else wide[: len(rows)].copy_(added))
+            add_widened(rows, added)

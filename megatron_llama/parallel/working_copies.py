@@ -17,10 +17,8 @@ from torch import nn
 
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.model.widening import add_widened
 from megatron_llama.plan import Plan
-
-PIECE = 2**18
-"""Numbers that are widened at a time, in memory that stays in the cache."""
 
 
 class WorkingCopies:
@@ -74,7 +72,7 @@ class WorkingCopies:
             master.grad = grad if self._stay_narrow else grad.to(master.dtype)
         else:
             master.grad = master.grad.to(master.dtype)
-            _add(master.grad, grad)
+            add_widened(master.grad, grad)
         copy.grad = None
         if last:
             copy.untyped_storage().resize_(0)  # nothing else of this pass needs the weight
@@ -91,17 +89,6 @@ class WorkingCopies:
                 self._is_last_microbatch = True
 
         return context
-
-
-def _add(total: torch.Tensor, part: torch.Tensor) -> None:
-    """``total += part``. A narrower part torch would first widen as a whole on a CPU, into new memory."""
-    narrower = part.element_size() < total.element_size() and total.is_contiguous()
-    if total.device.type != "cpu" or not narrower:
-        total += part
-        return
-    wide = total.new_empty(min(PIECE, total.numel()))
-    for sum_, narrow in zip(total.view(-1).split(PIECE), part.reshape(-1).split(PIECE), strict=True):
-        sum_ += wide[: narrow.numel()].copy_(narrow)
 
 
 @contextmanager
