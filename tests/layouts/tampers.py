@@ -76,7 +76,9 @@ def passes_of_the_compiled_loss(model: ParallelModel) -> None:
 def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
     chunks_of_12(model)
     add = loss._add_product
-    loss._add_product = lambda sums, grad_logits, hidden: len(hidden) == 12 and add(sums, grad_logits, hidden)
+    loss._add_product = lambda sums, grad_logits, hidden, *, is_first: (
+        len(hidden) == 12 and add(sums, grad_logits, hidden, is_first=is_first)
+    )
 
 
 def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
@@ -90,7 +92,11 @@ def softmax_of_each_rank_alone(model: ParallelModel) -> None:
 
 
 def head_gradient_not_summed(model: ParallelModel) -> None:
-    loss.dist = SimpleNamespace(**{**vars(dist), "all_reduce": lambda *args, **kwargs: None})
+    def own_part(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        output.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    unsummed = {"all_reduce": lambda *args, **kwargs: None, "reduce_scatter_tensor": own_part}
+    loss.dist = SimpleNamespace(**vars(dist) | unsummed)
 
 
 def gathered_pieces_of_the_wrong_rank(model: ParallelModel) -> None:

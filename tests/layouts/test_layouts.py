@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -13,14 +11,8 @@ from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
 from tests.compiled import needs_compiler, skip_without_compiler
 from tests.layouts.table import ASYNC_TP, LAYOUTS, QUICK, TIED
-from tests.layouts.tampers import (
-    chunks_of_12,
-    local_token_count,
-    mean_over_data_parallel_ranks,
-    norms_count_copies,
-    passes_of_the_compiled_loss,
-)
-from tests.oracle import TOLERANCE, RaggedSamples, Result, Tamper, Tensors, make_plan, oracle, run_layout, worst
+from tests.layouts.tampers import chunks_of_12, passes_of_the_compiled_loss
+from tests.oracle import TOLERANCE, Tamper, Tensors, make_plan, oracle, run_layout, worst
 from tests.ranks import run_ranks
 from tests.rows import rows
 
@@ -114,82 +106,3 @@ def test_every_weight_moves_in_a_step() -> None:
         result = run_layout(ranks, *layout, steps=1)
         for name, before in result.initial.items():
             assert not torch.equal(before, result.weights[name]), f"{name} did not move"
-
-
-def bf16_bounds(expected: Result, exact: Result) -> dict[str, float]:
-    """How far a layout's bf16 run may be from the one-process bf16 run, of which ``exact`` is the fp32 counterpart.
-
-    The two runs round the same values, but sums of other parts. Their errors are taken as independent and equally
-    large, so the runs differ by sqrt(2) times what one of them differs from fp32. A gradient tensor is thousands of
-    values, so that its measured distance from fp32 is a reliable scale, r. A loss or a norm is a single number, whose
-    own distance from fp32 may be zero by luck and is no scale: on some processors it was a third of another's. They are
-    means of errors over the counted tokens, so r / sqrt(tokens) is their standard deviation, and three of them are
-    allowed. A token's loss changes by the change of its logits, which have standard deviation
-    initializer_range * sqrt(hidden_size); the loss itself is about log(vocab_size).
-    """
-    plan = make_plan(1)
-    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-    tokens = sum(samples[index]["loss_mask"].sum().item() for index in range(plan.config.trainer.global_batch_size))
-    scale = worst(expected, exact)["first_grads"]
-    scalar = 3 * math.sqrt(2) * scale / math.sqrt(tokens)
-    logits = plan.model.initializer_range * math.sqrt(plan.model.hidden_size)
-    return {
-        "first_grads": 1.5 * scale,
-        "norms": scalar,
-        "losses": scalar * logits / math.log(plan.model.vocab_size),
-    }
-
-
-def beyond(bounds: dict[str, float], result: Result, expected: Result) -> dict[str, tuple[float, float]]:
-    """The differences that are above their bounds, with these."""
-    found = worst(result, expected)
-    return {kind: (found[kind], bound) for kind, bound in bounds.items() if found[kind] > bound}
-
-
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    rows(
-        (
-            (f"{layout}, {precision}", ([layout], precision))
-            for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.zero=3")
-            for precision in ("bf16", "bf16_sr")
-        ),
-        {"trainer.tp=2, bf16_sr", "trainer.pp=2, bf16", "trainer.zero=3, bf16_sr"},
-    ),
-)
-def test_bf16_within_its_precision(layout: list[str], precision: str) -> None:
-    # The noise of stochastic rounding is the same in all layouts, so it gets no allowance.
-    chosen = f"trainer.precision={precision}"
-    expected, exact = oracle(chosen), oracle()
-    bounds = bf16_bounds(expected, exact)
-    assert bounds["first_grads"] > 1e-4  # bf16 really is at work
-    assert not beyond(bounds, run_layout(2, *layout, chosen), expected)
-
-
-@pytest.mark.parametrize(
-    ("tamper", "kind", "layout"),
-    [
-        (local_token_count, "losses", "trainer.zero=1"),
-        (norms_count_copies, "norms", "trainer.zero=0"),
-        (mean_over_data_parallel_ranks, "first_grads", "trainer.zero=1"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_an_error_is_larger_than_bf16_allows(tamper: Tamper, kind: str, layout: str) -> None:
-    chosen = "trainer.precision=bf16"
-    expected = oracle(chosen)
-    assert kind in beyond(bf16_bounds(expected, oracle()), run_layout(2, layout, chosen, tamper=tamper), expected)
-
-
-def test_stochastic_rounding_twice_gives_the_same_bits() -> None:
-    chosen = ("trainer.precision=bf16_sr", "trainer.zero=2")
-    assert set(worst(run_layout(2, *chosen), run_layout(2, *chosen)).values()) == {0.0}
-
-
-def test_bf16_keeps_fp32_masters() -> None:
-    result = run_layout(1, "trainer.precision=bf16", "optim.lr=1e-6", "trainer.steps=100", steps=1)
-    for name, weight in result.weights.items():
-        assert weight.dtype == torch.float32
-        moved = (weight - result.initial[name]).abs()
-        # An update far below bf16's resolution of the weight is not lost.
-        assert 0 < moved.max() < 2**-9 * weight.abs().max(), name
