@@ -16,7 +16,7 @@ from megatron_llama.tools.bench.cells import ONE, Wanted, config_of, layout_of, 
 from megatron_llama.tools.bench.contest import Task
 from megatron_llama.tools.bench.environments import PEERS, NotInstalled, Peer, interpreter
 
-PRECISIONS, MODES, ZERO = "fp32,bf16", "eager,compiled", "0,1,2,3"
+PRECISIONS, MODES, ZERO, STATE_BITS = "fp32,bf16", "eager,compiled", "0,1,2,3", "32,8"
 
 
 def words(text: str) -> list[str]:
@@ -39,6 +39,7 @@ def describe_contestants(parser: argparse.ArgumentParser) -> None:
     add("--layouts", type=words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default one)")
     add("--recompute", type=words, default=["none"], help="of this project: none,elementwise,full ... (default none)")
     add("--zero", type=numbers, default=[1], help="of this project: trainer.zero, such as 1,3 (default 1)")
+    add("--state-bits", type=numbers, default=[32], help="of this project: of Adam's states, 32,8 (default 32)")
     add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
     add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
     add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
@@ -59,6 +60,7 @@ def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Pee
         ("--peers", args.peers, ",".join(PEERS)),
         ("--recompute", args.recompute, ",".join(RECOMPUTE)),
         ("--zero", args.zero, ZERO),
+        ("--state-bits", args.state_bits, STATE_BITS),
     ):
         if not given:
             problems.append(Problem(flag, None, "names nothing", f"name something, or leave {flag} out"))
@@ -80,6 +82,7 @@ def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Pee
         layouts=args.layouts,
         recompute=args.recompute,
         zero=args.zero,
+        state_bits=args.state_bits,
         device=args.device,
         threads=args.threads,
         batch_size=args.batch,

@@ -38,6 +38,8 @@ class Wanted:
     """Tokens; fewer where the model supports fewer."""
     layers: int | None
     """Of each model, instead of its own number."""
+    state_bits: Sequence[int] = (32,)
+    """Of this project's Adam: 8 for optim.state_bits=8, or 32."""
 
 
 def layout_of(name: str) -> Layout:
@@ -64,8 +66,10 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
     for name in wanted.peers:
         peer = PEERS[name]
         modes = [mode for mode in wanted.modes if mode in peer.modes]
-        variants = [*product(wanted.layouts, wanted.zero, wanted.recompute)] if name == OURS else [(ONE, 1, "none")]
-        for mode, (layout, zero, recompute) in product(modes, variants):
+        variants = [(ONE, 1, 32, "none")]
+        if name == OURS:
+            variants = [*product(wanted.layouts, wanted.zero, wanted.state_bits, wanted.recompute)]
+        for mode, (layout, zero, state_bits, recompute) in product(modes, variants):
             shares = layout_of(layout)
             cache = f"{name}-{mode}-{preset}-{precision}-{layout}" + (f"-{recompute}" if recompute != "none" else "")
             yield (
@@ -95,6 +99,7 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
                     started=0.0,
                     recompute=recompute,
                     zero=zero,
+                    state_bits=state_bits,
                 ),
             )
 

@@ -29,7 +29,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Task:
-    """One contestant's work, the same for all of a cell but for ``mode``, ``layout``, ``recompute`` and ``zero``."""
+    """One contestant's work, the same for all of a cell but for ``mode``, ``layout`` and this project's settings."""
 
     preset: str
     """Name of the model in conf/model."""
@@ -65,6 +65,8 @@ class Task:
     """What this project makes again in the backward pass (trainer.recompute); the peers keep everything."""
     zero: int = 1
     """This project's trainer.zero; at 3 one rank, too, casts its weights block by block."""
+    state_bits: int = 32
+    """Of this project's Adam's states: 8 for optim.state_bits=8, or 32."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -111,9 +111,9 @@ def speed_rows(cell: Cell) -> Iterator[list[str]]:
         ]
 
 
-def _saving(result: Result) -> tuple[int, str]:
+def _saving(result: Result) -> tuple[int, int, str]:
     """What a contestant of this project does to need less memory."""
-    return result.task.zero, result.task.recompute
+    return result.task.zero, result.task.state_bits, result.task.recompute
 
 
 def verdict_lines(cell: Cell) -> Iterator[str]:

@@ -80,8 +80,9 @@ def contestant_name(peer: str, task: Task) -> str:
     axes = {"tp": task.layout.tp, "pp": task.layout.pp, "dp": task.layout.dp}
     layout = "".join(f" {axis}{size}" for axis, size in axes.items() if size > 1)
     zero = f" zero={task.zero}" if task.zero != 1 else ""
+    bits = f" state_bits={task.state_bits}" if task.state_bits != 32 else ""
     again = f" recompute={task.recompute}" if task.recompute != "none" else ""
-    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{again}"
+    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{bits}{again}"
 
 
 class Contestant:

@@ -32,14 +32,14 @@ def test_layouts_are_read() -> None:
 
 def test_mistakes_are_told_together_before_anything_is_installed() -> None:
     words = "--models llama_57m,llama_2m,[a] --precision bf61 --peers our,litgpt --layouts pt2,tp0 --batch 0".split()
-    words += "--recompute none,nothing --modes eager,eager --zero 1,7 --threads 0 --modes".split()
+    words += "--recompute none,nothing --modes eager,eager --zero 1,7 --state-bits 16 --threads 0 --modes".split()
     bench = [sys.executable, str(ROOT / "scripts/bench.py"), "train", *words, ""]
     done = subprocess.run(bench, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("This benchmark can't work, for 11 reasons:") and "environment" not in done.stderr
+    assert done.stderr.startswith("This benchmark can't work, for 12 reasons:") and "environment" not in done.stderr
     for told in ("model = llama_57m", "--precision = bf61", "--peers = our\n", "--layouts = pt2", "--batch = 0"):
         assert f"\n  {told}" in done.stderr
-    for told in ("--recompute = nothing", "--zero = 7", "--threads = 0", "--layouts = tp0"):
+    for told in ("--recompute = nothing", "--zero = 7", "--state-bits = 16", "--threads = 0", "--layouts = tp0"):
         assert f"\n  {told}" in done.stderr
     assert "  --modes\n    rule     names nothing" in done.stderr
 
@@ -118,16 +118,20 @@ def test_this_project_competes_with_itself(tmp_path: Path) -> None:
         if (task.zero == 3) == (task.recompute == "full") and (task.layout.ranks == 1 or task.zero == 1)
     ]
     ours, python = PEERS[OURS], Path(sys.executable)
+    tasks.insert(1, replace(tasks[0], state_bits=8))
     entries = [(ours, python, task) for task in tasks]
     entries.append((ours, python, replace(tasks[0], parameters=tasks[0].parameters + 1)))
     entries.append((Peer("broken", (), "no.such.module"), python, tasks[0]))
     left_out: dict[str, str] = {}
     told: list[str] = []
     course = Course(2, 1, False, lambda: 1e9, told.append, left_out)
-    one, again, tp, pp = compete(entries, course)
+    one, eight, again, tp, pp = compete(entries, course)
     assert "parameters: 1771200, not 1771201" in left_out[OURS]
     assert "No module named 'no'" in left_out["broken"]
-    assert [one.name, again.name, tp.name, pp.name] == ["ours", "ours zero=3 recompute=full", "ours tp2", "ours pp2"]
+    assert [one.name, eight.name, again.name] == ["ours", "ours state_bits=8", "ours zero=3 recompute=full"]
+    assert [tp.name, pp.name] == ["ours tp2", "ours pp2"]
+    assert "optim.state_bits=8" in overrides(eight.task, "run") and "8 bits" in eight.facts.optimizer
+    assert one.live_bytes - eight.live_bytes > 3 * 1_771_200  # 6 bytes a weight, less what widens them
     assert {"trainer.recompute=full", "trainer.zero=3"} < {*overrides(again.task, "run")}
     assert again.turns[1].loss == one.turns[1].loss
     assert again.live_bytes <= one.live_bytes  # so small a step needs most in its update
