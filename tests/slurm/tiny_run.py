@@ -17,8 +17,9 @@ TINY = (
 
 
 def plain(folder: Path, *arguments: str) -> list[float]:
-    """The losses of an uninterrupted run on this machine, by hand, without Slurm."""
-    command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *arguments, f"run.dir={folder}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
+    """The losses of an uninterrupted run on this machine, by hand, without Slurm: a thread a rank, as on its nodes."""
+    command = [sys.executable, str(ROOT / "train.py"), *arguments, f"run.dir={folder}"]
+    variables = environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return losses(folder)
