@@ -46,10 +46,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles into ``cache``, also where a plan does not say where."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def compiled_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where plans compile that do not say where: a folder of all files and workers, many of whose graphs are equal."""
+    base = tmp_path_factory.getbasetemp()  # a worker's own, below that of the run
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 def pytest_configure() -> None:
