@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from megatron_llama.devices.cpp import load_cpp
 from megatron_llama.model.attention_tiles import empty_like
 
 DTYPES = torch.float32, torch.bfloat16
@@ -48,18 +48,11 @@ def _compiles() -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernel; None, with a warning, where it can't be had."""
-    from torch._inductor.codecache import CppCodeCache  # a second, and only compiled runs load it
-
     # One file for the compiler, as Inductor keeps it by its text.
     files = [Path(__file__).with_name(name).read_text() for name in ("attention_cpu_blocks.h", "attention_cpu.cpp")]
     source = "".join(files).replace("#pragma once", "").replace('#include "attention_cpu_blocks.h"', "")
-    try:
-        library = CppCodeCache.load(source)
-    except (RuntimeError, OSError) as error:  # the compiler's, or the loader's
-        why = str(error).strip().split("\n", 1)[0]
-        warnings.warn(
-            f"attention goes through torch's kernel: ours for CPUs could not be compiled ({why})", stacklevel=2
-        )
+    library = load_cpp(source, "attention goes through torch's kernel: ours for CPUs could not be compiled")
+    if library is None:
         return None
     library.multiplies.restype = ctypes.c_bool
     return library if library.multiplies(False) else None

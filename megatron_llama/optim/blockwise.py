@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from megatron_llama.config.precision import STATE_BLOCK
+from megatron_llama.optim import blockwise_cpu
 
 _LEAST_SCALE = 1e-12
 """The scale of a block of zeros, by which it is divided."""
@@ -47,18 +48,22 @@ class Levels(NamedTuple):
 
 class BlockwiseState:
     """A state of a matrix [rows, columns], all zeros at first. ``state[a:b]`` are rows in fp32, a copy; assigned rows
-    are quantized."""
+    are quantized. ``compiled`` allows the kernel for CPUs, which needs a compiler and changes no bit."""
 
-    def __init__(self, like: torch.Tensor, levels: Levels) -> None:
+    def __init__(self, like: torch.Tensor, levels: Levels, *, compiled: bool = False) -> None:
         rows, columns = like.shape
         self.levels = levels
         self.codes = torch.zeros(rows, columns, dtype=torch.uint8, device=like.device)
         """The number of each value's level."""
         self.scales = torch.zeros(rows, columns // STATE_BLOCK, device=like.device)
         """fp32, one for each block."""
+        plain = self.codes.device.type == "cpu" and type(self.codes) is torch.Tensor  # a rehearsal's have no memory
+        self._by_kernel = compiled and plain and blockwise_cpu.library() is not None
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         codes = self.codes[rows]
+        if self._by_kernel:
+            return blockwise_cpu.read(codes, self.scales[rows], self.levels.values)
         values = self.levels.values.index_select(0, codes.flatten().int()).view(codes.shape)
         return values.unflatten(1, (-1, STATE_BLOCK)).mul_(self.scales[rows].unsqueeze(-1)).flatten(1)
 
@@ -68,6 +73,11 @@ class BlockwiseState:
     def assign(self, rows: slice, values: torch.Tensor, unless: torch.Tensor | None = None) -> None:
         """A non-finite value makes its whole block non-finite. Where ``unless`` (bool scalar) is true, the rows stay as
         they are, to the bit: the same values quantized again would not be."""
+        if self._by_kernel:
+            if unless is None or not unless:
+                into = self.codes[rows], self.scales[rows]
+                blockwise_cpu.write(values, self.levels.borders, self.levels.lowest, _LEAST_SCALE, *into)
+            return
         blocks = values.unflatten(1, (-1, STATE_BLOCK))
         scales = blocks.abs().amax(-1).clamp_(min=_LEAST_SCALE)
         codes = self.levels.nearest(blocks / scales.unsqueeze(-1)).view(values.shape).to(torch.uint8)

@@ -31,7 +31,7 @@ STATES: Mapping[str, tuple[str, ...]] = {
 """torch's names of the states that each optimizer keeps for a weight, besides the number of updates."""
 # Values per block: few enough for a CPU's cache; on accelerators, where each operation is a launch, as many as are
 # small compared with the model.
-_CPU_BLOCK, _BLOCK = 1 << 17, 1 << 24
+_CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
 
 Group = dict[str, Any]
 Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]
@@ -41,7 +41,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     """``adamw``, ``adam`` or ``sgd`` over tensors which consist of the ``pieces`` of Hugging Face tensors.
 
     ``state_dtype`` is the dtype of the optimizer states, but those of the matrices ``in_blocks`` are in 8 bits. With
-    ``stochastic`` bf16 is rounded stochastically, by noise from ``seed``, else to nearest.
+    ``stochastic`` bf16 is rounded stochastically, by noise from ``seed``, else to nearest. ``compiled`` is
+    ``BlockwiseState``'s.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         stochastic: bool,
         seed: int,
         in_blocks: AbstractSet[torch.Tensor] = frozenset(),
+        compiled: bool = False,
     ) -> None:
         super().__init__(groups, {})
         self.pieces, self.stochastic, self.seed = pieces, stochastic, seed
@@ -65,7 +67,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
             for kind in self._kinds:
                 if weight in in_blocks:
-                    state[kind] = BlockwiseState(weight, levels[kind])
+                    state[kind] = BlockwiseState(weight, levels[kind], compiled=compiled)
                 else:
                     state[kind] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
 
@@ -80,6 +82,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         not look at it and counts the update all the same: see ``take_back_count``.
         """
         assert closure is None, "gradients are computed before the step"
+        if type(skip) is torch.Tensor and skip.device.type == "cpu":  # free to look at, unlike a rehearsal's
+            if skip:
+                for weight in self.pieces:
+                    self.state[weight]["step"] += weight.grad is not None
+                return
+            skip = None
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:

@@ -212,6 +212,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
             stochastic=plan.precision.stochastic,
             seed=plan.config.trainer.seed,
             in_blocks={views[id(s)] for s in trained if optim.state_bits == 8 and _has_8bit_states(s, plan)},
+            compiled=bool(plan.config.trainer.compile),
         )
     elif optim.name == "onebit_adam":
         assert optim.freeze_step is not None, "a plan has one"

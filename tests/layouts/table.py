@@ -166,7 +166,8 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", OFFLOAD],
         EIGHT_BITS,
     ),
+    ("tp2+sp, 8-bit states, compiled", 2, ["trainer.tp=2", *COMPILED], EIGHT_BITS),  # by blockwise_cpu.cpp
     ("micro batches of 1", 1, [MICRO_1], []),
-    ("micro batches of 8", 1, ["trainer.micro_batch_size=8"], []),
+    ("micro batches of 8", 1, [ONE_MICRO_BATCH], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),
 ]

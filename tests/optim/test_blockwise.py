@@ -22,6 +22,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assert_same, run
+from tests.compiled import needs_compiler, prepare_rank
 from tests.optim.gradients import make_up_gradients
 from tests.oracle import Tensors, assemble, make_plan
 from tests.ranks import run_ranks
@@ -85,6 +86,54 @@ def test_rows_that_are_left_out_keep_their_bits() -> None:
     state.assign(slice(1, 3), random(2, 256, seed=2), unless=torch.tensor(False))
     other[1:3] = random(2, 256, seed=2)
     assert torch.equal(state.codes, other.codes) and torch.equal(state.scales, other.scales)
+
+
+@needs_compiler
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_kernel_has_the_same_bits(signed: bool) -> None:
+    run_ranks(_compare_kernel, 1, signed)  # in a process that may have threads
+
+
+def _compare_kernel(rank: int, signed: bool) -> None:
+    torch.set_num_threads(2)
+    values = random(300, 256) if signed else random(300, 256).square()
+    values[7] = 0
+    values[8, 40], values[9, 40], values[10, 255] = torch.nan, torch.inf, -torch.inf if signed else torch.inf
+    plain, kernel = (BlockwiseState(values, LEVELS[signed], compiled=compiled) for compiled in (False, True))
+    assert kernel._by_kernel and not plain._by_kernel
+    for state in (plain, kernel):
+        state[:] = values
+        state[3:5] = values[100:102]
+        state.assign(slice(5, 7), values[:2], unless=torch.tensor(True))
+        state.assign(slice(15, 17), values[:2], unless=torch.tensor(False))
+    scales = kernel.scales
+    assert torch.equal(scales.nan_to_num(-1), plain.scales.nan_to_num(-1)) and not scales[8:11].isfinite().all()
+    finite = scales.isfinite().repeat_interleave(STATE_BLOCK, 1)  # of another block codes are whatever NaN gives
+    assert finite.sum() == values.numel() - 3 * STATE_BLOCK
+    assert torch.equal(kernel.codes[finite], plain.codes[finite]) and torch.equal(kernel[:][finite], plain[:][finite])
+    assert not kernel[:][~finite].isfinite().any() and torch.equal(kernel[2:4], kernel[:][2:4])
+    near = LEVELS[signed].borders[:-1]  # in a block whose scale is 1
+    for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
+        rows = torch.ones(len(near), STATE_BLOCK)
+        rows[:, 5] = part
+        plain, kernel = (BlockwiseState(rows, LEVELS[signed], compiled=compiled) for compiled in (False, True))
+        plain[:] = kernel[:] = rows
+        assert torch.equal(plain.codes, kernel.codes)
+
+
+@needs_compiler
+def test_compiled_runs_update_by_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiled in (True, False):
+        plan = make_plan(1, *EIGHT, f"trainer.compile={compiled}")
+        assert run_ranks(_by_kernel, 1, plan)[0] == {compiled}
+
+
+def _by_kernel(rank: int, plan: Plan) -> set[bool]:
+    topology, device = build_topology(plan, rank), get_device("cpu")
+    prepare_rank(plan)
+    with process_groups(plan, topology, device, CPU):
+        states = [state for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states()]
+        return {state._by_kernel for state in states if isinstance(state, BlockwiseState)}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
