@@ -85,7 +85,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         if type(skip) is torch.Tensor and skip.device.type == "cpu":  # free to look at, unlike a rehearsal's
             if skip:
                 for weight in self.pieces:
-                    self.state[weight]["step"] += weight.grad is not None
+                    if weight.grad is not None:
+                        self.state[weight]["step"] += 1
                 return
             skip = None
         for group in self.param_groups:
