@@ -75,8 +75,10 @@ class Watcher:
         for parameter in _parameters(optimizer):
             self.known[_memory(parameter)[0]] = (WEIGHTS, _memory(parameter)[1])
             for state in optimizer.state.get(parameter, {}).values():
-                if isinstance(state, torch.Tensor):
-                    self.known[_memory(state)[0]] = (STATES, _memory(state)[1])
+                parts = [state] if isinstance(state, torch.Tensor) else vars(state).values()  # 8-bit: codes, scales
+                for part in parts:
+                    if isinstance(part, torch.Tensor):
+                        self.known[_memory(part)[0]] = (STATES, _memory(part)[1])
             if parameter.grad is not None:
                 self.known[_memory(parameter.grad)[0]] = (GRADIENTS, _memory(parameter.grad)[1])
         vocabulary = max(p.shape[0] for p in _parameters(optimizer) if p.dim() == 2)
