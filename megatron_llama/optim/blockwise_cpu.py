@@ -25,7 +25,7 @@ def library() -> ctypes.CDLL | None:
 
 def read(codes: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """fp32 values of uint8 ``codes`` [rows, columns], whose blocks have fp32 ``scales``."""
-    values = torch.empty(codes.shape, device=codes.device)
+    values = torch.empty(codes.shape, dtype=torch.float32)
     _call("read_blocks", codes, scales, levels, values, blocks=scales.numel())
     return values
 
@@ -39,6 +39,7 @@ def write(
     scales: torch.Tensor,
 ) -> None:
     """Sets ``codes`` and ``scales`` to those of fp32 ``values``; ``least`` is the smallest scale."""
+    assert values.dtype == torch.float32 and values.shape == codes.shape, (values.dtype, values.shape, codes.shape)
     _call(
         "write_blocks",
         values.contiguous(),

@@ -82,13 +82,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         not look at it and counts the update all the same: see ``take_back_count``.
         """
         assert closure is None, "gradients are computed before the step"
-        if type(skip) is torch.Tensor and skip.device.type == "cpu":  # free to look at, unlike a rehearsal's
-            if skip:
-                for weight in self.pieces:
-                    if weight.grad is not None:
-                        self.state[weight]["step"] += 1
-                return
-            skip = None
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:

@@ -19,9 +19,11 @@ from tests.paths import ROOT
 from tests.processes import environment
 
 SETUP = Path(os.environ.get("SLURM_LAB_SETUP", ROOT.parent / "shared" / "slurm" / "setup_slurm.sh"))
-# Each node has one core: the same number of threads everywhere, and nodes that don't fight for both. Plain nproc would
-# print OMP_NUM_THREADS, which is 1 in a job, and put all nodes on the first core.
-PYTHON = f'#!/bin/sh\nexec taskset -c $((${{SLURM_NODEID:-0}} % $(nproc --all))) {sys.executable} "$@"\n'
+# Each node has one core: the same number of threads everywhere, and nodes that don't fight for both. nproc would print
+# OMP_NUM_THREADS, which is 1 in a job, and put all nodes on the first core.
+PYTHON = (
+    f'#!/bin/sh\nexec taskset -c $((${{SLURM_NODEID:-0}} % $(env -u OMP_NUM_THREADS nproc))) {sys.executable} "$@"\n'
+)
 
 
 class Lab:
