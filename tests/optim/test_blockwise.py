@@ -117,7 +117,7 @@ def test_the_kernel_has_the_same_bits(signed: bool) -> None:
 
 
 @needs_compiler
-def test_compiled_runs_update_by_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_runs_update_by_it_and_others_do_not() -> None:
     for compiled in (True, False):
         plan = make_plan(1, *EIGHT, f"trainer.compile={compiled}")
         assert run_ranks(_by_kernel, 1, plan)[0] == {compiled}

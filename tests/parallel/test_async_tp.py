@@ -117,6 +117,7 @@ ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
         Overlap(4, 0),
     ),
     # What LoRA's own small products send: into A's columns and out of B's rows nothing is beside them.
+    "LoRA": ([*LORA], Overlap(12, 4), Overlap(6, 2)),
     "LoRA, 4 bits": ([*LORA, *WIDE, "finetune.frozen_dtype=nf4"], Overlap(12, 4), Overlap(6, 2)),
     "tp4, copied kv heads": (["trainer.tp=4"], Overlap(8, 0), Overlap(4, 0)),
 }
