@@ -38,9 +38,8 @@ import numpy as np
 from data_prep.lib.job import RunOptions, cores
 from data_prep.lib.progress import Progress
 from megatron_llama.config.data_prefixes import MASK_SUFFIX
-from megatron_llama.data.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
-from megatron_llama.data.indexed_format import IndexedDataset
-from megatron_llama.data.record import dataset_facts, same_dataset
+from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
+from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
 from megatron_llama.system.files import atomic_open, read_json, write_atomically
 from megatron_llama.system.signals import die_with, handling

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from megatron_llama.data.indexed_format import IndexedDataset
+    from megatron_llama.corpus.indexed_format import IndexedDataset
 
 BAR = 40
 SHOWN_CHARACTERS = 1000
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--no-hashes", action="store_true", help="leave out the sha256, the slowest of the checks")
     args = parser.parse_args()
     from data_prep.lib.check_dataset import problems, read_manifest
-    from megatron_llama.data.indexed_format import IndexedDataset
+    from megatron_llama.corpus.indexed_format import IndexedDataset
 
     dataset = IndexedDataset(args.prefix)
     manifest = read_manifest(dataset.prefix)

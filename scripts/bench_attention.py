@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.arch.pattern import Pattern
 from megatron_llama.model.attention import attend, mask_of, seen
 from megatron_llama.model.document_mask import Documents
-from megatron_llama.plan.attention_pattern import Pattern
 from scripts.results import figure, markdown_table
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.data.batches import Batches, Samples, build_data
-from megatron_llama.data.indexed_format import write_index
 from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import get_device
 from megatron_llama.launch import main as launch

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_llama.plan.attention_pattern import Pattern
+from megatron_llama.arch.pattern import Pattern
 from scripts import variants
 from scripts.variants import SUBSETS, Trained
 

@@ -72,7 +72,7 @@ def make_datasets(folder: Path, total: int) -> tuple[int, list[Any]]:
     import numpy as np
 
     from data_prep.lib.redpajama_layout import shares
-    from megatron_llama.data.indexed_format import write_index
+    from megatron_llama.corpus.indexed_format import write_index
 
     weights = shares(["common_crawl", "c4", "wikipedia", "arxiv"])
     random, documents, blend = np.random.default_rng(0), 0, list[Any]()

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Device, get_device
-from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bench.bench_arguments import describe_contestants, entries_of, installed, tell_left_out
 from megatron_llama.tools.bench.cells import config_of, describe_machine

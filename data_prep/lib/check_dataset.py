@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.data.indexed_format import CHUNK, IndexedDataset
+from megatron_llama.corpus.indexed_format import CHUNK, IndexedDataset
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, sha256_file
 

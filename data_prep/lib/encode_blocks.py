@@ -13,7 +13,7 @@ from data_prep.lib.csv_records import bad_columns
 from data_prep.lib.job import BadRecord, Chat, Job, Result
 from data_prep.lib.json_lines import parse_line, parse_object, parse_text
 from data_prep.lib.record_formats import turns_of
-from megatron_llama.data.indexed_format import MASK_DTYPE, token_dtype
+from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.text.chat_tokenizer import encode_pieces
 from megatron_llama.text.conversation import Bad, Template, labelled_turns
 from megatron_llama.text.encoders import Encoder, check_same

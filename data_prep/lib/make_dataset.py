@@ -27,7 +27,7 @@ from data_prep.lib.parts import (
 )
 from data_prep.lib.publish import differences, publish, quarantine_file, read_finished, write_outputs
 from data_prep.lib.workspace import Locked, Workspace
-from megatron_llama.data.indexed_format import MASK_DTYPE, token_dtype
+from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text.encoders import Encoder, EncoderMismatch
 

@@ -14,7 +14,7 @@ import numpy as np
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
 from data_prep.lib.ledger import Ledger
 from data_prep.lib.workspace import QUARANTINE, Workspace
-from megatron_llama.data.indexed_format import write_index
+from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
 

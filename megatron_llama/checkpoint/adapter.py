@@ -14,21 +14,13 @@ from typing import Any
 
 import torch
 
+from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora, is_saved_module, lora_name, lora_shapes
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder, open_safetensors, tensors_of
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.storage import CheckpointTensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
-from megatron_llama.model.names import (
-    PEFT_PREFIX,
-    Shape,
-    hf_shapes,
-    is_lora,
-    is_saved_module,
-    lora_name,
-    lora_shapes,
-)
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 

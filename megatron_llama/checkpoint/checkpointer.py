@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_llama.arch.names import is_lora
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.differences import Difference, find_differences, record_of, refuse
@@ -23,7 +24,6 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
-from megatron_llama.model.names import is_lora
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.agree import from_rank_0, together

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, only_trained, open_base
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
@@ -24,7 +25,6 @@ from megatron_llama.config.hf_config import (
     hf_config,
     read_hf_config,
 )
-from megatron_llama.model.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.system.files import sync_folder, write_synced
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 from megatron_llama.text.trained_template import add_end, write_trained_template

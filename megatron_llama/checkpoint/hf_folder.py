@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_llama.arch.names import hf_shapes
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
     CorruptFile,
@@ -27,7 +28,6 @@ from megatron_llama.checkpoint.stored_tensors import (
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hub import or_fetch_it
-from megatron_llama.model.names import hf_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Old exporters wrote these tensors although they follow from the config.

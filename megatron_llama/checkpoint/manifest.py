@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.storage import (
     BLOCK_BYTES,
     HASH,
@@ -28,7 +29,6 @@ from megatron_llama.checkpoint.stored_tensors import (
     read_json,
     whole_numbers,
 )
-from megatron_llama.model.names import Shape
 from megatron_llama.plan.batch_schedule import Position
 
 NAME = "checkpoint.json"

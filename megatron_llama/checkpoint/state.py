@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK
-from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.blockwise import BlockwiseState, Levels
 from megatron_llama.optim.onebit_adam import OneBitAdam

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPE_NAMES,
     CorruptFile,
@@ -32,7 +33,6 @@ from megatron_llama.checkpoint.stored_tensors import (
     check_finite,
     safetensors_header,
 )
-from megatron_llama.model.names import Shape
 from megatron_llama.system.files import open_regular
 
 HASH = "sha256"

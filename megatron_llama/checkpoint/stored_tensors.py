@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.model.names import Shape
+from megatron_llama.arch.names import Shape
 from megatron_llama.system import files
 
 # safetensors' names of the dtypes that we read or write

@@ -33,7 +33,7 @@ DEVICES = ("auto", *ACCELERATORS, "cpu")  # in the order in which auto tries the
 ATTENTION_KERNELS = {"cuda": "varlen", "neuron": "mask", "hpu": "mask", "cpu": "tiles"}
 """How a device computes attention inside documents and with patterns: varlen, FlashAttention over sequences of
 different lengths in one call; tiles, call by call, only what is seen; mask, the whole square behind a mask of one
-shape, for devices that compile each shape. plan/attention_pattern.py says where a device takes another one."""
+shape, for devices that compile each shape. arch/pattern.py says where a device takes another one."""
 INDUCTOR = "inductor"
 COMPILERS = {"cuda": INDUCTOR, "neuron": "neuron", "hpu": "hpu_backend", "cpu": INDUCTOR}
 """torch.compile's backend on a device."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
 from megatron_llama.data.graded_order import (
     Graded,
@@ -31,7 +32,6 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.random_ltd import Subsets, draw, subsets
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import Pattern, pattern_of
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.curriculum_steps import Cut, cut_at
 from megatron_llama.plan.token_schedule import TokenSchedule

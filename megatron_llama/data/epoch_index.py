@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.files import sync_folder, wait_for_lock
 
 VERSION = 1

@@ -1,6 +1,6 @@
 """From easy to difficult: which samples a curriculum draws, as a function of the position in the data and nothing else.
 
-Each level of difficulty adds the units (``data/difficulty_index.py``) that become allowed with it: a group. Within a
+Each level of difficulty adds the units (``corpus/difficulty_index.py``) that become allowed with it: a group. Within a
 level all groups so far are drawn from in proportion to their sizes, evenly, and each goes on where it stood; a group
 that has been drawn whole is shuffled anew and drawn again. So no sample is more difficult than its step allows, all
 that are allowed are equally likely, and from the last level on every one is seen once before any is seen twice, up to
@@ -19,8 +19,8 @@ import torch
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.curriculum import PERCENTILE, SECTION, CurriculumMetric
-from megatron_llama.data.blend import Blend
-from megatron_llama.data.difficulty_index import (
+from megatron_llama.corpus.blend import Blend
+from megatron_llama.corpus.difficulty_index import (
     Measured,
     documents_of,
     index_folder,
@@ -29,11 +29,11 @@ from megatron_llama.data.difficulty_index import (
     read_unit,
     unit_range,
 )
-from megatron_llama.data.indexed_format import IndexedDataset
-from megatron_llama.data.packing import Order
+from megatron_llama.corpus.epochs import Part
+from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.corpus.packing import Order
 from megatron_llama.plan import Plan
 from megatron_llama.plan.curriculum_steps import Cut, difficulties_at, first_steps, indexed_metrics
-from megatron_llama.plan.epochs import Part
 
 _GOLDEN = (5**0.5 - 1) / 2
 

@@ -12,7 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
 from megatron_llama.config.data_prefixes import weights_and_paths
-from megatron_llama.data.indexed_format import read_index
+from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.parallel.agree import raise_together
 from megatron_llama.plan import Plan
 

@@ -7,7 +7,7 @@
      "levels": [[0, {"vocab_rarity": 20}]],       of a run with a curriculum: (first sample, difficulties) so far
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256"}},
      "training": [prefix],                        those that are not only validated on
-     "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     data/blend.py's, the last one in effect
+     "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     corpus/blend.py's, the last one in effect
 
 Datasets are known by what is in them: one that was moved is the same dataset.
 """
@@ -15,19 +15,16 @@ Datasets are known by what is in them: one that was moved is the same dataset.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.data_prefixes import named_paths, weights_and_paths
 from megatron_llama.config.settings import DataConfig
-from megatron_llama.data.blend import EPOCHS, MEGATRON, Segment, Timeline, same_shares, segments_from_json
-from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.corpus.blend import EPOCHS, MEGATRON, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.corpus.epochs import planned_blends, planned_timeline
+from megatron_llama.corpus.indexed_format import dataset_facts, same_dataset
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import planned_blends, planned_timeline
-from megatron_llama.system.files import read_json
 
 Record = dict[str, Any]
 READING = {
@@ -41,7 +38,6 @@ READING = {
     "curriculum": "data.curriculum",
 }
 """Entries of a record by the settings that they come from."""
-_SAMPLED_BYTES = 1 << 20
 
 
 def make_record(plan: Plan) -> Record:
@@ -94,33 +90,6 @@ def old_record(settings: Mapping[str, Any], consumed_samples: int) -> Record:
         "training": [] if data["mock"] else paths,
         "segments": [asdict(segment) for segment in segments],
     }
-
-
-def dataset_facts(prefix: str) -> dict[str, Any]:
-    """By what a dataset is known wherever it lies; reads its headers, a manifest and 3 MiB. Raises OSError or
-    ValueError."""
-    dataset = IndexedDataset(prefix)
-    size = dataset.bin_path.stat().st_size
-    digest = hashlib.sha256()
-    for path, starts in ((dataset.idx_path, (0,)), (dataset.bin_path, (0, max(0, size - _SAMPLED_BYTES)))):
-        with path.open("rb") as file:
-            for start in starts:
-                file.seek(start)
-                digest.update(file.read(_SAMPLED_BYTES))
-    manifest = Path(prefix + ".json")  # a dataset of another program has none
-    described = read_json(manifest) if manifest.exists() else {}
-    return {
-        "sequences": len(dataset.index),
-        "tokens": dataset.index.tokens(),
-        "bin_bytes": size,
-        "fingerprint": digest.hexdigest(),
-        "tokenizer_sha256": described.get("tokenizer_sha256"),
-    }
-
-
-def same_dataset(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two datasets have the same content, by the facts that both records have."""
-    return all(saved[key] == now[key] for key in saved.keys() & now.keys() if key != "tokenizer_sha256")
 
 
 def moved_datasets(saved: Record, now: Record) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The samples of pretraining: sample n is a function of the seed, the datasets, their weights and n, whatever the
 length of the run, its layout, or where it stopped.
 
-``data/blend.py`` says which sample of which dataset it is, ``data/epoch_index.py`` which tokens those are. What is kept
-in memory does not grow with the run: a window of the blend, and mapped files of one or two epochs of each dataset.
+``corpus/blend.py`` maps a sample to a dataset, ``data/epoch_index.py`` to tokens. Memory does not grow with the run:
+a window of the blend, and mapped files of one or two epochs of each dataset.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import named_paths
-from megatron_llama.data.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.corpus.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.corpus.difficulty_index import unit_range
+from megatron_llama.corpus.epochs import SPLITS, Part, open_part, planned_blends, planned_timeline
+from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.corpus.packing import OneEach
 from megatron_llama.data.checks import check_data, check_ids
-from megatron_llama.data.difficulty_index import unit_range
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedStretches, Level, build_graded, group_seed, levels_of
-from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.data.packing import OneEach
 from megatron_llama.data.record import Record, changes_reading, make_record, moved_datasets
 from megatron_llama.parallel.agree import raise_together, together
 from megatron_llama.plan import Plan
 from megatron_llama.plan.curriculum_steps import indexed_metrics
-from megatron_llama.plan.epochs import SPLITS, Part, open_part, planned_blends, planned_timeline
 
 KEPT_EPOCHS = 2  # a global batch may reach into the next
 
@@ -43,7 +43,7 @@ class EndlessDataset:
     """One split of one dataset, epoch after epoch, each in its own order."""
 
     def __init__(self, plan: Plan, prefix: str, number: int) -> None:
-        """``number``: of the split in ``plan.epochs.SPLITS``. Raises OSError or ValueError."""
+        """``number``: of the split in ``corpus.epochs.SPLITS``. Raises OSError or ValueError."""
         data = plan.config.data
         assert data.cache_dir is not None, "a plan with datasets has one"
         self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_llama.arch.pattern import attention_kernel, pattern_of
+from megatron_llama.arch.shapes import head_dim
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
 from megatron_llama.inference.sampling import Sampling, choose
@@ -23,8 +25,6 @@ from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
-from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import build_topology
 
 OnToken = Callable[[int, int | None], None]

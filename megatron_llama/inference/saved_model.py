@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, only_trained, open_adapter, open_base
 from megatron_llama.checkpoint.export import model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
@@ -27,7 +28,6 @@ from megatron_llama.config.hub import local_folder, or_fetch_it
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
-from megatron_llama.plan.shapes import head_dim, kv_heads
 from megatron_llama.text.tokenizer import FAST_JSON, PIECES, Tokenizer, TokenizerError, open_tokenizer
 from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 

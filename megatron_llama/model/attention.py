@@ -3,7 +3,7 @@
 Compiled blocks on a CPU have a kernel of their own for whole sequences, documents and windows (attention_cpu.py).
 Elsewhere whole sequences without a pattern are torch's own causal scaled_dot_product_attention, whose fused kernels
 take grouped heads, or uncompiled on a CPU, where they are faster, plain products by chunks (attention_chunks.py). For
-the rest plan/attention_pattern.py says which of three kernels a device takes:
+the rest arch/pattern.py says which of three kernels a device takes:
 
 * tiles (attention_tiles.py) and varlen (attention_varlen.py) compute what is seen and little else. Uncompiled, they
   take the documents' lengths from the host; inside a compiled block they are one operator that reads them when it runs,
@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.arch.pattern import Pattern
 from megatron_llama.model import attention_chunks, attention_cpu, attention_tiles, attention_varlen
 from megatron_llama.model.document_mask import Documents, Lengths
-from megatron_llama.plan.attention_pattern import Pattern
 
 
 class Seen(NamedTuple):

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, Keys, Part, Pattern
 from megatron_llama.model.document_mask import Lengths
-from megatron_llama.plan.attention_pattern import LARGEST_FLASH_HEAD, Keys, Part, Pattern
 
 aten = torch.ops.aten
 

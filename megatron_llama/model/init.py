@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_llama.arch.names import Piece, is_lora
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.names import Piece, is_lora
 
 # Rows per generator: a rank draws only the blocks that its rectangle overlaps, not whole tensors. Another number would
 # give other initial weights, so it must never change.

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.attention import Seen, attend, sees
 from megatron_llama.model.rotary import rotary_table
-from megatron_llama.plan.attention_pattern import pattern_of
-from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 
 class LayerCache:

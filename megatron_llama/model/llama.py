@@ -22,6 +22,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.attention import Seen, attend, seen
 from megatron_llama.model.document_mask import Documents
@@ -31,8 +33,6 @@ from megatron_llama.model.offload import Offload
 from megatron_llama.model.random_ltd import Subsets, through
 from megatron_llama.model.recompute import REMAKING, made_again
 from megatron_llama.model.rotary import at_positions, rotary_table, rotate
-from megatron_llama.plan.attention_pattern import pattern_of
-from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary angles, each [s, 1 or b, 1, d], fp32."""
@@ -217,7 +217,7 @@ class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
     ``offload``: what the blocks keep for the backward pass waits in the host's memory. ``kernel`` is
-    plan/attention_pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
+    arch/pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """

@@ -3,7 +3,7 @@
     y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank]
 
 Each Hugging Face module has its own A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
-rows into one parameter, so that x is multiplied once; model/names.py maps the rows to the modules.
+rows into one parameter, so that x is multiplied once; arch/names.py maps the rows to the modules.
 
 LoRA follows the split of its matrix: B is split by rows like a column-parallel W, A by columns like a row-parallel W,
 and the other one is replicated. Only the small product x Aᵀ [s, b, rank] is gathered or reduced, never x once more.
@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
+from megatron_llama.arch.names import is_saved_module
 from megatron_llama.config import FinetuneConfig
 from megatron_llama.model.llama import Block, Llama
 from megatron_llama.model.mcore_config import torch_dtype
-from megatron_llama.model.names import is_saved_module
 from megatron_llama.model.quantized import quantize_layers
 from megatron_llama.plan import Plan
 

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_llama.arch.shapes import loss_chunk
 from megatron_llama.model.cpu_products import by_amx
 from megatron_llama.model.widening import add_widened
-from megatron_llama.plan.shapes import loss_chunk
 
 _ROWS_AT_ONCE = 2048
 """Rows of the weight whose gradient is added at once: their product is then still in the cache."""

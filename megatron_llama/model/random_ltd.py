@@ -24,10 +24,10 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from megatron_llama.arch.pattern import Pattern
 from megatron_llama.model.attention import Seen, mask_of, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.rotary import at_positions
-from megatron_llama.plan.attention_pattern import Pattern
 
 
 @dataclass(frozen=True)

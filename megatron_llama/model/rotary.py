@@ -9,8 +9,8 @@ import math
 
 import torch
 
+from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config import ModelConfig
-from megatron_llama.plan.shapes import head_dim
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:

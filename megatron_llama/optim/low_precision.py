@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron_llama.model.names import Piece, keep_rows
+from megatron_llama.arch.names import Piece, keep_rows
 from megatron_llama.optim.blockwise import BlockwiseState, Levels
 from megatron_llama.optim.rounding import noise, round_stochastically, stream
 

@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from omegaconf import OmegaConf
 from torch import nn
 
+from megatron_llama.arch.names import whole_shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.model.mcore_config import torch_dtype
-from megatron_llama.model.names import whole_shape
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.optim.host import to_host
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer

@@ -22,11 +22,11 @@ import torch._dynamo.config as dynamo
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 
+from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.parallel.async_tp import NotOverlapped, Overlap, nothing_overlaps, overlap_products
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.curriculum_steps import lengths
 from megatron_llama.system.files import wait_for_lock, write_atomically
 

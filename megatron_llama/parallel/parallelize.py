@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_llama.arch.names import is_lora
+from megatron_llama.arch.pattern import attention_kernel, pattern_of
+from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
 from megatron_llama.model.document_mask import Documents
@@ -24,7 +27,6 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused
 from megatron_llama.model.mcore_config import mcore_config
-from megatron_llama.model.names import is_lora
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import DataGroups, allocate, data_groups, shard_chunk
 from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run_schedule
@@ -33,8 +35,6 @@ from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.parallel.working_copies import filled
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
-from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import Topology
 
 

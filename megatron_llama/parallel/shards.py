@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.model.names import Piece, TensorParallel, keep_rows, pieces
+from megatron_llama.arch.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_llama.arch.shapes import kv_copies
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan
-from megatron_llama.plan.shapes import kv_copies
 from megatron_llama.topology import Topology
 
 # Every tensor-parallel rank holds these whole and, under sequence parallelism, applies them to a part of the sequence.

@@ -6,11 +6,11 @@
 Pure, without torch and without devices: a plan for 512 ranks is made on a login node.
 """
 
+from megatron_llama.arch.shapes import parameters
 from megatron_llama.plan.format_plan import format_plan, layout_lines
 from megatron_llama.plan.memory import Machine, stage_memory
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import resolve
-from megatron_llama.plan.shapes import parameters
 
 __all__ = [
     "Machine",

@@ -8,21 +8,14 @@ import os
 from dataclasses import asdict
 from typing import Any, cast
 
+from megatron_llama.arch.shapes import head_dim, kv_heads, padded_vocab_size, parameters, stage_parameters, whole_model
 from megatron_llama.config.data_prefixes import record_files, weights_and_paths
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import shown
 from megatron_llama.config.settings import Config
+from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.plan.batch_schedule import BatchSchedule
-from megatron_llama.plan.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import (
-    head_dim,
-    kv_heads,
-    padded_vocab_size,
-    parameters,
-    stage_parameters,
-    whole_model,
-)
 from megatron_llama.plan.stage_split import head_in_layers, split_layers, uneven_layers
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.units import plural

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_llama.arch.flops import with_random_ltd
+from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.curriculum import PERCENTILE, VALUE, metrics_of
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
-from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.plan.curriculum_steps import lengths
-from megatron_llama.plan.flops import with_random_ltd
 from megatron_llama.plan.forecast.footprint import Footprint
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.plan.plan import Plan

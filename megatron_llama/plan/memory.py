@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
@@ -17,7 +18,6 @@ from megatron_llama.plan.cheaper import fitting_changes
 from megatron_llama.plan.forecast.footprint import Footprint, States, footprint, under_way
 from megatron_llama.plan.forecast.training_job import job_of_plan
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.system.units import GIB, gib
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "onebit_adam": 3}

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_llama.arch.shapes import head_dim, matrices
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.settings import FinetuneConfig
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import head_dim, matrices
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_llama.arch.pattern import Pattern, attention_kernel, pattern_of
+from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.settings import ATTENTION_KERNELS, Config
-from megatron_llama.plan.attention_pattern import Pattern, attention_kernel, pattern_of
-from megatron_llama.plan.epochs import samples_per_epoch
+from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import head_dim
 from megatron_llama.system.units import gib
 
 DEMO = "python_stdlib"

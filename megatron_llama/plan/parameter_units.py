@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_llama.arch.shapes import matrices
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import matrices
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

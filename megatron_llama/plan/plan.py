@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config
+from megatron_llama.corpus.epochs import Reading
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
-from megatron_llama.plan.epochs import Reading
-from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.plan.token_schedule import TokenSchedule
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from megatron_llama.config.fields import check_limits, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem, told_together
 from megatron_llama.config.settings import Config
+from megatron_llama.corpus.epochs import Reading, readings
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.derive import derive_plan
-from megatron_llama.plan.epochs import Reading, readings
 from megatron_llama.plan.memory import Machine, check_memory
 from megatron_llama.plan.notes import notes_on
 from megatron_llama.plan.plan import Plan

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_llama.arch.flops import FORWARD_AND_BACKWARD, flops_per_token
+from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.attention_pattern import pattern_of
-from megatron_llama.plan.flops import FORWARD_AND_BACKWARD, flops_per_token
 
 _WORTH = 0.94
 """A split that is not even must save 6 % of the heaviest stage's work: it also moves memory, and what a layer does

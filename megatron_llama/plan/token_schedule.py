@@ -9,32 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
+from megatron_llama.arch.flops import Kept
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.batch_schedule import BatchSchedule
-
-
-class Kept(NamedTuple):
-    """The part of each sequence that some of the layers see."""
-
-    layers: int
-    """How many layers."""
-    tokens: int
-    """Tokens that they see."""
-    of: int
-    """Tokens of the sequence."""
-
-    @property
-    def share(self) -> float:
-        """Of the tokens."""
-        return self.tokens / self.of
-
-    def pairs(self, tokens: float, pairs: float) -> float:
-        """How many of ``pairs`` of tokens that see each other, ``tokens`` of them being a token and itself, are
-        expected to be left in a random subset: both of a pair must be in it."""
-        both = self.share * (self.tokens - 1) / max(1, self.of - 1)
-        return (pairs - tokens) * both + tokens * self.share
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_llama.arch.shapes import kv_copies, loss_chunk
 from megatron_llama.config.precision import BYTES, exchanged_bytes
 from megatron_llama.plan.parameter_units import (
     FUSED,
@@ -30,7 +31,6 @@ from megatron_llama.plan.parameter_units import (
     units,
 )
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import kv_copies, loss_chunk
 
 AXES = ("tp", "pp", "dp", "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_llama.data.blend import WINDOW, Blend, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.corpus.blend import WINDOW, Blend, Segment, Timeline, same_shares, segments_from_json
 
 BLENDS = [
     [1.0],

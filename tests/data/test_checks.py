@@ -12,8 +12,8 @@ import pytest
 
 from megatron_llama.config import Config, Problem
 from megatron_llama.config.problems import told_together
+from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.checks import check_data
-from megatron_llama.data.indexed_format import read_index
 from tests.config.helpers import make
 from tests.data.files import MAGIC, numbered, train_tokenizer, write_indexed
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data import epoch_index
 from megatron_llama.data.epoch_index import make_epoch, open_epoch
-from megatron_llama.data.indexed_format import IndexedDataset
 from tests.data.files import numbered, write_indexed
 from tests.data.megatron import epoch_texts
 

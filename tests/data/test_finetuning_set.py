@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError, load_config
+from megatron_llama.corpus.epochs import parts_of
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.epochs import parts_of
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run

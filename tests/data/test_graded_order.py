@@ -16,8 +16,8 @@ import torch
 
 from data_prep import analyze
 from megatron_llama.config import ConfigError
+from megatron_llama.corpus.difficulty_index import open_measured
 from megatron_llama.data.batches import Batches, Data, build_data
-from megatron_llama.data.difficulty_index import open_measured
 from megatron_llama.data.graded_order import Turns, cut_sample, group_seed, levels_of
 from megatron_llama.data.record import Record
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
@@ -80,7 +80,7 @@ def graded_plan(prefix: str, *metrics: Settings, world: int = 1, **changes: Any)
 
 def stream_of(plan: Plan) -> SampleStream:
     """A plan's training samples, without ranks."""
-    from megatron_llama.plan.epochs import planned_timeline
+    from megatron_llama.corpus.epochs import planned_timeline
 
     timeline, levels = planned_timeline(plan.config.data), levels_of(plan)
     (prefix,) = timeline.segments[0].weights

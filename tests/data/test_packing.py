@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_llama.data.packing import OneEach, Order, Packed, histogram, recipes
+from megatron_llama.corpus.packing import OneEach, Order, Packed, histogram, recipes
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import Data, build_data
-from megatron_llama.data.indexed_format import read_index
 from megatron_llama.data.record import Record, differences, make_record, old_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import Position

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError
+from megatron_llama.corpus.epochs import planned_timeline
+from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import build_data
-from megatron_llama.data.indexed_format import read_index
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream, build_streams
 from megatron_llama.plan import Plan
-from megatron_llama.plan.epochs import planned_timeline
 from megatron_llama.topology import build_topology
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import epoch_texts, run_texts, text

@@ -16,7 +16,7 @@ import numpy as np
 import sentencepiece
 
 from data_prep.lib.check_dataset import read_manifest
-from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from tests.paths import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -25,7 +25,7 @@ _KILLER = """
 import os, signal, sys
 sys.path[0] = {root!r}
 from data_prep.lib import encoding_run, publish, workspace
-import megatron_llama.data.indexed_format
+import megatron_llama.corpus.indexed_format
 owner, name, count, after = {owner}, {name!r}, {count}, {after}
 original = getattr(owner, name)
 calls = 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data_prep import analyze
-from megatron_llama.data.difficulty_index import open_measured
+from megatron_llama.corpus.difficulty_index import open_measured
 from megatron_llama.system.errors import UserError
 from tests.data.files import numbered, write_indexed
 

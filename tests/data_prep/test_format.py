@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_llama.data.indexed_format import token_dtype, write_index
+from megatron_llama.corpus.indexed_format import token_dtype, write_index
 from tests.data_prep.helpers import Run, manifest, outputs, reference, some_texts, write_jsonl
 
 
@@ -70,7 +70,7 @@ def test_chunks_of_the_index_join_without_a_seam(tmp_path: Path, monkeypatch: py
     """Pointers and document indices go on across the chunks in which a large index is written."""
     import io
 
-    from megatron_llama.data import indexed_format as indexed
+    from megatron_llama.corpus import indexed_format as indexed
 
     lengths = np.random.default_rng(0).integers(0, 5, 1000).astype("<i4")
     lengths.tofile(tmp_path / "lengths")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_llama.arch.flops import flops_per_token
+from megatron_llama.arch.names import TensorParallel, is_lora, lora_shapes, pieces
 from megatron_llama.devices import get_device
-from megatron_llama.model.names import TensorParallel, is_lora, lora_shapes, pieces
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.topology import build_topology
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.messages import raises_saying

@@ -20,9 +20,9 @@ from megatron_llama.checkpoint.hf_folder import INDEX, open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.epoch_index import make_epoch
-from megatron_llama.data.indexed_format import IndexedDataset
 from megatron_llama.inference.saved_model import open_saved_model
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan

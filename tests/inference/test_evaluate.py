@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError
-from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.inference.accuracy import (
     EncodedRecord,
     answer_accuracy,

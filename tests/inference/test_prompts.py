@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.sft import main as prepare
 from megatron_llama.config import ConfigError
-from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.inference.prompts import PromptBuilder, open_prompt_builder
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED

@@ -17,7 +17,7 @@ from data_prep.lib import sft_set
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
 from megatron_llama.config.data_prefixes import folder_of_records, record_files
-from megatron_llama.data.indexed_format import IndexedDataset
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.launch import cli, prepare_data
 from megatron_llama.launch.prepare_data import with_finished
 from megatron_llama.plan import resolve

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config import PRECISIONS
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
@@ -19,7 +20,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
-from megatron_llama.plan.shapes import StageParameters
 from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan
 from tests.ranks import run_ranks

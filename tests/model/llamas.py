@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megatron_llama.arch.names import Piece
 from megatron_llama.config import ModelConfig
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
-from megatron_llama.model.names import Piece
 from megatron_llama.parallel import Shard, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology, build_topology

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_llama.arch.pattern import Keys, Pattern, attention_kernel
 from megatron_llama.config.settings import ATTENTION_KERNELS, DEVICES
 from megatron_llama.model import attention, attention_chunks, attention_tiles
 from megatron_llama.model.attention import attend, mask_of, seen
 from megatron_llama.model.document_mask import Documents
-from megatron_llama.plan.attention_pattern import Keys, Pattern, attention_kernel
 from tests.model.flash import flash_on_cpu
 
 Call = attention_tiles._Kernel

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_llama.arch.pattern import Pattern
 from megatron_llama.model import attention_cpu
 from megatron_llama.model.attention import attend, mask_of, seen
 from megatron_llama.model.document_mask import Documents
-from megatron_llama.plan.attention_pattern import Pattern
 from tests.compiled import needs_compiler
 
 pytestmark = needs_compiler

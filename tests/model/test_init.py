@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
+from megatron_llama.arch.names import Piece
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.init import initial_values
-from megatron_llama.model.names import Piece
 
 MODEL = ModelConfig(num_hidden_layers=8, initializer_range=0.05)
 NAME = "model.layers.0.self_attn.q_proj.weight"

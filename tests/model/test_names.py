@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron_llama.arch.names import Piece, TensorParallel, hf_shapes, keep_rows, pieces
+from megatron_llama.arch.shapes import kv_copies, padded_vocab_size
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.names import Piece, TensorParallel, hf_shapes, keep_rows, pieces
-from megatron_llama.plan.shapes import kv_copies, padded_vocab_size
 
 # kv heads, tp, vocabulary, tied; with 8 query heads
 CUTS = [

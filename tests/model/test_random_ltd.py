@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import get_device
 from megatron_llama.model.attention import Seen, mask_of
@@ -18,7 +19,6 @@ from megatron_llama.model.random_ltd import Subset, draw, subsets, through
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assert_same, run
 from tests.model.llamas import CPU

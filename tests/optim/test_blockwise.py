@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import megatron_llama.optim.low_precision as low_precision
+from megatron_llama.arch.names import Piece
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import get_device
-from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState, Levels
 from megatron_llama.optim.low_precision import LowPrecisionOptimizer

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import megatron_llama.optim.low_precision as low_precision
+from megatron_llama.arch.names import Piece
 from megatron_llama.devices import get_device
-from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.rounding import noise, round_stochastically, stream

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from megatron_llama.arch.shapes import matrices, matrices_per_layer, parameters_per_layer
 from megatron_llama.config import load_config
 from megatron_llama.plan import parameters, resolve
-from megatron_llama.plan.shapes import matrices, matrices_per_layer, parameters_per_layer
 from tests.paths import CONF
 from tests.plan.published import OURS, PUBLISHED
 

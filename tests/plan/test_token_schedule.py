@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from megatron_llama.arch.flops import Kept, flops_per_token, with_random_ltd
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.batch_schedule import BatchSchedule
-from megatron_llama.plan.flops import flops_per_token, with_random_ltd
-from megatron_llama.plan.token_schedule import Kept, TokenSchedule
+from megatron_llama.plan.token_schedule import TokenSchedule
 from tests.config.helpers import make
 
 

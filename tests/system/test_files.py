@@ -14,7 +14,7 @@ from megatron_llama.checkpoint.folder import pointed
 from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
-from megatron_llama.data.indexed_format import IndexedDataset, read_index
+from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.launch.run_dir import claimed
 from megatron_llama.system.bounded_yaml import check_yaml
 from megatron_llama.system.errors import UserError

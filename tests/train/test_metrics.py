@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Peak
-from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger

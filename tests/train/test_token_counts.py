@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.finetuning_set import PADDING
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.topology import build_topology
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from megatron_llama.arch.shapes import loss_chunk
 from megatron_llama.plan.forecast.training_job import Job
-from megatron_llama.plan.shapes import loss_chunk
 
 FP32 = 4
 LOG_SUM_EXP = 4

@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.shapes import kv_heads, lora_parameters
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import COMPILERS, INDUCTOR, TrainerConfig
-from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.shapes import kv_heads, lora_parameters
 from megatron_llama.plan.stage_split import spread
 
 

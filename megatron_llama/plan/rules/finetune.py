@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from megatron_llama.arch.shapes import matrices
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config, FinetuneConfig
 from megatron_llama.plan.rules.rule import reads
-from megatron_llama.plan.shapes import matrices
 
 
 @reads("finetune.method", "init_from")

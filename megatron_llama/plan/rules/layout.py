@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.hostfile import FORMS, bad_hosts
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.rules.rule import nearest_legal, reads
-from megatron_llama.plan.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.plan.stage_split import fault_of, spread
 
 

@@ -9,13 +9,13 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
+from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths, record_files
 from megatron_llama.config.hf_config import NAME_A_FOLDER, different_shape, other_than_llama, read_hf_config
 from megatron_llama.config.hub import DATASET, or_fetch_it
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, nearest, shown
 from megatron_llama.config.settings import Config, DataConfig
-from megatron_llama.plan.shapes import head_dim, kv_heads
 
 Exists = Callable[[str], bool]
 TORCHAO = "0.18."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_llama.arch.shapes import Matrix, matrices
 from megatron_llama.config.fields import get
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, STATE_BLOCK
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.rules.layout import layout_tp
 from megatron_llama.plan.rules.rule import nearest_legal, reads
-from megatron_llama.plan.shapes import Matrix, matrices
 
 
 @reads("finetune.frozen_dtype", "trainer.tp", "model")

@@ -16,7 +16,7 @@ import torch
 
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.data.indexed_format import write_index
+from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.tools.chaos.attempts import STEPS, Attempt, Life
 from megatron_llama.tools.chaos.damage import KINDS, harm
 from megatron_llama.tools.chaos.faults import FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault

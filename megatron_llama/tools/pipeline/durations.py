@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_llama.arch.shapes import head_dim, matrices_per_layer
 from megatron_llama.config.cluster import ClusterConfig
 from megatron_llama.plan import Plan
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.hardware import find_device
 from megatron_llama.plan.forecast.step_time import microbatch_seconds
 from megatron_llama.plan.forecast.training_job import job_of_plan
-from megatron_llama.plan.shapes import head_dim, matrices_per_layer
 from megatron_llama.tools.pipeline.timeline import Pass, Timeline
 
 Durations = Callable[[int, Pass], float]

@@ -27,11 +27,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_llama.arch.pattern import attention_kernel
 from megatron_llama.config.precision import quantized_bytes
 from megatron_llama.config.settings import ATTENTION_KERNELS
 from megatron_llama.model import attention_chunks, attention_cpu, loss
 from megatron_llama.parallel import parallelize, shards
-from megatron_llama.plan.attention_pattern import attention_kernel
 from megatron_llama.topology import Topology
 
 

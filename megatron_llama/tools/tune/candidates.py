@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_llama.arch.shapes import can_cut
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.fields import get
 from megatron_llama.config.problems import shown
@@ -15,7 +16,6 @@ from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.derive import derive_optimizer
 from megatron_llama.plan.memory import SURE, stage_footprints
-from megatron_llama.plan.shapes import can_cut
 from megatron_llama.plan.variation import varied
 from megatron_llama.tools.tune.target import Target
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.plan import layout_lines
-from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import gib, short_count
 from megatron_llama.train.profile.clock import BACKWARD, DATA, FORWARD, NORM, OPTIMIZER, REST

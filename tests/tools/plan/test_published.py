@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.plan.flops import flops_per_token, mfu
+from megatron_llama.arch.flops import flops_per_token, mfu
 from megatron_llama.plan.forecast.constants import fitted, provenance
 from megatron_llama.plan.forecast.hardware import devices, find_device
 from megatron_llama.tools.plan.cli import main

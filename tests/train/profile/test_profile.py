@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.plan.flops import flops_per_token
 from megatron_llama.train.profile.clock import BACKWARD, DATA, FORWARD, Zone
 from megatron_llama.train.profile.module_tree import Profile
 from megatron_llama.train.profile.trace import BEFORE, MODULES, WAITS, memory_of

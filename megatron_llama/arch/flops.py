@@ -10,13 +10,35 @@ not counted either. A weight that LoRA leaves frozen takes 4 FLOPs, not 6: it ha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from megatron_llama.arch.shapes import head_dim, lora_parameters, matrices_per_layer
 from megatron_llama.config import FinetuneConfig, ModelConfig
-from megatron_llama.plan.shapes import head_dim, lora_parameters, matrices_per_layer
-from megatron_llama.plan.token_schedule import Kept
 
 FORWARD_AND_BACKWARD = 3  # the backward pass has two products for each one of the forward pass
 CAUSAL, FULL = 6, 12
+
+
+class Kept(NamedTuple):
+    """The part of each sequence that some of the layers see."""
+
+    layers: int
+    """How many layers."""
+    tokens: int
+    """Tokens that they see."""
+    of: int
+    """Tokens of the sequence."""
+
+    @property
+    def share(self) -> float:
+        """Of the tokens."""
+        return self.tokens / self.of
+
+    def pairs(self, tokens: float, pairs: float) -> float:
+        """How many of ``pairs`` of tokens that see each other, ``tokens`` of them being a token and itself, are
+        expected to be left in a random subset: both of a pair must be in it."""
+        both = self.share * (self.tokens - 1) / max(1, self.of - 1)
+        return (pairs - tokens) * both + tokens * self.share
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,17 @@ IndexedDatasetBuilder writes (tests/data_prep/test_format.py), without its Pytho
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import open_regular
+from megatron_llama.system.files import open_regular, read_json
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -30,6 +32,7 @@ MASK_DTYPE = "uint8"
 """Of a fine-tuning set's loss masks: 1 where a token has loss."""
 CHUNK = 1 << 20
 """Sequences that the writer and the checks hold in memory at a time."""
+_SAMPLED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -173,3 +176,30 @@ def write_index(file: IO[bytes], lengths_path: Path, dtype: np.dtype) -> tuple[i
         file.write(indices.tobytes())
         count = int(indices[-1])
     return sequences, end // dtype.itemsize
+
+
+def dataset_facts(prefix: str) -> dict[str, Any]:
+    """By what a dataset is known wherever it lies; reads its headers, a manifest and 3 MiB. Raises OSError or
+    ValueError."""
+    dataset = IndexedDataset(prefix)
+    size = dataset.bin_path.stat().st_size
+    digest = hashlib.sha256()
+    for path, starts in ((dataset.idx_path, (0,)), (dataset.bin_path, (0, max(0, size - _SAMPLED_BYTES)))):
+        with path.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(_SAMPLED_BYTES))
+    manifest = Path(prefix + ".json")  # a dataset of another program has none
+    described = read_json(manifest) if manifest.exists() else {}
+    return {
+        "sequences": len(dataset.index),
+        "tokens": dataset.index.tokens(),
+        "bin_bytes": size,
+        "fingerprint": digest.hexdigest(),
+        "tokenizer_sha256": described.get("tokenizer_sha256"),
+    }
+
+
+def same_dataset(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two datasets have the same content, by the facts that both records have."""
+    return all(saved[key] == now[key] for key in saved.keys() & now.keys() if key != "tokenizer_sha256")

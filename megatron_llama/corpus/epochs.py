@@ -13,8 +13,8 @@ from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.settings import DataConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.data.blend import Timeline
-    from megatron_llama.data.indexed_format import Index
+    from megatron_llama.corpus.blend import Timeline
+    from megatron_llama.corpus.indexed_format import Index
 
 SPLITS = ("training", "validation", "test")
 """In the order of ``data.split``."""
@@ -51,7 +51,7 @@ class Part:
 
 def open_part(data: DataConfig, prefix: str, number: int = 0) -> Part:
     """What split ``number`` of SPLITS takes of a dataset. Raises OSError or ValueError."""
-    from megatron_llama.data.indexed_format import read_index
+    from megatron_llama.corpus.indexed_format import read_index
 
     index = read_index(prefix)
     if data.validation_prefixes and number < 2:
@@ -75,7 +75,7 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
         return sum(part.samples(data.length) for part in parts)
     import numpy as np
 
-    from megatron_llama.data.packing import histogram, recipes
+    from megatron_llama.corpus.packing import histogram, recipes
 
     lengths = np.concatenate([part.index.lengths[part.first : part.last] for part in parts])
     if not data.pack:
@@ -97,7 +97,7 @@ def planned_blends(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
 def planned_timeline(data: DataConfig, number: int = 0) -> Timeline:
     """The stream of a run that starts anew: which sample of which dataset sample n is. Validation (split ``number`` 1)
     is on the first blend. Raises OSError or ValueError."""
-    from megatron_llama.data.blend import Timeline
+    from megatron_llama.corpus.blend import Timeline
 
     timeline = Timeline([])
     for first, weights in planned_blends(data)[: 1 if number else None]:

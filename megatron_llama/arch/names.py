@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_llama.arch.shapes import kv_copies, matrices
 from megatron_llama.config import FinetuneConfig, ModelConfig
-from megatron_llama.plan.shapes import kv_copies, matrices
 
 Shape = tuple[int, ...]
 # PEFT's prefix of a model's names in an adapter file.

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_llama.data.indexed_format import Index, IndexedDataset
-from megatron_llama.data.record import dataset_facts, same_dataset
+from megatron_llama.corpus.indexed_format import Index, IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 

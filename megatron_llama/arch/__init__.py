@@ -1,0 +1,1 @@
+"""A Llama as numbers, without torch: shapes, names of tensors, FLOPs, the attention pattern."""

@@ -1,0 +1,1 @@
+"""Datasets without torch: Megatron's files, blends, packing, difficulty indexes, epochs."""
