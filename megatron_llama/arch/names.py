@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_llama.arch.shapes import kv_copies, matrices
+from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, kv_copies, matrices
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
 Shape = tuple[int, ...]
@@ -130,18 +130,19 @@ def pieces(
     name = f"model.{parameter}"
     if stem.endswith("norm"):
         return [Piece(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
-    if stem.endswith("qkv_proj"):
-        copies = kv_copies(model, tp.size)
-        q, k, v = (name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
-        kv = [_row_part(n, shapes[n], tp.rank // copies, tp.size // copies, tp.rank % copies) for n in (k, v)]
-        return _stack([_row_part(q, shapes[q], tp.rank, tp.size), *kv])
-    if stem.endswith("gate_up_proj"):
-        names = [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
-        return _stack([_row_part(n, shapes[n], tp.rank, tp.size) for n in names])
-    if stem.endswith(("o_proj", "down_proj")):
+    matrix = stem.rpartition(".")[2]
+    if matrix in ROW_PARALLEL:
         rows, columns = shapes[name]
         width = columns // tp.size
         return [Piece(name, shapes[name], (0, tp.rank * width), (0, 0), (rows, width))]
+    if matrix in FUSED:
+        parts = []
+        for module in FUSED[matrix]:
+            hf_name = name.replace(matrix, module)
+            copies = kv_copies(model, tp.size) if module in ("k_proj", "v_proj") else 1
+            part, replica = divmod(tp.rank, copies)
+            parts.append(_row_part(hf_name, shapes[hf_name], part, tp.size // copies, replica))
+        return _stack(parts)
     raise KeyError(f"no Hugging Face name for parameter {parameter!r}")
 
 

@@ -48,6 +48,37 @@ def matrices(model: ModelConfig) -> dict[str, Matrix]:
     return {matrix.name.partition(".")[2]: matrix for matrix in table}
 
 
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""The four parameters of a block that hold its matrices, and Hugging Face's modules in each, by rows."""
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Fused matrices that tensor parallelism cuts by columns; the others are cut by rows (column-parallel)."""
+REPLICATED_UNDER_SP = ("norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
+"""Endings of the parameters, without ``.weight``, that every tensor-parallel rank holds whole and, under sequence
+parallelism, applies to a part of the sequence."""
+KV_HEADS = ("qkv_proj", "qkv_proj.lora_B")
+"""Parameters, without ``.weight``, whose rows of keys and values tensor-parallel ranks share if kv heads are few."""
+
+
+def fused_matrix(module: str) -> str:
+    """The fused matrix that holds one of Hugging Face's modules: ``k_proj`` is in ``qkv_proj``."""
+    return next(matrix for matrix, modules in FUSED.items() if module in modules)
+
+
+def fused_rows(model: ModelConfig, matrix: str, tp: int = 1) -> dict[str, int]:
+    """Rows on one of ``tp`` ranks of each of Hugging Face's modules in a fused matrix, from the first row on."""
+    return {module: matrices(model)[module].local_shape(tp)[0] for module in FUSED[matrix]}
+
+
+def fused_shape(model: ModelConfig, matrix: str, tp: int = 1) -> tuple[int, int]:
+    """(out, in) of a fused matrix on one of ``tp`` ranks."""
+    return sum(fused_rows(model, matrix, tp).values()), matrices(model)[FUSED[matrix][0]].local_shape(tp)[1]
+
+
 LEAST_LOSS_CHUNK, MOST_LOSS_CHUNK = 512, 2048
 """Bounds of ``loss_chunk``. With fewer tokens, reading the head's weight and its gradient takes longer than the
 products; with more, nothing gets faster."""
@@ -147,8 +178,7 @@ def stage_parameters(
     if finetune.method != "lora":
         summed = sp * (2 * layers + last) * model.hidden_size + (model.tie_word_embeddings and first != last) * table
         if kv_copies(model, tp) > 1:
-            parts = (matrices(model)[name] for name in _MERGED[0])
-            summed += layers * sum(math.prod(part.local_shape(tp)) for part in parts)
+            summed += layers * math.prod(fused_shape(model, "qkv_proj", tp))
         return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks, summed)
 
     def saved(module: str) -> bool:
@@ -161,14 +191,10 @@ def stage_parameters(
     return StageParameters(held + added, trained, quantizable, in_blocks + tables * table_in_blocks)
 
 
-_MERGED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Matrices that lie below one another in one parameter."""
-
-
 def _trained(model: ModelConfig, finetune: FinetuneConfig, tp: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """The shapes of a block's trained matrices: as one parameter whole, and on one of ``tp`` ranks."""
     lora, rank = finetune.method == "lora", finetune.lora_rank
-    for names in _MERGED:
+    for names in FUSED.values():
         parts = [matrices(model)[name] for name in names if not lora or name in finetune.lora_target_modules]
         if not parts:
             continue

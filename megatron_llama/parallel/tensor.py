@@ -20,14 +20,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_llama.arch.shapes import kv_copies
+from megatron_llama.arch.shapes import KV_HEADS, REPLICATED_UNDER_SP, kv_copies
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
-
-# Every tensor-parallel rank holds these whole and, under sequence parallelism, applies them to a part of the sequence.
-REPLICATED_UNDER_SP = ("norm.weight", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
-KV_HEADS = ("qkv_proj.weight", "qkv_proj.lora_B")
 
 
 class ReplicatedGradients:
@@ -47,14 +43,15 @@ class ReplicatedGradients:
         for shard in shards:
             if shard.grad is None:
                 continue
-            if self.sequence_parallel and shard.name.endswith(REPLICATED_UNDER_SP):
+            name = shard.name.removesuffix(".weight")
+            if self.sequence_parallel and name.endswith(REPLICATED_UNDER_SP):
                 by_group[parallel_state.get_tensor_model_parallel_group()].append(shard.widened_grad())
-            elif self.kv_group is not None and shard.name.endswith(KV_HEADS):
+            elif self.kv_group is not None and name.endswith(KV_HEADS):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
                 if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
                     grad = shard.widened_grad()
                     by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
-            elif self.tied and shard.name in ("embed_tokens.weight", "lm_head.weight"):
+            elif self.tied and name in ("embed_tokens", "lm_head"):
                 by_group[parallel_state.get_embedding_group()].append(shard.widened_grad())
         for group, grads in by_group.items():
             _sum_together(grads, group)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.arch.shapes import head_dim, matrices
+from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, head_dim, matrices
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.settings import FinetuneConfig
 from megatron_llama.plan.plan import Plan
@@ -79,22 +79,23 @@ def _block(part: _Part) -> Iterator[tuple[str, ModuleWork]]:
     width = part.model.num_attention_heads // part.tp * head_dim(part.model)
     yield "input_layernorm", norm
     yield "self_attn", ModuleWork(attention=4 * width)  # the scores, and their product with the values
-    yield from _matrix(part, "self_attn.qkv_proj", "q_proj", "k_proj", "v_proj")
-    yield from _matrix(part, "self_attn.o_proj", "o_proj")
+    yield from _matrix(part, "self_attn.qkv_proj")
+    yield from _matrix(part, "self_attn.o_proj")
     yield "post_attention_layernorm", norm
-    yield from _matrix(part, "mlp.gate_up_proj", "gate_proj", "up_proj")
-    yield from _matrix(part, "mlp.down_proj", "down_proj")
+    yield from _matrix(part, "mlp.gate_up_proj")
+    yield from _matrix(part, "mlp.down_proj")
 
 
-def _matrix(part: _Part, name: str, *modules: str) -> Iterator[tuple[str, ModuleWork]]:
-    """The matrix that some of Hugging Face's make together, and the LoRA update around it."""
-    shapes = {module: matrices(part.model)[module].local_shape(part.tp) for module in modules}
+def _matrix(part: _Part, name: str) -> Iterator[tuple[str, ModuleWork]]:
+    """A fused matrix, and the LoRA update around it."""
+    fused = name.rpartition(".")[2]
+    shapes = {module: matrices(part.model)[module].local_shape(part.tp) for module in FUSED[fused]}
     elements = sum(rows * columns for rows, columns in shapes.values())
     matrix = ModuleWork(elements, *_product(elements, frozen=part.is_frozen(name)))
     adapted = part.finetune.lora_target_modules if part.finetune.method == "lora" else []
     targets = [shape for module, shape in shapes.items() if module in adapted]
     if targets:
-        yield name, _lora(part, targets, column=matrices(part.model)[modules[0]].cut == 0)
+        yield name, _lora(part, targets, column=fused not in ROW_PARALLEL)
         yield f"{name}.base_layer", matrix
     else:
         yield name, matrix

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_llama.arch.shapes import matrices
+from megatron_llama.arch.shapes import fused_rows, fused_shape, matrices
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.plan.plan import Plan
-
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "o_proj": ("o_proj",),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""The four matrices of a block, and Hugging Face's modules in each, by rows."""
-ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 class Parameter(NamedTuple):
@@ -48,8 +39,8 @@ def target_rows(plan: Plan, matrix: str) -> list[int]:
     finetune, tp = plan.config.finetune, plan.config.trainer.tp
     if finetune.method != "lora":
         return []
-    named = matrices(plan.model)
-    return [named[module].local_shape(tp)[0] for module in FUSED[matrix] if module in finetune.lora_target_modules]
+    rows = fused_rows(plan.model, matrix, tp)
+    return [count for module, count in rows.items() if module in finetune.lora_target_modules]
 
 
 def key_rows(plan: Plan) -> int:
@@ -62,16 +53,15 @@ def key_rows(plan: Plan) -> int:
 def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
     """Those of a block, in the order of the model."""
     finetune, tp, h = plan.config.finetune, plan.config.trainer.tp, plan.model.hidden_size
-    named, full, found = matrices(plan.model), finetune.method != "lora", []
+    full, found = finetune.method != "lora", []
     for norm, those in (
         ("input_layernorm", ("qkv_proj", "o_proj")),
         ("post_attention_layernorm", ("gate_up_proj", "down_proj")),
     ):
         found.append(Parameter(norm, h, 1, is_trained(plan, norm)))
         for matrix in those:
-            shapes = [named[module].local_shape(tp) for module in FUSED[matrix]]
-            columns = shapes[0][1]
-            found.append(Parameter(matrix, sum(rows for rows, _ in shapes), columns, full, plan.quantized is not None))
+            rows, columns = fused_shape(plan.model, matrix, tp)
+            found.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
             if targets := target_rows(plan, matrix):
                 found.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
                 found.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))

@@ -18,11 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_llama.arch.shapes import kv_copies, loss_chunk
+from megatron_llama.arch.shapes import FUSED, KV_HEADS, REPLICATED_UNDER_SP, ROW_PARALLEL, kv_copies, loss_chunk
 from megatron_llama.config.precision import BYTES, exchanged_bytes
 from megatron_llama.plan.parameter_units import (
-    FUSED,
-    ROW_PARALLEL,
     block_parameters,
     gathered_bytes,
     is_trained,
@@ -321,10 +319,6 @@ def _signs(dp: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     yield Operation("scales of momenta and averages", gather, 2, dp * len(sizes) * FP32, stride)
 
 
-_REPLICATED = ("norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
-"""What each tensor-parallel rank holds whole and, under sequence parallelism, applies to a part of the sequence."""
-
-
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
     """The sums of parallel/tensor.py, of the rows that this rank's shard holds."""
     model, t, h, width = plan.model, plan.config.trainer.tp, plan.model.hidden_size, BYTES[plan.precision.param_dtype]
@@ -346,7 +340,8 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         for parameter in unit.parameters
     }
     if plan.sp:
-        vectors = [name for name, parameter in named.items() if parameter.trained and name.endswith(_REPLICATED)]
+        trained = [name for name, parameter in named.items() if parameter.trained]
+        vectors = [name for name in trained if name.endswith(REPLICATED_UNDER_SP)]
         values = layers * sum(held(named[name].rows, (0, named[name].rows)) * named[name].columns for name in vectors)
         calls = int(bool(vectors) and layers > 0)
         if "norm" in ends and ends["norm"].trained:
@@ -354,7 +349,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         what = "gradients of norms, and of LoRA's whole matrices"
         yield Operation(what, Line("tp", "all_reduce", t), calls, values * width)
     copies = kv_copies(model, t)
-    shared = [name for name in ("qkv_proj", "qkv_proj.lora_B") if name in named and named[name].trained]
+    shared = [name for name in KV_HEADS if name in named and named[name].trained]
     if copies > 1 and shared:
         rows, columns = named[shared[0]].rows, named[shared[0]].columns
         mine = held(rows, (rows - key_rows(plan), rows))

@@ -6,10 +6,18 @@ import math
 
 import pytest
 
-from megatron_llama.arch.shapes import matrices, matrices_per_layer, parameters_per_layer
+from megatron_llama.arch.names import TensorParallel, pieces
+from megatron_llama.arch.shapes import (
+    FUSED,
+    fused_rows,
+    fused_shape,
+    matrices,
+    matrices_per_layer,
+    parameters_per_layer,
+)
 from megatron_llama.config import load_config
 from megatron_llama.plan import parameters, resolve
-from tests.paths import CONF
+from tests.paths import CONF, ROOT
 from tests.plan.published import OURS, PUBLISHED
 
 
@@ -46,6 +54,24 @@ def test_tensor_parallel_ranks_hold_equal_shares_and_whole_norms() -> None:
     keys, queries = matrices(model)["k_proj"], matrices(model)["q_proj"]
     assert keys.local_shape(16) == keys.local_shape(8) == (128, 8192)
     assert (queries.local_shape(8), queries.local_shape(16)) == ((1024, 8192), (512, 8192))
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama70b", 1), ("llama70b", 8), ("llama70b", 16), ("smollm2_135m", 9)])
+@pytest.mark.parametrize("matrix", FUSED)
+def test_fused_matrices_have_the_shapes_of_their_rectangles(name: str, tp: int, matrix: str) -> None:
+    model = load_config([f"model={name}"], CONF).model
+    owner = matrices(model)[FUSED[matrix][0]].name.partition(".")[0]
+    parts = pieces(f"layers.0.{owner}.{matrix}.weight", model, TensorParallel(tp - 1, tp), model.vocab_size)
+    assert fused_rows(model, matrix, tp) == {part.name.split(".")[-2]: part.size[0] for part in parts}
+    assert fused_shape(model, matrix, tp) == (sum(part.size[0] for part in parts), parts[0].size[1])
+
+
+def test_modules_of_the_fused_matrices_are_written_in_one_place() -> None:
+    allowed = {"megatron_llama/arch/shapes.py", "megatron_llama/config/settings.py"}  # LORA_TARGETS
+    lists = ('"q_proj", "k_proj", "v_proj"', '"gate_proj", "up_proj"')
+    for path in (ROOT / "megatron_llama").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert path.relative_to(ROOT).as_posix() in allowed or not any(each in text for each in lists), path
 
 
 def test_padding_is_on_the_ranks_but_not_in_the_model() -> None:

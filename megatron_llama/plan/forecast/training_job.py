@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.arch.shapes import kv_heads, lora_parameters
+from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import COMPILERS, INDUCTOR, TrainerConfig
 from megatron_llama.plan.plan import Plan
@@ -300,8 +300,7 @@ def _by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
 
 
 def _adapted(targets: Sequence[str]) -> frozenset[str]:
-    products = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "down_proj": "down"}
-    return frozenset(products.get(target, "gate_up") for target in targets)
+    return frozenset(fused_matrix(target).removesuffix("_proj") for target in targets)
 
 
 def _state_bytes(plan: Plan) -> float:
