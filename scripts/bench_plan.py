@@ -22,8 +22,8 @@ from pathlib import Path
 from megatron_llama.launch import cli
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
-from megatron_llama.plan.forecast.this_machine import load, step_here
 from megatron_llama.system.text_table import text_table
+from megatron_llama.tools.forecast.this_machine import load, step_here
 from megatron_llama.tools.mock_run import MOCK_RUN
 from megatron_llama.tools.plan.calibrate import calibrate
 

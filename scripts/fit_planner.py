@@ -1,7 +1,7 @@
 """Fits the planner's constants to published step times, and judges them on rows that the fit has not seen.
 
     python scripts/fit_planner.py FILE.csv ...            fits, and prints the errors on held-out rows
-    python scripts/fit_planner.py FILE.csv ... --write    and writes megatron_llama/plan/forecast/constants.json
+    python scripts/fit_planner.py FILE.csv ... --write    and writes megatron_llama/tools/forecast/constants.json
 
 The constants are few: one share of the peak for each chip and number format, one for each kind of attention kernel,
 and what kinds of kernels, networks and hosts cost. None belongs to a row, a model or a release of a framework. Each
@@ -30,10 +30,9 @@ from megatron_llama.system.installed import tell_what_is_missing  # noqa: E402
 tell_what_is_missing()
 import numpy as np  # noqa: E402
 
-from megatron_llama.plan.forecast.constants import FILE  # noqa: E402
-from megatron_llama.plan.forecast.step_time import step_time  # noqa: E402
 from megatron_llama.system.errors import run_main  # noqa: E402
 from megatron_llama.system.text_table import text_table  # noqa: E402
+from megatron_llama.tools.forecast.step_time import FILE, step_time  # noqa: E402
 from megatron_llama.tools.plan.judge import source_of, summary  # noqa: E402
 from megatron_llama.tools.plan.published import Published, read_run  # noqa: E402
 from megatron_llama.tools.plan.table_cells import NotSpoken, read_table  # noqa: E402

@@ -2,8 +2,8 @@
 
     python scripts/less_communication.py --input REDPAJAMA_FOLDER --steps 100 --seeds 1 2 3 --output DIR
 
-Four ranks on this machine, as two nodes of two. Bytes are those of plan/traffic.py, which --count also counts in two
-real steps and compares. docs/less_communication.md
+Four ranks on this machine, as two nodes of two. Bytes are those of tools/forecast/traffic.py, which --count also counts
+in two real steps and compares. docs/less_communication.md
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_llama.config import load_config  # noqa: E402
 from megatron_llama.plan import resolve  # noqa: E402
-from megatron_llama.plan.traffic import between_nodes, totals, wire  # noqa: E402
+from megatron_llama.tools.forecast.traffic import between_nodes, totals, wire  # noqa: E402
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank  # noqa: E402
 from scripts import variants  # noqa: E402
 from scripts.results import markdown_table, run_program  # noqa: E402

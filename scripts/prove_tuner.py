@@ -26,10 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_llama.config.tuning import TuneConfig  # noqa: E402 (the tree need not be installed)
 from megatron_llama.devices.processor import processor  # noqa: E402
 from megatron_llama.system.files import read_json  # noqa: E402
 from megatron_llama.system.units import gib  # noqa: E402
+from megatron_llama.tools.settings import TuneConfig  # noqa: E402 (the tree need not be installed)
 from megatron_llama.tools.tune import objectives  # noqa: E402
 from megatron_llama.tools.tune.candidates import Candidate, Tuned, kept_settings  # noqa: E402
 from megatron_llama.tools.tune.trial import DONE, MEMORY, Outcome, run_trial  # noqa: E402

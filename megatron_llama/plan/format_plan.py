@@ -12,8 +12,7 @@ from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan.batch_schedule import BatchSchedule
 from megatron_llama.plan.curriculum_steps import lengths
-from megatron_llama.plan.forecast.footprint import Footprint
-from megatron_llama.plan.memory import stage_footprints
+from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.units import gib, plural, short_count
 

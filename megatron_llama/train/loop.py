@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
+from megatron_llama import hooks
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import Batches, Data
 from megatron_llama.data.prefetch import Prefetcher
@@ -21,7 +22,6 @@ from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger, measure_peak
-from megatron_llama.train.profile.profiler import StepProfiler
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stop import StopSignals
@@ -46,7 +46,8 @@ def train(
     check_copies(model.shards)
     peak = measure_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
-    profiler = StepProfiler(plan, topology, device, model, optimizer)
+    build_profiler = hooks.profiler() if trainer.profile else None
+    profiler = build_profiler(plan, topology, device, model, optimizer) if build_profiler else None
     stragglers = StragglerWatch(plan, device, model)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
@@ -54,7 +55,8 @@ def train(
         for step in range(first, trainer.steps + 1):
             patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0
             phase.enter(f"step {step}", patience)
-            with profiler.step(step, batches) as waited, stragglers.step():
+            profiled = profiler.step(step, batches) if profiler else nullcontext({})
+            with profiled as waited, stragglers.step():
                 start = time.perf_counter()
                 metrics = training_step(step, plan, model, optimizer, batches, finite)
                 device.synchronize()

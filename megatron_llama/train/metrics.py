@@ -18,8 +18,8 @@ from megatron_llama.plan.curriculum_steps import difficulties_at
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records
-from megatron_llama.train.profile.waits import WAITED
 from megatron_llama.train.sinks import open_sinks
+from megatron_llama.train.waits import WAITED
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (

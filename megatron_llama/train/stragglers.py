@@ -23,7 +23,7 @@ from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.train.metrics import MetricsLogger
-from megatron_llama.train.profile.waits import watching_waits
+from megatron_llama.train.waits import watching_waits
 
 WINDOW_STEPS = 10
 """Steps between two looks; the median of their times counts, so that a single slow step is nobody's fault."""

@@ -23,7 +23,6 @@ from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.epoch_index import make_epoch
-from megatron_llama.inference.saved_model import open_saved_model
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
 from megatron_llama.text.chat_template import NAMED, Jinja, own_template
@@ -32,6 +31,7 @@ from megatron_llama.text.encoders import load_encoder
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.read_logs import read_log
 from megatron_llama.tools.import_nemo.convert import convert
+from megatron_llama.tools.inference.saved_model import open_saved_model
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records, read_metrics
 from tests.fuzz.good_files import (
     ADAPTER,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
-import megatron_llama.inference.chat  # noqa: F401  the same
-from megatron_llama.inference import evaluate_cli, generate_cli
+import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from megatron_llama.launch.start import run_on_this_machine
+from megatron_llama.tools.inference import evaluate_cli, generate_cli
 
 Main = Callable[[Sequence[str]], int]
 

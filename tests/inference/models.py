@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_llama.inference.arguments import inference_plan
-from megatron_llama.inference.generator import Generator, open_generator
-from megatron_llama.inference.saved_model import SavedModel, open_saved_model
 from megatron_llama.plan import Plan
+from megatron_llama.tools.inference.arguments import inference_plan
+from megatron_llama.tools.inference.generator import Generator, open_generator
+from megatron_llama.tools.inference.saved_model import SavedModel, open_saved_model
 from tests.ranks import run_ranks
 
 TEXTS = ["the cat sat on the mat", "a dog and a cat", "é ü 😀", "system user assistant answer question Hello"]

@@ -15,7 +15,9 @@ import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.inference.accuracy import (
+from megatron_llama.text.conversation import Template
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer
+from megatron_llama.tools.inference.accuracy import (
     EncodedRecord,
     answer_accuracy,
     encode_records,
@@ -23,11 +25,9 @@ from megatron_llama.inference.accuracy import (
     label_scores,
     share,
 )
-from megatron_llama.inference.eval_data import TEMPLATES, find_template, read_records
-from megatron_llama.inference.perplexity import windows
-from megatron_llama.inference.prompts import PromptBuilder
-from megatron_llama.text.conversation import Template
-from megatron_llama.text.tokenizer import HuggingFaceTokenizer
+from megatron_llama.tools.inference.eval_data import TEMPLATES, find_template, read_records
+from megatron_llama.tools.inference.perplexity import windows
+from megatron_llama.tools.inference.prompts import PromptBuilder
 from tests.data_prep.helpers import run_script
 from tests.inference.commands import CPU, command, evaluate
 from tests.inference.models import make_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
-import megatron_llama.inference.chat  # noqa: F401  the same
+import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from tests.checkpoint.jobs import Job
 from tests.cpu import children_cpu_seconds
 from tests.inference.commands import CPU, command, generate
@@ -27,7 +27,7 @@ def test_help_is_quick(script: str) -> None:
     with children_cpu_seconds(5.0):
         done = subprocess.run([sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "CHECKPOINT" in done.stdout
-    module = f"megatron_llama.inference.{script[:-3]}_cli"
+    module = f"megatron_llama.tools.inference.{script[:-3]}_cli"
     code = f"import sys; from {module} import parser; parser(); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent).returncode == 0
 

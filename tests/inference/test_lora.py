@@ -16,9 +16,9 @@ from megatron_llama.checkpoint.export import export, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError
-from megatron_llama.inference.arguments import inference_plan
-from megatron_llama.inference.generator import Generator
-from megatron_llama.inference.saved_model import open_saved_model
+from megatron_llama.tools.inference.arguments import inference_plan
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.saved_model import open_saved_model
 from tests.checkpoint.jobs import Job
 from tests.inference.commands import CPU, command, evaluate, generate
 from tests.inference.models import NOTHING, PROMPTS, in_generator, make_folder, with_generator

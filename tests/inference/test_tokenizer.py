@@ -10,8 +10,6 @@ import pytest
 
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
-from megatron_llama.inference.saved_model import SavedModel, stop_ids, tokenizer_of
-from megatron_llama.inference.stream import Decoder, Printer
 from megatron_llama.text.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -19,6 +17,8 @@ from megatron_llama.text.tokenizer import (
     TokenizerError,
     open_tokenizer,
 )
+from megatron_llama.tools.inference.saved_model import SavedModel, stop_ids, tokenizer_of
+from megatron_llama.tools.inference.stream import Decoder, Printer
 from tests.inference.models import write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"

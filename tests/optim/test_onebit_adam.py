@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.optim.onebit_adam import OneBitAdam
-from megatron_llama.plan.forecast.step_time import sign_bytes
+from megatron_llama.tools.forecast.step_time import sign_bytes
 from tests.oracle import Result, assemble, distance, make_plan, run_layout, train_rank
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from megatron_llama.config import ModelConfig, SparseAttention, load_config
 from megatron_llama.config.hf_config import different_shape, other_than_llama, shape_from_hf
 from megatron_llama.data.batches import Batches
 from megatron_llama.plan import resolve
-from megatron_llama.plan.forecast.training_job import job_of_plan
+from megatron_llama.plan.job import job_of_plan
 from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan
 from tests.paths import CONF

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_llama import hooks
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.problems import Problem, two_lengths
 from megatron_llama.config.settings import Config, TrainerConfig
@@ -52,6 +53,9 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
 def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]:
     """The profile is written after its last step."""
     profile, steps = config.trainer.profile, config.trainer.steps
+    if profile is not None and not hooks.has_profiler():
+        rule = "needs megatron_llama/tools/profile, which is not installed here"
+        yield Problem("trainer.profile", profile, rule, "write trainer.profile=null, or install the whole package")
     if profile is not None and profile[1] > steps:
         first = max(1, steps - 1)
         advice = f"write trainer.profile=[{first},{steps}]" if steps else "write trainer.profile=null"

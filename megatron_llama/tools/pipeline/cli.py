@@ -15,10 +15,10 @@ from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
-    from megatron_llama.config.cluster import ClusterConfig
     from megatron_llama.plan import Plan
     from megatron_llama.tools.pipeline.durations import Passes
     from megatron_llama.tools.pipeline.timeline import Timeline
+    from megatron_llama.tools.settings import ClusterConfig
 
 MOST_MICROBATCHES = 32
 USAGE = """\
@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
 def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, ClusterConfig | None]:
     """The plan of a command line, and the cluster if it names one. Raises ConfigError with everything that is wrong."""
     from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.config.cluster import load_cluster
     from megatron_llama.launch.world import find_world
-    from megatron_llama.plan.forecast.hardware import devices, find_device
+    from megatron_llama.tools.forecast.hardware import devices, find_device
+    from megatron_llama.tools.settings import load_cluster
 
     cluster, rest, problems = load_cluster(overrides)
     if find_device(cluster.device) is None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_llama.arch.shapes import head_dim, matrices_per_layer
-from megatron_llama.config.cluster import ClusterConfig
 from megatron_llama.plan import Plan
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.hardware import find_device
-from megatron_llama.plan.forecast.step_time import microbatch_seconds
-from megatron_llama.plan.forecast.training_job import job_of_plan
+from megatron_llama.plan.job import job_of_plan
+from megatron_llama.tools.forecast.hardware import find_device
+from megatron_llama.tools.forecast.step_time import fitted, microbatch_seconds
 from megatron_llama.tools.pipeline.timeline import Pass, Timeline
+from megatron_llama.tools.settings import ClusterConfig
 
 Durations = Callable[[int, Pass], float]
 """(pp rank, pass) to the time it takes."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.launch import cli
-from megatron_llama.plan.forecast.this_machine import COLLECTIVES, FORMS, RANKS, STEPS, VERSION, Machine, path_of
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.units import plural
 from megatron_llama.tools.bar import bar
+from megatron_llama.tools.forecast.this_machine import COLLECTIVES, FORMS, RANKS, STEPS, VERSION, Machine, path_of
 from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:

@@ -110,9 +110,9 @@ def _calibrate(others: Sequence[str]) -> int:
 
 
 def _devices() -> int:
-    from megatron_llama.plan.forecast.hardware import devices
     from megatron_llama.system.text_table import text_table
     from megatron_llama.system.units import GIB
+    from megatron_llama.tools.forecast.hardware import devices
 
     head = ("device", "bf16 TFLOP/s", "fp8", "memory GiB", "TB/s", "a node", "link GB/s", "network GB/s", "source")
     rows = [

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megatron_llama.plan.forecast import this_machine
-from megatron_llama.plan.forecast.constants import provenance
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import GIB, gib, plural, short_count
+from megatron_llama.tools.forecast import this_machine
+from megatron_llama.tools.forecast.step_time import provenance
 from megatron_llama.tools.plan.forecast_run import Forecast
 
 MOST_STAGES = 16

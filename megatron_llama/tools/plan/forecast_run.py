@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.arch.flops import FlopsPerToken, flops_per_token, mfu
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.cluster import ClusterConfig, load_cluster
 from megatron_llama.config.problems import nearest
 from megatron_llama.launch import cli
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.forecast import this_machine
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.footprint import Footprint
-from megatron_llama.plan.forecast.goodput import Goodput, goodput
-from megatron_llama.plan.forecast.hardware import Device, devices, find_device
-from megatron_llama.plan.forecast.step_time import StepTime, step_time
-from megatron_llama.plan.forecast.this_machine import Machine
-from megatron_llama.plan.forecast.training_job import Job, job_of_plan
-from megatron_llama.plan.memory import stage_footprints
+from megatron_llama.plan.job import Job, job_of_plan
+from megatron_llama.plan.memory import Footprint, stage_footprints
+from megatron_llama.tools.forecast import this_machine
+from megatron_llama.tools.forecast.hardware import Device, devices, find_device
+from megatron_llama.tools.forecast.step_time import Goodput, StepTime, fitted, goodput, step_time
+from megatron_llama.tools.forecast.this_machine import Machine
+from megatron_llama.tools.settings import ClusterConfig, load_cluster
 
 MOST_DEVICES = 16_384
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.step_time import step_time
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import GIB, gib
+from megatron_llama.tools.forecast.step_time import fitted, step_time
 from megatron_llama.tools.plan.published import (
     DO_NOT_FIT,
     Published,

@@ -1,7 +1,7 @@
 """What ``scripts/plan.py --calibrate`` measures on each rank: kernels, collectives, and steps of two tiny models.
 
 Every rank measures the same things at the same time, as the ranks of a run compute at the same time, and share cores,
-caches and memory. ``plan/forecast/this_machine.py`` says what follows from the numbers.
+caches and memory. ``tools/forecast/this_machine.py`` says what follows from the numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.forecast.this_machine import BESIDE, COLLECTIVES, FORMS, STEPS, WIDTH
+from megatron_llama.tools.forecast.this_machine import BESIDE, COLLECTIVES, FORMS, STEPS, WIDTH
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.topology import build_topology
 
@@ -201,8 +201,8 @@ def _adam(parameters: int = 2**22) -> float:
 
 
 def _collectives(noted: Callable[[float], float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Seconds by payload, as plan/traffic.py counts it, of each kind: of those that a rank waits for, and of those that
-    run beside its computing."""
+    """Seconds by payload, as tools/forecast/traffic.py counts it, of each kind: of those that a rank waits for, and of
+    those that run beside its computing."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for how, kinds in COLLECTIVES.items():
         for kind in kinds:

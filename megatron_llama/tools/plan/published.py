@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_llama.plan.forecast.footprint import footprint
-from megatron_llama.plan.forecast.hardware import Device, find_device
-from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Program, Shape, StateBytes
+from megatron_llama.plan.job import Job, Program, Shape, StateBytes
+from megatron_llama.plan.memory import footprint
+from megatron_llama.tools.forecast.hardware import Device, find_device
+from megatron_llama.tools.forecast.programs import PROGRAMS
 from megatron_llama.tools.plan.table_cells import NO, NotSpoken, Row, need, number, said, whole
 
 SQUAD_DOCUMENT = 256

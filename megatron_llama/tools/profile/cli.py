@@ -71,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 def profile_one_rank(plan: Plan) -> None:
     """What each rank does: trains, and the first one prints what was found."""
-    from megatron_llama.train.profile.profile_files import TEXT_FILE
-    from megatron_llama.train.profile.profiler import FOLDER as PROFILE
+    from megatron_llama.tools.profile.profile_files import TEXT_FILE
+    from megatron_llama.tools.profile.profiler import FOLDER as PROFILE
     from megatron_llama.train.run_rank import run_rank
 
     run_rank(plan)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.plan.module_work import any_layer
+from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import HOST, KINDS, Holder, Timeline
 from megatron_llama.tools.rehearse.watch import Record

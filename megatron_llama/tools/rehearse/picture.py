@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_llama.system.memory_picture import draw_memory
+from megatron_llama.tools.memory_picture import draw_memory
 from megatron_llama.tools.rehearse.report import KINDS, Rehearsal
 
 

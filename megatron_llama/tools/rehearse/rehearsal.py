@@ -25,8 +25,8 @@ from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
-from megatron_llama.plan.module_work import any_layer
-from megatron_llama.plan.traffic import Amount, Traffic
+from megatron_llama.tools.forecast.module_work import any_layer
+from megatron_llama.tools.forecast.traffic import Amount, Traffic
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
 from megatron_llama.tools.rehearse.history import History
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules

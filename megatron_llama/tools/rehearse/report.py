@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_llama.plan.traffic import Traffic
+from megatron_llama.tools.forecast.traffic import Traffic
 
 WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered weights", "gradients", "optimizer states"
 ATTENTION, FEED_FORWARD, NORMS = "activations: attention", "activations: feed-forward", "activations: norms"

@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_llama.plan import Plan
-from megatron_llama.plan.traffic import wire
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import GIB, gib, short_count
+from megatron_llama.tools.forecast.traffic import wire
 from megatron_llama.tools.rehearse.operators import published, unlisted
 from megatron_llama.tools.rehearse.report import KINDS, Rehearsal, Sighting
 

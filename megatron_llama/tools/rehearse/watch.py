@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from megatron_llama.plan.module_work import any_layer
+from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.rehearse.modules import BACKWARD, RECOMPUTED, Modules, Place
 from megatron_llama.tools.rehearse.report import (
     ATTENTION,

@@ -18,7 +18,7 @@ from megatron_llama.tools.mock_run import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
-    from megatron_llama.plan.traffic import Line, Traffic
+    from megatron_llama.tools.forecast.traffic import Line, Traffic
 
 MEASURE = "--measure"
 USAGE = f"""\
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def predicted_lines(plan: Plan) -> Iterator[str]:
     """The predicted table of each kind of rank, each line followed by the operations that it is the sum of."""
-    from megatron_llama.plan.traffic import totals, wire
+    from megatron_llama.tools.forecast.traffic import totals, wire
     from megatron_llama.tools.traffic.rank_groups import compact, groups_of_ranks
 
     yield from _head(plan)
@@ -124,7 +124,7 @@ def compared_lines(found: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 def _measure(plan: Plan) -> int:
     """Runs the ranks here; prints the comparison and returns the exit status."""
     from megatron_llama.launch.start import run_on_this_machine
-    from megatron_llama.plan.traffic import totals
+    from megatron_llama.tools.forecast.traffic import totals
     from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 
     with tempfile.TemporaryDirectory() as folder:

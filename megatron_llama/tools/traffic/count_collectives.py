@@ -1,7 +1,7 @@
 """Counts what a rank sends: every collective that passes torch's dispatcher, by axis and kind.
 
-Bytes come from the tensors that the operators are given, never from a plan: plan/traffic.py, which predicts them, is
-checked against this. For tests and ``scripts/traffic.py``; training does not count.
+Bytes come from the tensors that the operators are given, never from a plan: tools/forecast/traffic.py, which predicts
+them, is checked against this. For tests and ``scripts/traffic.py``; training does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.parallel.axes import axis_of
-from megatron_llama.plan.traffic import Amount, Line, Traffic, in_order, leaving
+from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, in_order, leaving
 
 # Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
 # among its arguments: its payload is the input times the group's size.
@@ -77,7 +77,7 @@ class TrafficCounter(TorchDispatchMode):
         return found
 
     def left(self) -> Traffic:
-        """Returns what went to other nodes so far (plan/traffic.py: leaving), and starts again at zero."""
+        """Returns what went to other nodes so far (tools/forecast/traffic.py: leaving), and starts again at zero."""
         left, self._left = in_order(self._left), {}
         return left
 

@@ -1,4 +1,4 @@
-"""Counts what a rank sends in real training steps, for comparison with ``plan/traffic.py``."""
+"""Counts what a rank sends in real training steps, for comparison with ``tools/forecast/traffic.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
-from megatron_llama.plan.traffic import Traffic
+from megatron_llama.tools.forecast.traffic import Traffic
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter
 from megatron_llama.topology import build_topology

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from megatron_llama.plan import Plan
-from megatron_llama.plan.traffic import Operation, operations
+from megatron_llama.tools.forecast.traffic import Operation, operations
 from megatron_llama.topology import build_topology
 
 

@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.cluster import load_cluster
 from megatron_llama.config.fields import check_limits
-from megatron_llama.config.tuning import TuneConfig, load_tuning
 from megatron_llama.launch import cli
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bar import bar
 from megatron_llama.tools.mock_run import NO_FILES
+from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.tune import fewest, sequences
 from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned, kept_settings
 from megatron_llama.tools.tune.experiment import check_name, experiment_path, experiment_text

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.tuning import TuneConfig
 from megatron_llama.system.units import gib
 from megatron_llama.tools.bar import Bar, bar
+from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned
 from megatron_llama.tools.tune.journal import Journal
 from megatron_llama.tools.tune.knowledge import Knowledge

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import Problem
-from megatron_llama.config.cluster import ClusterConfig
 from megatron_llama.config.problems import nearest
 from megatron_llama.config.settings import Config
 from megatron_llama.plan import Plan
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.hardware import Device, devices, find_device
-from megatron_llama.plan.forecast.step_time import step_time
-from megatron_llama.plan.forecast.this_machine import Machine, NotMeasured, load, step_here
-from megatron_llama.plan.forecast.training_job import job_of_plan
+from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.units import GIB, gib, plural
+from megatron_llama.tools.forecast.hardware import Device, devices, find_device
+from megatron_llama.tools.forecast.step_time import fitted, step_time
+from megatron_llama.tools.forecast.this_machine import Machine, NotMeasured, load, step_here
+from megatron_llama.tools.settings import ClusterConfig
 
 if TYPE_CHECKING:
     from megatron_llama.devices import Device as DeviceHere

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_llama.config.problems import ConfigError, Problem
-from megatron_llama.config.tuning import TuneConfig
 from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.system.signals import die_with
 from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 

@@ -8,12 +8,12 @@ import pytest
 
 from megatron_llama.config.settings import COMPILERS, DEVICES, INDUCTOR
 from megatron_llama.plan import resolve
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.footprint import footprint, kept_by_layer, under_way
-from megatron_llama.plan.forecast.hardware import devices, find_device
-from megatron_llama.plan.forecast.step_time import StepTime, operations, step_time
-from megatron_llama.plan.forecast.training_job import PROGRAMS, Job, Shape, job_of_plan
+from megatron_llama.plan.job import Job, Shape, job_of_plan
+from megatron_llama.plan.memory import footprint, kept_by_layer, under_way
 from megatron_llama.system.units import GIB
+from megatron_llama.tools.forecast.hardware import devices, find_device
+from megatron_llama.tools.forecast.programs import PROGRAMS
+from megatron_llama.tools.forecast.step_time import StepTime, fitted, operations, step_time
 from tests.config.helpers import make
 
 GPT = {

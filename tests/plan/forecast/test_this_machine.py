@@ -13,7 +13,7 @@ import pytest
 
 from megatron_llama.launch import cli
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.forecast.this_machine import (
+from megatron_llama.tools.forecast.this_machine import (
     COLLECTIVES,
     Machine,
     NotMeasured,

@@ -18,8 +18,8 @@ from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
 from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
 from megatron_llama.tools.bench.peers.train_ours import overrides
-from megatron_llama.tools.bench.rate import Rate
 from megatron_llama.tools.bench.turns import Course, Start, compete
+from megatron_llama.tools.doctor.rate import Rate
 from tests.paths import ROOT
 
 

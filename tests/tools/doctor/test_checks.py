@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_llama.plan import resolve
-from megatron_llama.tools.bench.rate import bus_factor
 from megatron_llama.tools.doctor import (
     clocks,
     disks,
@@ -27,6 +26,7 @@ from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, Node
 from megatron_llama.tools.doctor.meeting import ClockReading
 from megatron_llama.tools.doctor.rank_measurements import first_ranks, rounds
+from megatron_llama.tools.doctor.rate import bus_factor
 from tests.config.helpers import make
 from tests.tools.doctor.nodes import GIB, healthy, one
 

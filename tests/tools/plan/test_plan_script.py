@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_llama.plan.forecast.goodput import goodput
+from megatron_llama.tools.forecast.step_time import goodput
 from megatron_llama.tools.plan.cli import main
 from megatron_llama.tools.plan.forecast_run import forecast_run
 from tests.cpu import children_cpu_seconds

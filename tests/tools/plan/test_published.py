@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.arch.flops import flops_per_token, mfu
-from megatron_llama.plan.forecast.constants import fitted, provenance
-from megatron_llama.plan.forecast.hardware import devices, find_device
+from megatron_llama.tools.forecast.hardware import devices, find_device
+from megatron_llama.tools.forecast.step_time import fitted, provenance
 from megatron_llama.tools.plan.cli import main
 from megatron_llama.tools.plan.judge import compare_table, judge, lines, summaries, summary
 from megatron_llama.tools.plan.published import (

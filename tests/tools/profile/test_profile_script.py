@@ -11,7 +11,7 @@ import pytest
 
 from megatron_llama.tools.profile import cli
 from megatron_llama.train.metrics_file import read_metrics
-from megatron_llama.train.profile.waits import WAITED
+from megatron_llama.train.waits import WAITED
 from tests.oracle import SHAPE
 from tests.paths import ROOT, SCRIPTS
 from tests.processes import Starter

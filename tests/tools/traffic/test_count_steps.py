@@ -1,5 +1,5 @@
-"""What every collective of a real training step moves is what ``plan/traffic.py`` predicts: per rank, axis, kind and
-group size, to the byte and to the call. docs/traffic.md."""
+"""The collectives of a real training step move the bytes that ``tools/forecast/traffic.py`` predicts: per rank, axis,
+kind and group size, to the byte and to the call. docs/traffic.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.traffic import Amount, Line, Traffic, between_nodes, totals, wire
+from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, between_nodes, totals, wire
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
 from megatron_llama.tools.traffic.count_steps import count_steps
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank

@@ -21,7 +21,7 @@ WORDS = ("model=llama_15m", "data=mock", "device=cpu", "trainer.global_batch_siz
 @functools.cache
 def tuned(*words: str, cores: int = 2, memory: int = 0) -> Tuned:
     """What a command line tunes on a host with so many cores and, unless 0, so much memory."""
-    from megatron_llama.config.cluster import ClusterConfig
+    from megatron_llama.tools.settings import ClusterConfig
 
     config = parse_overrides([*WORDS, *words, *NO_FILES, "dry_run=true"])
     target, problems = find_target(config, ClusterConfig(devices_per_node=cores), ())

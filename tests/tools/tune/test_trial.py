@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.tuning import TuneConfig
+from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune import trial
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, Outcome, judge, run_trial

@@ -20,10 +20,10 @@ from megatron_llama.model import attention_chunks
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
+from megatron_llama.tools.profile.module_tree import Profile, RankProfile
+from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step
-from megatron_llama.train.profile.module_tree import Profile, RankProfile
-from megatron_llama.train.profile.profiler import StepProfiler
 from megatron_llama.train.sanity import FiniteCheck
 from tests.ranks import run_ranks
 

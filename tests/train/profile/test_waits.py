@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices.cpu import DEVICE
-from megatron_llama.train.profile.waits import watching_waits
+from megatron_llama.train.waits import watching_waits
 from tests.ranks import run_ranks
 
 

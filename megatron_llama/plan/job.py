@@ -1,7 +1,7 @@
-"""What a forecast is made of: the shape of the model, the layout, and the program that trains it.
+"""A run as the formulas of memory and time see it: the shape of the model, the layout, and the training program.
 
-A ``Job`` describes our own runs (``job_of_plan``) and runs of other programs (tools/plan/published.py reads them from
-tables), so that one set of formulas speaks of both. What programs do differently is in ``Program``.
+A ``Job`` describes our own runs (``job_of_plan``) and runs of other programs (tools/forecast/programs.py): one set of
+formulas holds for both. ``Program`` has the differences.
 """
 
 from __future__ import annotations
@@ -140,46 +140,13 @@ OURS = Program(
     loss_in_steps=True,
 )
 COMPILED = replace(OURS, name="megatron_llama, compiled", kernels="compiled", widens_logits=False)
-PROGRAMS = {
+OUR_PROGRAMS = {
     "ours": OURS,
     "ours, compiled": COMPILED,
     "ours, other compiler": replace(COMPILED, name="the same, not by Inductor", widens_logits=True),
     "ours, overlapped": replace(COMPILED, name="the same, trainer.async_tp", overlaps_tp=True, symmetric_memory=True),
-    "megatron 2021": Program(
-        "Megatron-LM before FlashAttention",
-        "scores",
-        "fused",
-        overlaps_dp=False,
-        dropout=True,
-        logit_bytes=0,
-        loss_in_steps=True,
-    ),
-    "megatron": Program("Megatron-Core with Transformer Engine", "tuned", "fused"),
-    "megatron, overlapped": Program("the same, tensor parallelism overlapped", "tuned", "fused", overlaps_tp=True),
-    "eager": Program(
-        "PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14, sharded_logit_bytes=16
-    ),
-    "nanotron": Program(
-        "nanotron",
-        keeps_gathered=True,
-        stages_by_cost=True,
-        waits_for_messages=True,
-        logit_bytes=10,
-        loss_in_steps=True,
-    ),
-    "eager, flash 1": Program("the same, with the first FlashAttention", "flash 1", logit_bytes=14),
-    "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True, sharded_logit_bytes=16),
-    "compiled, overlapped": Program(
-        "the same, asynchronous tensor parallelism",
-        kernels="compiled",
-        overlaps_tp=True,
-        keeps_gathered=True,
-        sharded_logit_bytes=16,
-    ),
-    "synapse": Program("compiled whole, by Gaudi's graph compiler, with its fused attention", kernels="compiled"),
-    "xla": Program("compiled whole, by XLA", "scores", "compiled"),
 }
-"""The variants that the formulas know, by the name under which tables are read."""
+"""The variants of this program."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +283,7 @@ def _exchanged(kind: str | None) -> float | None:
 
 
 def _program(trainer: TrainerConfig, device: str) -> str:
-    """Which of PROGRAMS a run of ours is. A device that is not known is taken for a CPU (plan/choices.py)."""
+    """Which of OUR_PROGRAMS a run of ours is. A device that is not known is taken for a CPU (plan/choices.py)."""
     if trainer.async_tp:
         return "ours, overlapped"
     if not trainer.compile:
@@ -373,6 +340,6 @@ def job_of_plan(plan: Plan) -> Job:
         reduce_group=trainer.reduce_group,
         secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
-        program=PROGRAMS[_program(trainer, plan.config.device.name)],
+        program=OUR_PROGRAMS[_program(trainer, plan.config.device.name)],
         inner_bytes=compute,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-FORWARD, BACKWARD, DATA, NORM, OPTIMIZER, REST = "forward", "backward", "data", "gradient norm", "optimizer", "rest"
+FORWARD, BACKWARD, NORM, OPTIMIZER, REST = "forward", "backward", "gradient norm", "optimizer", "rest"
 
 
 class Zone(NamedTuple):

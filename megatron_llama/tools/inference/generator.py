@@ -17,14 +17,14 @@ from megatron_llama.arch.pattern import attention_kernel, pattern_of
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
-from megatron_llama.inference.sampling import Sampling, choose
-from megatron_llama.inference.saved_model import SavedModel
 from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
+from megatron_llama.tools.inference.sampling import Sampling, choose
+from megatron_llama.tools.inference.saved_model import SavedModel
 from megatron_llama.topology import build_topology
 
 OnToken = Callable[[int, int | None], None]

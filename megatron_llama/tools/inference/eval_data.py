@@ -13,10 +13,10 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_prefixes import bare_name
-from megatron_llama.inference.arguments import not_utf8
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
+from megatron_llama.tools.inference.arguments import not_utf8
 
 Record = Mapping[str, Any]
 

@@ -17,14 +17,14 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
 # What needs torch is imported where it is used, so that --help is quick.
 if TYPE_CHECKING:
-    from megatron_llama.inference.generator import Generator
-    from megatron_llama.inference.saved_model import SavedModel
     from megatron_llama.plan import Plan
     from megatron_llama.text.tokenizer import Tokenizer
+    from megatron_llama.tools.inference.generator import Generator
+    from megatron_llama.tools.inference.saved_model import SavedModel
 
 T = TypeVar("T")
 P = ParamSpec("P")
-IMPORTS = ("megatron_llama.inference.accuracy", "megatron_llama.inference.chat")
+IMPORTS = ("megatron_llama.tools.inference.accuracy", "megatron_llama.tools.inference.chat")
 """What ranks run with: imported once, before they are forked."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16_pure"}
 """--dtype to ``trainer.precision``."""
@@ -151,7 +151,7 @@ def run_task(
 
 
 def _run_rank(opened: OpenedModel, task: Task) -> None:
-    from megatron_llama.inference.generator import open_generator
+    from megatron_llama.tools.inference.generator import open_generator
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not every terminal has UTF-8
     try:
@@ -167,7 +167,7 @@ def _run_rank(opened: OpenedModel, task: Task) -> None:
 def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool) -> OpenedModel | None:
     """The model that the arguments name; None where something is wrong, which is then among ``problems``."""
     from megatron_llama.devices import get_device
-    from megatron_llama.inference.saved_model import open_saved_model, tokenizer_of
+    from megatron_llama.tools.inference.saved_model import open_saved_model, tokenizer_of
 
     device = None
     try:
@@ -196,8 +196,8 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
     ``auto`` is float32 on a CPU, since one without bf16 units multiplies bf16 several times slower, else bfloat16.
     Raises ConfigError, in terms of --tp, where the model can't be split so.
     """
-    from megatron_llama.inference.saved_model import restated
     from megatron_llama.plan import resolve
+    from megatron_llama.tools.inference.saved_model import restated
 
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"

@@ -9,9 +9,9 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.plan import layout_lines
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import gib, short_count
-from megatron_llama.train.profile.clock import BACKWARD, DATA, FORWARD, NORM, OPTIMIZER, REST
-from megatron_llama.train.profile.module_tree import Node, Profile, RankProfile
-from megatron_llama.train.profile.waits import AXES
+from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, NORM, OPTIMIZER, REST
+from megatron_llama.tools.profile.module_tree import Node, Profile, RankProfile
+from megatron_llama.train.waits import AXES, DATA
 
 MOST_RANKS = 16
 """Of a larger world only the mean and the slowest rank of each stage are shown."""

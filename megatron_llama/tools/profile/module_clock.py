@@ -18,7 +18,7 @@ from torch import nn
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.llama import Llama
-from megatron_llama.train.profile.clock import BACKWARD, FORWARD, REST, Clock, Zone
+from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, REST, Clock, Zone
 
 _MARK = "megatron_llama.profile"
 

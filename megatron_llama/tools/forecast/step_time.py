@@ -8,15 +8,17 @@ numbers, docs/planning.md the formulas in words.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
-from megatron_llama.plan.forecast.collective_time import all_reduce, bus_bandwidth
-from megatron_llama.plan.forecast.footprint import kept_by_layer
-from megatron_llama.plan.forecast.goodput import COPY_TO_HOST
-from megatron_llama.plan.forecast.hardware import Device
-from megatron_llama.plan.forecast.training_job import Job
+from megatron_llama.plan.job import Job
+from megatron_llama.plan.memory import kept_by_layer
+from megatron_llama.tools.forecast.hardware import Device
 
 MEMORY_REACH = 0.85
 """Share of the memory's bandwidth that simple kernels reach."""
@@ -339,3 +341,98 @@ def sign_bytes(ranks: int) -> float:
     """Bytes that a step of 1-bit Adam reads and writes for each weight, one operation after the other, after its
     warm-up. Counted (tests/optim/test_onebit_adam.py): a rank compresses all momenta and averages its part of them."""
     return 360 + 152 / ranks if ranks > 1 else 100
+
+
+# Seconds that collectives take: a start-up time and a bus bandwidth, inside a node or over its network.
+
+
+RING_SHARE = 0.78
+"""Of the link's speed: an all-reduce of some of a node's devices (eight may reduce in the switch, and go faster)."""
+
+
+def bus_bandwidth(device: Device, ranks: int, stride: int, constants: Mapping[str, float]) -> float:
+    """Bytes/s of a large collective among ``ranks`` ranks that stand ``stride`` ranks apart.
+
+    Within a node: the measured bus bandwidth for all its devices, for some of them the ring's. Over nodes: what the
+    network cards of the group's ranks on a node carry together, at most what the node's links do.
+    """
+    inside = max(1, min(ranks, device.per_node // min(stride, device.per_node)))
+    within = device.bus
+    if inside < device.per_node:
+        within = min(device.bus, RING_SHARE * device.link)
+        if device.family == "mi300x":  # each pair of devices has a seventh of the links
+            within *= max(inside - 1, 1) / (device.per_node - 1)
+    if inside >= ranks:
+        return within
+    return min(within, constants["network.share"] * inside * device.network)
+
+
+def all_reduce(size: float, ranks: int, stride: int, device: Device, constants: Mapping[str, float]) -> float:
+    """Seconds to sum ``size`` bytes among ``ranks``. An all-gather of, or reduce-scatter to, that size takes half."""
+    if ranks == 1 or not size:
+        return 0.0
+    bandwidth = bus_bandwidth(device, ranks, stride, constants)
+    outside = ranks * stride > device.per_node
+    start = constants["latency.network"] if outside else constants["latency.node"]
+    return start + 2 * (ranks - 1) / ranks * size / bandwidth
+
+
+# What failures and checkpoints take of a long run's time.
+
+
+COPY_TO_HOST = 20e9
+"""Bytes/s from a device to its host's memory, for which training waits (PCIe 4 x16 carries 25)."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Shares of the time of a run, and how often it saves."""
+
+    useful: float
+    """Share in which steps are done that count."""
+    waiting: float
+    """Share in which training waits for checkpoints."""
+    lost: float
+    """Share in which steps are done again, or the job starts again."""
+    interval: float
+    """Seconds between checkpoints."""
+    failures_a_day: float
+
+
+def goodput(
+    devices: int,
+    checkpoint_bytes_a_device: float,
+    *,
+    failure_hours: float,
+    restart_seconds: float,
+    write_seconds: float,
+    interval: float | None = None,
+) -> Goodput:
+    """Of a run on ``devices`` that saves every ``interval`` seconds; None is the best interval, sqrt(2 * wait / rate)
+    (Young 1974, Daly 2006), and no less than a checkpoint takes to write."""
+    rate = devices / (failure_hours * 3600)
+    wait = max(0.1, checkpoint_bytes_a_device / COPY_TO_HOST)
+    every = interval or max(math.sqrt(2 * wait / rate), write_seconds)
+    waiting = wait / every
+    # A failure costs the start, half an interval, and the newest checkpoint if it was still being written.
+    lost = min(1.0, rate * (restart_seconds + every / 2 + write_seconds / 2))
+    return Goodput(max(0.0, (1 - waiting) * (1 - lost)), waiting, lost, every, rate * 86400)
+
+
+# The fitted numbers of the time model: constants.json, written by scripts/fit_planner.py with where they come from.
+
+
+FILE = Path(__file__).with_name("constants.json")
+
+
+@functools.cache
+def fitted() -> dict[str, float]:
+    """Each constant by its name; SPECIFICATION in scripts/fit_planner.py says what they mean."""
+    return {name: float(entry["value"]) for name, entry in provenance()["constants"].items()}
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """The whole file: constants with their meaning, the date, the data, and the errors on rows that were held out."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found

@@ -3,7 +3,7 @@
 ``scripts/plan.py --calibrate`` measures for a minute or two (tools/plan/measure_machine.py) and writes one file for
 each host.
 On processors nothing runs beside anything else: ranks share the cores, host and device are the same, a collective is
-waited for. So a step is the sum of its parts, and communication is the sum over plan/traffic.py's operations.
+waited for. So a step is the sum of its parts, and communication is the sum over tools/forecast/traffic.py's operations.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.plan.forecast.constants import fitted
-from megatron_llama.plan.forecast.hardware import Device
-from megatron_llama.plan.forecast.step_time import (
+from megatron_llama.plan.job import Job, job_of_plan
+from megatron_llama.plan.plan import Plan
+from megatron_llama.tools.forecast.hardware import Device
+from megatron_llama.tools.forecast.step_time import (
     FLASH_BACKWARD,
     LOSS_BYTES,
     MEMORY_REACH,
     StepTime,
+    fitted,
     operations,
     sign_bytes,
     step_time,
 )
-from megatron_llama.plan.forecast.training_job import Job, job_of_plan
-from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.traffic import Operation
-from megatron_llama.plan.traffic import operations as traffic_of
+from megatron_llama.tools.forecast.traffic import Operation
+from megatron_llama.tools.forecast.traffic import operations as traffic_of
 
 NAME = "cpu"
 FORMS = ("fp32", "bf16")

@@ -8,12 +8,12 @@ from typing import TextIO
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
-from megatron_llama.inference.arguments import not_utf8
-from megatron_llama.inference.generator import Generator
-from megatron_llama.inference.prompts import Message, PromptBuilder
-from megatron_llama.inference.sampling import Sampling
-from megatron_llama.inference.stream import Printer
 from megatron_llama.parallel.agree import from_rank_0
+from megatron_llama.tools.inference.arguments import not_utf8
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.prompts import Message, PromptBuilder
+from megatron_llama.tools.inference.sampling import Sampling
+from megatron_llama.tools.inference.stream import Printer
 
 RESET = "/reset"
 WELCOME = f"A message and Enter; {RESET} begins a new conversation, Ctrl-D ends."

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.parallel.axes import axis_of
-from megatron_llama.train.profile.clock import DATA
 
 # torch has more than one name for some of them; which ones exist depends on its version.
 _METHODS = {
@@ -47,6 +46,8 @@ _OPERATORS = {
     "reduce_scatter_tensor_out": "reduce_scatter",
 }
 AXES = ("tp", "pp", "dp", "world")
+DATA = "data"
+"""The wait for samples."""
 WAITED = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
 """The metrics of a profiled step."""
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_llama.plan import Plan
-from megatron_llama.plan.module_work import any_layer, model_parameters
-from megatron_llama.train.profile.clock import BACKWARD, FORWARD, Zone
-from megatron_llama.train.profile.trace import Memory
+from megatron_llama.tools.forecast.module_work import any_layer, model_parameters
+from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, Zone
+from megatron_llama.tools.profile.trace import Memory
 
 ROOT = "model"
 """What a tree calls the whole model, and a rank's chunks of it."""

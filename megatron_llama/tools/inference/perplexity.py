@@ -15,7 +15,7 @@ from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, 
 from megatron_llama.config.data_prefixes import MASK_SUFFIX
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import broken_masks, check_data
-from megatron_llama.inference.generator import Generator
+from megatron_llama.tools.inference.generator import Generator
 
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
 Progress = Callable[[int, int], None]

@@ -21,15 +21,15 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
-from megatron_llama.plan.module_work import rank_work
 from megatron_llama.system import phase
+from megatron_llama.tools.forecast.module_work import rank_work
+from megatron_llama.tools.profile.clock import NORM, OPTIMIZER, Clock, Zone
+from megatron_llama.tools.profile.module_clock import ModuleClock
+from megatron_llama.tools.profile.module_tree import RankProfile
+from megatron_llama.tools.profile.profile_files import write_profile
+from megatron_llama.tools.profile.trace import Memory, finish_trace, step_name
 from megatron_llama.topology import Topology
-from megatron_llama.train.profile.clock import DATA, NORM, OPTIMIZER, Clock, Zone
-from megatron_llama.train.profile.module_clock import ModuleClock
-from megatron_llama.train.profile.module_tree import RankProfile
-from megatron_llama.train.profile.profile_files import write_profile
-from megatron_llama.train.profile.trace import Memory, finish_trace, step_name
-from megatron_llama.train.profile.waits import AXES, WAITED, watching_waits
+from megatron_llama.train.waits import AXES, DATA, WAITED, watching_waits
 
 FOLDER = "profile"
 """Inside the run's folder."""

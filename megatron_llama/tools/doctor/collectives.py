@@ -21,7 +21,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.rate import Rate
+from megatron_llama.tools.doctor.rate import Rate
 from megatron_llama.topology import build_topology
 
 # What a step sends along each axis (docs/traffic.md).

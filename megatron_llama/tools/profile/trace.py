@@ -18,9 +18,9 @@ import numpy as np
 from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
-from megatron_llama.system.memory_picture import highest
+from megatron_llama.tools.memory_picture import highest
+from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, OPTIMIZER, Zone
 from megatron_llama.topology import Topology
-from megatron_llama.train.profile.clock import BACKWARD, FORWARD, OPTIMIZER, Zone
 
 MODULES, WAITS = "modules", "waits"
 """Names of the clock's rows in a trace."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.memory_picture import draw_memory
-from megatron_llama.train.profile.module_tree import Profile, RankProfile
-from megatron_llama.train.profile.profile_text import lines, tree_lines
-from megatron_llama.train.profile.trace import Memory
+from megatron_llama.tools.memory_picture import draw_memory
+from megatron_llama.tools.profile.module_tree import Profile, RankProfile
+from megatron_llama.tools.profile.profile_text import lines, tree_lines
+from megatron_llama.tools.profile.trace import Memory
 
 TEXT_FILE = "profile.txt"
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_llama.inference.eval_data import Record, Records
-from megatron_llama.inference.generator import Generator
-from megatron_llama.inference.perplexity import Progress
-from megatron_llama.inference.prompts import NONE, PromptBuilder
-from megatron_llama.inference.sampling import Sampling
 from megatron_llama.text.conversation import Template
+from megatron_llama.tools.inference.eval_data import Record, Records
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.perplexity import Progress
+from megatron_llama.tools.inference.prompts import NONE, PromptBuilder
+from megatron_llama.tools.inference.sampling import Sampling
 
 T = TypeVar("T")
 _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
