@@ -74,7 +74,7 @@ class Precision:
     @property
     def param_dtype(self) -> str:
         """Parameters as ranks hold, update and save them: the master weights if there are any. Reduced gradients have
-        it too, but for Plan.narrow_gradients."""
+        it too, but for Storage.keeps_bf16_grads."""
         return self.master or self.compute_dtype
 
     @property

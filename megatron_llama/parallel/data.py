@@ -8,7 +8,7 @@
 
 zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
 overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
-rank has nobody to share with. It keeps plain parameters (``Plan.plain_parameters``), where ``fully_shard`` would copy
+rank has nobody to share with. It keeps plain parameters (``Storage.kind``), where ``fully_shard`` would copy
 each weight once and each gradient three times in a step, and hold the weights twice; or it casts them itself
 (working_copies.py), except under ZeRO 3.
 
@@ -39,6 +39,7 @@ from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.parallel.exchange import Hops, exchange_less
 from megatron_llama.parallel.working_copies import WorkingCopies, copies_of
 from megatron_llama.plan import Plan
+from megatron_llama.plan.storage import SHARDS
 from megatron_llama.topology import Topology
 
 
@@ -79,7 +80,7 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
     """Applies ``fully_shard`` in place. The units: the embedding, each block, norm and head; tied tables are in one
     with the norm, gathered all step. A unit is gathered while the one before it computes. A rank without data-parallel
     peers has no units, except under ZeRO 3 where it casts."""
-    if plan.plain_parameters or plan.working_copies:
+    if plan.storage.kind != SHARDS:
         return
     precision = plan.precision
     policy = MixedPrecisionPolicy(

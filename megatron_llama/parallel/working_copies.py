@@ -4,7 +4,7 @@
 layer's parameter is a working copy in the compute dtype; its master, in the dtype of the optimizer, is what ``Shard``
 knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole; that of the
 embedding, on which its gradient does not depend, once it has been read, if there is one micro batch. The master is
-given the gradient in the dtypes that ``fully_shard`` would use, or as it is (``Plan.narrow_gradients``).
+given the gradient in the dtypes that ``fully_shard`` would use, or as it is (``Storage.keeps_bf16_grads``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkingCopies:
         dtype = torch_dtype(plan.precision.compute_dtype)
         # Below ZeRO 2 micro batches are summed in this dtype, from there on in the master's.
         self._sums_are_narrow = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
-        self._stay_narrow = plan.narrow_gradients
+        self._stay_narrow = plan.storage.keeps_bf16_grads
         self._is_last_microbatch = True
         self.master_of: dict[nn.Parameter, nn.Parameter] = {}
         for module in chunk.modules():
@@ -41,7 +41,7 @@ class WorkingCopies:
                     if self._stay_narrow:
                         master.grad_dtype = None  # any  # type: ignore[attr-defined]
                     setattr(module, name, copy)
-        if plan.frees_table(is_first=chunk.is_first, is_last=chunk.is_last):
+        if plan.storage.frees_embedding_of(is_first=chunk.is_first, is_last=chunk.is_last):
             chunk.get_submodule("embed_tokens").register_forward_hook(self._free_table)
         self._free_all()
 

@@ -17,6 +17,7 @@ from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, 
 from megatron_llama.config.settings import COMPILERS, INDUCTOR, TrainerConfig
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.stage_split import spread
+from megatron_llama.plan.storage import SHARDS
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ def job_of_plan(plan: Plan) -> Job:
         vpp=trainer.vpp,
         dp=plan.dp,
         sp=plan.sp,
-        zero=0 if plan.plain_parameters or plan.working_copies else trainer.zero,  # nothing is gathered
+        zero=trainer.zero if plan.storage.kind == SHARDS else 0,  # nothing is gathered
         shard_size=plan.shard_size,
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,

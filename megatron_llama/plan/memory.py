@@ -19,6 +19,7 @@ from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.storage import COPIES, PLAIN
 from megatron_llama.system.units import GIB, gib
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "onebit_adam": 3}
@@ -69,7 +70,7 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
         if job.num_microbatches == 1:
             after = Footprint(*states, activations={}, logits=0, buffers=0)
             working = min(states.gradients, _working(plan, stage))  # what the gradients take the place of
-            if plan.frees_table(is_first=number == 0, is_last=number == plan.config.trainer.pp - 1):
+            if plan.storage.frees_embedding_of(is_first=number == 0, is_last=number == plan.config.trainer.pp - 1):
                 table = plan.padded_vocab_size // plan.config.trainer.tp * plan.model.hidden_size
                 working -= min(working, table * BYTES[plan.precision.compute_dtype])
         else:
@@ -83,10 +84,11 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
 def _working(plan: Plan, stage: StageParameters) -> int:
     """Bytes of what the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank
     that casts its weights too; ZeRO 3 does so block by block, which is little. Working copies are of what is cast."""
-    if plan.plain_parameters or plan.config.trainer.zero == 3:
+    kind = plan.storage.kind
+    if kind == PLAIN or plan.config.trainer.zero == 3:
         return 0
     quantized = stage.quantizable if plan.quantized else 0
-    if plan.working_copies:
+    if kind == COPIES:
         trained_only = plan.frozen_dtype == plan.precision.compute_dtype
         cast = stage.trained if trained_only else stage.held - quantized
         return cast * BYTES[plan.precision.compute_dtype]
@@ -96,7 +98,7 @@ def _working(plan: Plan, stage: StageParameters) -> int:
 
 def rank_memory(plan: Plan, stage: StageParameters) -> States:
     """Bytes that the parameters of one rank need under the plan's precision, ZeRO stage and optimizer."""
-    trainer, precision = plan.config.trainer, plan.precision
+    trainer, precision, storage = plan.config.trainer, plan.precision, plan.storage
     quantized = stage.quantizable if plan.quantized else 0
     # Gathered or not, LoRA's frozen weights are kept packed, or else in frozen_dtype.
     packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0
@@ -108,11 +110,11 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
     working = _working(plan, stage)
     # Reduced gradients have the dtype of the parameters, unless they stay as they are made. Below ZeRO 2 the sums stay
     # whole until the last micro batch, in the dtype in which they are accumulated.
-    narrow = shard - stage.summed if plan.narrow_gradients else 0
+    narrow = shard - stage.summed if storage.keeps_bf16_grads else 0
     gradients = param_bytes * (shard - narrow) + BYTES[precision.compute_dtype] * narrow
-    if trainer.zero < 2 and not plan.one_micro_batch:
+    if trainer.zero < 2 and not storage.one_micro_batch:
         gradients = max(gradients, stage.trained * BYTES[precision.grad_accum_dtype])
-    if plan.one_micro_batch:
+    if storage.one_micro_batch:
         # Each block frees its working copy as its gradient is made, so only the larger of the two counts.
         working -= min(working, gradients)
     states = optimizer_bytes(plan, stage, plan.shard_size)

@@ -11,6 +11,7 @@ from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precisio
 from megatron_llama.config.settings import Config
 from megatron_llama.corpus.epochs import Reading
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
+from megatron_llama.plan.storage import COPIES, Storage
 from megatron_llama.plan.token_schedule import TokenSchedule
 
 
@@ -89,38 +90,25 @@ class Plan:
         return self.config.optim.name == "onebit_adam"
 
     @property
-    def plain_parameters(self) -> bool:
-        """Whether a rank's layers compute with its parameters themselves: one data-parallel rank has nobody to share
-        with, and weights and gradients have one dtype throughout."""
-        precision = self.precision
-        one_dtype = precision.param_dtype == precision.compute_dtype == precision.grad_accum_dtype
-        return self.dp == 1 and one_dtype and self.frozen_dtype == precision.compute_dtype
+    def storage(self) -> Storage:
+        """How a rank stores parameters and gradients."""
+        return Storage.of(
+            self.config,
+            self.dp,
+            self.num_microbatches,
+            frozen_dtype=self.frozen_dtype,
+            sums_gradients=self.exchanges_signs,
+        )
 
     @property
     def working_copies(self) -> bool:
-        """Whether a rank without data-parallel peers casts its weights itself, all of them for a whole pass. ZeRO 3
-        casts block by block, which takes less memory."""
-        return self.dp == 1 and not self.plain_parameters and self.config.trainer.zero < 3
-
-    @property
-    def one_micro_batch(self) -> bool:
-        """Whether each step has one forward and one backward pass."""
-        return self.num_microbatches == 1 and not self.config.trainer.batch_schedule
-
-    def frees_table(self, *, is_first: bool, is_last: bool) -> bool:
-        """Whether a stage frees its working copy of the embedding table once it has been read: in the step nothing
-        reads it again. LoRA's is frozen, and has none by default."""
-        read_again = is_last and self.model.tie_word_embeddings
-        alone = self.working_copies and self.one_micro_batch and self.config.finetune.method != "lora"
-        return alone and is_first and not read_again
+        """Whether a rank casts its weights itself; see ``Storage``."""
+        return self.storage.kind == COPIES
 
     @property
     def narrow_gradients(self) -> bool:
-        """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is
-        added, on a CPU, where the optimizers widen them piece by piece (optim/piecewise_adam.py). LoRA's are small."""
-        on_cpu = self.config.device.name == "cpu" and "optimizer" not in self.config.trainer.offload
-        plain = self.config.finetune.method != "lora" and not self.exchanges_signs
-        return self.working_copies and self.one_micro_batch and on_cpu and plain
+        """Whether gradients keep the compute dtype until the update; see ``Storage``."""
+        return self.storage.keeps_bf16_grads
 
     @property
     def batches(self) -> BatchSchedule:

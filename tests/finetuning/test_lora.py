@@ -16,6 +16,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
+from megatron_llama.plan.storage import PLAIN
 from megatron_llama.topology import build_topology
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.messages import raises_saying
@@ -119,7 +120,7 @@ def test_counts_and_memory_are_those_of_the_run(world: World, tmp_path: Path) ->
             assert memory.optimizer == moments
             assert memory.gradients == 4 * trained
             assert memory.weights == 4 * (trained + frozen), "nothing is gathered, and nothing copied"
-            assert plan.plain_parameters or plan.shard_size > 1
+            assert plan.storage.kind == PLAIN or plan.shard_size > 1
     tuned = tune(1, tmp_path / "run", *world.fresh, steps=1)
     count = sum(tensor.numel() for tensor in tuned.trained.values())
     assert count == world.plan.whole.trained

@@ -22,8 +22,8 @@ from tests.oracle import RaggedSamples, Result, Tamper, make_plan, oracle, run_l
 from tests.rows import rows
 
 BF16 = "trainer.precision=bf16"
-# Of one micro batch gradients stay in 16 bits until the update (Plan.narrow_gradients); compiled blocks have a kernel
-# for attention, with sums in 32 bits. name, ranks, overrides of the layout, overrides of the model.
+# Of one micro batch gradients stay in 16 bits until the update (Storage.keeps_bf16_grads). Compiled blocks have a
+# kernel for attention, with sums in 32 bits. name, ranks, overrides of the layout, overrides of the model.
 NARROW: list[tuple[str, int, list[str], list[str]]] = [
     ("one micro batch", 1, [ONE_MICRO_BATCH], []),
     ("one micro batch, full recompute", 1, [ONE_MICRO_BATCH, "trainer.recompute=full"], []),
@@ -90,7 +90,7 @@ def test_bf16_within_its_precision(layout: list[str], precision: str) -> None:
 @pytest.mark.usefixtures("compiled_here")
 def test_paths_of_bf16_alone_within_its_precision(ranks: int, layout: list[str], model: list[str]) -> None:
     skip_without_compiler(layout)
-    assert make_plan(ranks, *layout, *model, BF16).narrow_gradients == (ONE_MICRO_BATCH in layout)
+    assert make_plan(ranks, *layout, *model, BF16).storage.keeps_bf16_grads == (ONE_MICRO_BATCH in layout)
     expected = oracle(*model, BF16)
     bounds = bf16_bounds(expected, oracle(*model), *model)
     assert not beyond(bounds, run_layout(ranks, *layout, *model, BF16), expected)

@@ -134,7 +134,7 @@ def _errors_of_bf16(
     """What bf16 changes of each result: our layout's from our one process in fp32, and theirs from theirs."""
     plan = make_plan(1, *model, *(setting for setting in layout if setting == ONE_MICRO_BATCH))
     half = make_plan(ranks, *layout, *model, "trainer.precision=bf16")
-    assert half.narrow_gradients == (ONE_MICRO_BATCH in layout)
+    assert half.storage.keeps_bf16_grads == (ONE_MICRO_BATCH in layout)
     exact, rounded = ours(1, [plan])[0], ours(ranks, [half], tamper)[0]
     their_exact, their_rounded = run_ranks(_exact_and_rounded, 1, plan, exact.weights)[0]
     return _differences(rounded, exact), _differences(their_rounded, their_exact)

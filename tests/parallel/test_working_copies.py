@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megatron_llama.model import widening
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
+from megatron_llama.plan.storage import COPIES, SHARDS
 from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan, run_layout, worst
 from tests.ranks import run_ranks
@@ -26,17 +29,19 @@ from tests.ranks import run_ranks
     ],
 )
 def test_to_the_bit(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make_plan(ranks, *layout).working_copies
+    assert make_plan(ranks, *layout).storage.kind == COPIES
     monkeypatch.setattr(widening, "PIECE", 50)  # which divides no weight
     found = run_layout(ranks, *layout, steps=2)
-    monkeypatch.setattr(Plan, "working_copies", False)
+    stored = Plan.storage.fget  # type: ignore[attr-defined]
+    apart = {"keeps_bf16_grads": False, "frees_embedding": False}
+    monkeypatch.setattr(Plan, "storage", property(lambda plan: replace(stored(plan), kind=SHARDS, **apart)))
     assert set(worst(found, run_layout(ranks, *layout, steps=2)).values()) == {0.0}
 
 
 def test_zero_3_and_fp32_have_none() -> None:
     for layout in (["trainer.precision=bf16", "trainer.zero=3"], ["trainer.precision=fp32"]):
-        assert not make_plan(1, *layout).working_copies
-    assert not make_plan(2, "trainer.precision=bf16").working_copies
+        assert make_plan(1, *layout).storage.kind != COPIES
+    assert make_plan(2, "trainer.precision=bf16").storage.kind == SHARDS
 
 
 def test_copies_have_memory_in_a_pass_only() -> None:
