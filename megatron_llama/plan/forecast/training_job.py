@@ -17,6 +17,7 @@ from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.shapes import kv_heads, lora_parameters
 from megatron_llama.plan.stage_split import spread
+from megatron_llama.topology import AXIS_NAMES
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class Job:
     @property
     def ranks(self) -> int:
         """Processes."""
-        return self.tp * self.pp * self.cp * self.dp
+        return math.prod(getattr(self, name) for name in {*AXIS_NAMES, "cp"})
 
     @property
     def global_batch(self) -> int:
@@ -350,6 +351,7 @@ def job_of_plan(plan: Plan) -> Job:
         tp=trainer.tp,
         pp=trainer.pp,
         vpp=trainer.vpp,
+        cp=plan.grid.divisor("tokens"),
         dp=plan.dp,
         sp=plan.sp,
         zero=0 if plan.plain_parameters or plan.working_copies else trainer.zero,  # nothing is gathered

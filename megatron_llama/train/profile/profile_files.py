@@ -11,6 +11,7 @@ from typing import Any
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.memory_picture import draw_memory
+from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.profile.module_tree import Profile, RankProfile
 from megatron_llama.train.profile.profile_text import lines, tree_lines
 from megatron_llama.train.profile.trace import Memory
@@ -50,7 +51,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         zones = [
             {**zone._asdict(), "seconds": s, "visits": rank.visits.get(zone, 0)} for zone, s in rank.seconds.items()
         ]
-        grid = {"rank": rank.rank, "tp_rank": rank.tp_rank, "pp_rank": rank.pp_rank, "dp_rank": rank.dp_rank}
+        grid = {"rank": rank.rank, **{f"{axis}_rank": rank.place[axis] for axis in AXIS_NAMES}}
         peak = None if rank.memory is None else rank.memory.peak
         ranks.append({**grid, "step_s": rank.step_seconds, "zones": zones, "peak_bytes": peak})
     first = profile.ranks[0]
