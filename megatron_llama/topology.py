@@ -1,64 +1,201 @@
-"""The rank grid, in Megatron's order: tp varies fastest, then dp, then pp. So tensor-parallel ranks, which communicate
-most, are neighbours on one machine, and pipeline stages, which communicate least, are on different machines."""
+"""The table of parallel axes, and the place of a rank among them.
+
+Ranks are numbered in Megatron's order: tp varies fastest, then dp, then pp. So tensor-parallel ranks, which communicate
+most, are neighbours on one machine, and pipeline stages, which communicate least, are on different machines. Sizes,
+ranks, groups and shares of the layout come from this table.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from megatron_llama.plan import Plan
+Divided = Literal["matrices", "samples", "layers", "tokens", "activations"]
+"""Parts of the work that an axis divides. ``tokens`` are the positions of a sequence. ``activations`` are the positions
+between the matrices under sequence parallelism: axes that divide the matrices divide them too."""
 
 
 @dataclass(frozen=True)
-class Topology:
-    """This rank's position in the (pp, dp, tp) grid."""
+class Axis:
+    """One way to divide a training step over ranks. Its size is the setting ``trainer.<name>``."""
 
-    rank: int
-    tp: int
-    dp: int
-    pp: int
-    vpp: int
-    shard_size: int
-    """Data-parallel ranks that together hold one replica of what is sharded."""
+    name: str
+    cuts: Divided
+    same_weights: bool
+    """Whether ranks along the axis have the same weights. Their gradients are summed, and ZeRO shards over them."""
+    same_tokens: bool
+    """Whether ranks along the axis process the same tokens. A sum over all ranks counts each token once per rank."""
+    mcore: str
+    """megatron-core's name: the argument is ``<mcore>_size``, the group ``get_<mcore>_group``."""
+    is_derived: bool = False
+    """Whether its size is the rest of the world, which the other axes leave; one axis of a table."""
+
+    def divides(self, work: Divided) -> bool:
+        """Whether each rank along the axis does a part of ``work``."""
+        return self.cuts == work or (work == "activations" and self.cuts in ("matrices", "tokens"))
+
+
+TP = Axis("tp", cuts="matrices", same_weights=False, same_tokens=True, mcore="tensor_model_parallel")
+DP = Axis("dp", cuts="samples", same_weights=True, same_tokens=False, mcore="data_parallel", is_derived=True)
+PP = Axis("pp", cuts="layers", same_weights=False, same_tokens=True, mcore="pipeline_model_parallel")
+AXES = (TP, DP, PP)
+"""The fastest first. Axes with the same weights are neighbours, as the ranks of a shard group are."""
+AXIS_NAMES = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.same_weights))
+"""In the order of tables: first the axes that divide the model, then the axes that divide the data."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All ranks of a run, numbered along the axes."""
+
+    sizes: dict[str, int]
+    """Ranks along each axis, by its name."""
+    axes: tuple[Axis, ...] = AXES
+
+    def __post_init__(self) -> None:
+        if self.sizes.keys() != {axis.name for axis in self.axes} or min(self.sizes.values()) < 1:
+            raise ValueError(f"sizes must be one number from 1 for each of {', '.join(a.name for a in self.axes)}")
+
+    @classmethod
+    def of(cls, settings: Any, axes: tuple[Axis, ...] = AXES) -> Grid:
+        """The grid whose sizes are attributes of ``settings``, such as a TrainerConfig. A missing size, or one that a
+        limit rejects, counts as 1."""
+        return cls({axis.name: max(1, getattr(settings, axis.name, None) or 1) for axis in axes}, axes)
+
+    def resized(self, **sizes: int) -> Grid:
+        """Return a grid with other sizes of some axes."""
+        return Grid({**self.sizes, **sizes}, self.axes)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.dp * self.pp
+        return math.prod(self.sizes.values())
 
     @property
-    def tp_rank(self) -> int:
-        """Position among the ranks that share each matrix."""
-        return self.rank % self.tp
+    def block(self) -> int:
+        """Ranks of all axes except the derived one: the world is a multiple of it."""
+        return self.product(*(axis.name for axis in self.axes if not axis.is_derived))
+
+    def with_world(self, world_size: int) -> Grid:
+        """Return the grid of a world of ``world_size`` ranks: the derived axis has its number of whole blocks, or 1."""
+        (derived,) = (axis.name for axis in self.axes if axis.is_derived)
+        return self.resized(**{derived: max(1, world_size // self.block)})
 
     @property
-    def dp_rank(self) -> int:
-        """Position among the ranks that hold the same weights and process different data."""
-        return self.rank // self.tp % self.dp
+    def same_weights(self) -> tuple[str, ...]:
+        """Axes along which ranks have the same weights."""
+        return tuple(axis.name for axis in self.axes if axis.same_weights)
 
     @property
-    def pp_rank(self) -> int:
-        """Pipeline stage."""
-        return self.rank // (self.tp * self.dp)
+    def same_tokens(self) -> tuple[str, ...]:
+        """Axes along which ranks process the same tokens."""
+        return tuple(axis.name for axis in self.axes if axis.same_tokens)
+
+    def product(self, *names: str) -> int:
+        """Ranks of a group along these axes."""
+        return math.prod(self.sizes[name] for name in names)
+
+    def stride(self, name: str) -> int:
+        """Distance between neighbours along an axis."""
+        return math.prod(self.sizes[axis.name] for axis in self._faster(name))
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The position of ``rank`` along each axis. Raises ValueError for a rank outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
+        return {axis.name: rank // self.stride(axis.name) % self.sizes[axis.name] for axis in self.axes}
+
+    def rank(self, **at: int) -> int:
+        """The rank at these positions; 0 along the axes that are not given."""
+        return sum(self.stride(name) * position for name, position in at.items())
+
+    def ranks(self, rank: int, *names: str) -> list[int]:
+        """The group of ``rank`` along these axes: ranks at the same position along all others, ascending."""
+        group = [self.rank(**{name: position for name, position in self.at(rank).items() if name not in names})]
+        for axis in reversed(self.axes):
+            if axis.name in names:
+                steps = range(self.sizes[axis.name])
+                group = [first + step * self.stride(axis.name) for first in group for step in steps]
+        return group
+
+    def index(self, rank: int, *names: str) -> int:
+        """The position of ``rank`` in its group along these axes."""
+        index, step = 0, 1
+        for name, position in self.at(rank).items():
+            if name in names:
+                index, step = index + position * step, step * self.sizes[name]
+        return index
+
+    def divisor(self, work: Divided) -> int:
+        """Ranks that share ``work``."""
+        return math.prod(self.sizes[axis.name] for axis in self.axes if axis.divides(work))
+
+    def share(self, work: Divided, count: int) -> int:
+        """One rank's part of ``count`` samples, layers, tokens ..., rounded down."""
+        return count // self.divisor(work)
+
+    def _faster(self, name: str) -> Iterator[Axis]:
+        for axis in self.axes:
+            if axis.name == name:
+                return
+            yield axis
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place in the grid."""
+
+    grid: Grid
+    rank: int
+    vpp: int = 1
+    """Chunks of layers on each pipeline stage."""
+    shard_size: int = 1
+    """Ranks with the same weights that together hold one replica of the shards."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return self.grid.sizes
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's position along each axis."""
+        return self.grid.at(self.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.grid.world_size
 
     @property
     def shard_rank(self) -> int:
         """Position in the group that shares one replica."""
-        return self.dp_rank % self.shard_size
+        return self.grid.index(self.rank, *self.grid.same_weights) % self.shard_size
 
     @property
     def replica_rank(self) -> int:
         """Number of the replica that this rank's group holds; norms and checkpoints count replica 0."""
-        return self.dp_rank // self.shard_size
+        return self.grid.index(self.rank, *self.grid.same_weights) // self.shard_size
 
     @property
     def is_logger(self) -> bool:
         """Whether this rank writes the metrics. It is rank 0, as all ranks have the reduced values."""
         return self.rank == 0
 
+    def chunks(self) -> range:
+        """The virtual stages of this rank."""
+        return chunks_of(self.place["pp"], self.sizes["pp"], self.vpp)
 
-def build_topology(plan: Plan, rank: int) -> Topology:
-    """This rank's position in the plan's grid. Raises ValueError for a rank outside the world."""
-    trainer = plan.config.trainer
-    if not 0 <= rank < plan.world_size:
-        raise ValueError(f"rank {rank} is not in a world of {plan.world_size}")
-    return Topology(rank=rank, tp=trainer.tp, dp=plan.dp, pp=trainer.pp, vpp=trainer.vpp, shard_size=plan.shard_size)
+
+def chunks_of(pp_rank: int, pp: int, vpp: int) -> range:
+    """The virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
+    return range(pp_rank, pp * vpp, pp)
+
+
+def build_topology(plan: Any, rank: int) -> Topology:
+    """``plan.topology(rank)``."""
+    topology: Topology = plan.topology(rank)
+    return topology

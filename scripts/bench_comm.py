@@ -20,6 +20,7 @@ from megatron_llama.tools.bench.environments import torch_version
 from megatron_llama.tools.doctor.collectives import measure_collectives, read_rates
 from megatron_llama.tools.doctor.rate import Rate
 from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.topology import AXIS_NAMES
 from scripts.results import ROOT, commit, markdown_table
 
 HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "bus")
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     for number, (name, layout) in enumerate(layouts.items()):
         sys.stderr.write(f"{number}/{len(layouts)} layouts: {name} ...\n")
         with tempfile.TemporaryDirectory() as folder:
-            axes = [f"trainer.tp={layout.tp}", f"trainer.pp={layout.pp}", f"trainer.dp={layout.dp}"]
+            axes = [f"trainer.{axis}={getattr(layout, axis)}" for axis in AXIS_NAMES]
             settings = [
                 "model=llama_2m",
                 f"device={args.device}",

@@ -20,6 +20,7 @@ from megatron_llama.plan.memory import USABLE  # noqa: E402
 from megatron_llama.system.units import GIB  # noqa: E402
 from megatron_llama.tools.mock_run import NO_FILES  # noqa: E402
 from megatron_llama.tools.plan.forecast_run import Forecast, forecast_run  # noqa: E402
+from megatron_llama.topology import AXIS_NAMES  # noqa: E402
 from scripts.results import markdown_table  # noqa: E402
 
 DOCS = ROOT / "docs" / "experiments.md"
@@ -65,7 +66,8 @@ def row(name: str, device: str, found: Forecast) -> tuple[str, ...]:
     needs, has = max(stage.total for stage in found.stages) / GIB, found.device.memory_bytes / GIB
     fits = "" if needs <= USABLE * has else ", **does not fit**"
     trainer = found.plan.config.trainer
-    grid = f"tp {trainer.tp} pp {trainer.pp}{f' x {trainer.vpp}' if trainer.vpp > 1 else ''} dp {found.plan.dp}"
+    remarks = {"pp": f" x {trainer.vpp}" if trainer.vpp > 1 else ""}
+    grid = " ".join(f"{axis} {found.plan.grid.sizes[axis]}{remarks.get(axis, '')}" for axis in AXIS_NAMES)
     hours = found.days * 24 * found.devices
     on, published = PUBLISHED[name]
     return (

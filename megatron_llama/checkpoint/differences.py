@@ -23,6 +23,7 @@ from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer
+from megatron_llama.topology import AXIS_NAMES
 
 FREE, TOLD, FIXED = "free", "told", "fixed"
 DATA, BATCH, OPTIM = ALLOWED
@@ -32,8 +33,8 @@ SETTINGS = {
     FREE: {
         "model": "name initializer_range",
         "data": "name tokenizer cache_dir prepare",
-        "trainer": "tp pp vpp pipeline_layers sp zero dp shard_group secondary_group micro_batch_size epochs recompute "
-        "recompute_every offload compile compile_strict compile_cache async_tp deterministic "
+        "trainer": f"{' '.join(AXIS_NAMES)} vpp pipeline_layers sp zero shard_group secondary_group micro_batch_size "
+        "epochs recompute recompute_every offload compile compile_strict compile_cache async_tp deterministic "
         "skip_nonfinite_steps hang_timeout_seconds profile max_restarts val_every_steps",
         "optim": "warmup_ratio",
         "finetune": "adapter",

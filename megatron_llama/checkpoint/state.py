@@ -16,6 +16,7 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.optim.blockwise import BlockwiseState, Levels
 from megatron_llama.optim.onebit_adam import OneBitAdam
 from megatron_llama.parallel import Shard
+from megatron_llama.topology import AXES
 
 SCALE = ".scale"
 """In the name of the scales of an 8-bit state, behind the state's own."""
@@ -89,8 +90,9 @@ def own_errors(optimizer: Optimizer, rank: int) -> dict[str, Rectangles]:
     layout loads it, by its name and shape: for others the errors begin at zero, as DeepSpeed's do at every start."""
     if not isinstance(optimizer.inner, OneBitAdam):
         return {}
-    trainer, errors = optimizer.model.plan.config.trainer, optimizer.inner.errors()
-    layout = f"tp{trainer.tp}_pp{trainer.pp}_vpp{trainer.vpp}"
+    plan, errors = optimizer.model.plan, optimizer.inner.errors()
+    sizes = [f"{axis.name}{plan.grid.sizes[axis.name]}" for axis in AXES if not axis.same_weights]
+    layout = "_".join([*sizes, f"vpp{plan.config.trainer.vpp}"])
     return {f"onebit_errors.{layout}.rank_{rank:05d}": Rectangles(tuple(errors.shape), [((0,), errors)])}
 
 

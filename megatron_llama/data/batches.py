@@ -89,8 +89,8 @@ class Batches:
         if self.pin_memory:  # for a device with an index; a new thread would take memory of the first one
             torch.accelerator.set_device_index(self.device)
         size = self.plan.config.trainer.micro_batch_size
-        first = consumed_samples + self.topology.dp_rank * size
-        starts = range(first, self.following(consumed_samples), self.topology.dp * size)
+        first = consumed_samples + self.topology.place["dp"] * size
+        starts = range(first, self.following(consumed_samples), self.topology.grid.divisor("samples") * size)
         cut, kept = self._cut_at(consumed_samples), self._kept(consumed_samples)
         return [self._micro_batch(range(start, start + size), cut, kept) for start in starts]
 
@@ -131,11 +131,11 @@ class Batches:
         """The ``kept`` tokens of each sample that each of this rank's layers sees, of those that don't see all."""
         assert self.random_ltd is not None
         topology, length = self.topology, self.plan.config.data.length
-        stages = range(topology.pp_rank, topology.pp * topology.vpp, topology.pp)
-        own = [layer for stage in stages for layer in self.plan.stage_layers[stage]]
-        layers = [layer for layer in own if layer in self.random_ltd.layers]
+        local = [layer for stage in topology.chunks() for layer in self.plan.stage_layers[stage]]
+        layers = [layer for layer in local if layer in self.random_ltd.layers]
         drawn = draw(self.plan.config.trainer.seed, samples, layers, kept, length)
-        return subsets(drawn, layers, length, documents, (topology.tp_rank, topology.tp) if self.plan.sp else (0, 1))
+        part = (topology.place["tp"], topology.sizes["tp"]) if self.plan.sp else (0, 1)
+        return subsets(drawn, layers, length, documents, part)
 
     def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
         rows = [sample[key] for sample in samples]

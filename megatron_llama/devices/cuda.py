@@ -94,7 +94,7 @@ class Cuda(Device):
 
     def environment(self, plan: Plan) -> dict[str, str]:
         variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}
-        if plan.config.trainer.tp > 1 and plan.dp == 1 and not plan.config.trainer.compile:
+        if plan.config.trainer.tp > 1 and plan.data_ranks == 1 and not plan.config.trainer.compile:
             # megatron-core's linears overlap communication by the order in which kernels are launched, which one
             # queue keeps. It would also put fully_shard's collectives in line with the products that they should run
             # beside, so with data parallelism the default stands; and compiled blocks don't use those linears.

@@ -33,13 +33,11 @@ class PairTransfers:
     def __init__(self, topology: Topology) -> None:
         """A collective: torch needs every rank of the world to take part in making a group."""
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
-        ranks_per_stage = topology.tp * topology.dp
         # Interleaved schedules wrap around: the last stage sends to the first, which has the next chunk of layers.
-        pairs = topology.pp if topology.vpp > 1 else topology.pp - 1
-        for column in range(ranks_per_stage):
-            for stage in range(pairs):
-                first = column + stage * ranks_per_stage
-                second = column + (stage + 1) % topology.pp * ranks_per_stage
+        pairs = topology.sizes["pp"] if topology.vpp > 1 else topology.sizes["pp"] - 1
+        for column in range(topology.grid.stride("pp")):  # the ranks of the first stage
+            stages = topology.grid.ranks(column, "pp")
+            for first, second in list(zip(stages, stages[1:] + stages[:1], strict=True))[:pairs]:
                 for kind in ("activations", "gradients"):
                     group = dist.new_group(sorted((first, second)))
                     if topology.rank in (first, second):

@@ -12,6 +12,7 @@ from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, g
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.system.files import read_whole
+from megatron_llama.topology import Grid
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     launch.hosts. On a CPU, which has no count of devices, tp * pp * dp decides. Raises ConfigError for a hostfile that
     can't be used.
     """
-    block = max(1, config.trainer.tp) * max(1, config.trainer.pp)
-    wanted = block * max(1, config.trainer.dp or 1)
+    grid = Grid.of(config.trainer)
+    block, wanted = grid.block, grid.world_size
     about_others = config.trainer.dp is not None or config.device.name not in ("auto", "cpu")
     if config.dry_run and context is None and about_others:
         # About devices that need not be here: asking for them would take seconds and say nothing.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from megatron.core import parallel_state
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -218,7 +217,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         assert optim.freeze_step is not None, "a plan has one"
         inner = OneBitAdam(
             groups,
-            parallel_state.get_data_parallel_group(),
+            model.groups["dp"],
             lr=optim.lr,
             betas=(beta1, beta2),
             eps=optim.eps,

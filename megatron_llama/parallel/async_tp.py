@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 import torch._inductor.config as inductor
-from megatron.core import parallel_state
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from megatron_llama.devices import Device
+from megatron_llama.parallel.groups import current_groups
 
 _COLLECTIVES = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
 
@@ -61,7 +61,7 @@ def overlap_products(device: Device) -> OverlapCount:
     """Turns it on for all graphs that this process compiles from now on. A collective of the tensor-parallel ranks.
 
     Raises ConfigError where the devices can't do it."""
-    device.enable_async_tp(parallel_state.get_tensor_model_parallel_group())
+    device.enable_async_tp(current_groups()["tp"])
     count = OverlapCount()
     inductor.post_grad_custom_post_pass = count
     return count

@@ -37,10 +37,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.parallel.exchange import Hops, exchange_less
+from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.working_copies import WorkingCopies, copies_of
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import SHARDS
-from megatron_llama.topology import Topology
+from megatron_llama.topology import AXES, Topology
 
 
 class DataGroups(NamedTuple):
@@ -56,16 +57,26 @@ class DataGroups(NamedTuple):
     """The ranks among which the backward pass gathers weights, if it has ranks of its own."""
 
 
-def data_groups(topology: Topology, device_type: str, plan: Plan) -> DataGroups:
-    """This rank's data-parallel groups. A collective over all ranks."""
-    trainer, replicas = plan.config.trainer, topology.dp // topology.shard_size
-    shape = (topology.pp, replicas, topology.shard_size, topology.tp)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups) -> DataGroups:
+    """This rank's data-parallel groups, which are added to ``groups``. A collective over all ranks."""
+    trainer, size = plan.config.trainer, topology.shard_size
+    replicas = topology.grid.product(*topology.grid.same_weights) // size
 
-    def split(size: int) -> Hops:
-        shape = (topology.pp, replicas, topology.shard_size // size, size, topology.tp)
-        parts = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "across", "inside", "tp"))
+    def cut(**parts: int) -> DeviceMesh:
+        """A mesh of all ranks. ``parts``, the slowest first, are in place of the axes with the same weights."""
+        shape: dict[str, int] = {}
+        for axis in reversed(AXES):
+            shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}
+        mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        for part in parts:
+            groups.add("dp", mesh.get_group(part))
+        return mesh
+
+    def split(inside: int) -> Hops:
+        parts = cut(replicate=replicas, across=size // inside, inside=inside)
         return Hops(parts.get_group("inside"), parts.get_group("across"))
+
+    mesh = cut(replicate=replicas, shard=size)
 
     secondary = split(trainer.secondary_group).inside if trainer.secondary_group else None
     hops = split(trainer.reduce_group) if trainer.reduce_group else None
@@ -137,7 +148,7 @@ def _sum_gradients(chunk: Llama, plan: Plan) -> None:
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue
-        if plan.dp == 1:
+        if plan.data_ranks == 1:
             module.set_custom_reduce_scatter(_NoReduction())  # type: ignore[arg-type]  # its base class is private
             continue
         # Sum, not mean: the loss is already divided by the tokens of the global batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -18,12 +19,63 @@ from megatron_llama.devices.mcore import route
 from megatron_llama.plan import Plan
 from megatron_llama.system.attempt import ATTEMPT
 from megatron_llama.system.phase import PATIENT
-from megatron_llama.topology import Topology
+from megatron_llama.topology import AXES, Topology
+
+
+class Groups:
+    """A rank's process groups: ``groups["tp"]`` has the ranks that differ from this one only along tp."""
+
+    def __init__(self, topology: Topology) -> None:
+        """megatron-core's groups, which exist already."""
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._axes: dict[str, str] = {}
+        for axis in AXES:
+            group = getattr(parallel_state, f"get_{axis.mcore}_group")()
+            # In another order gradients would be reduced over ranks that have other weights.
+            expected = topology.grid.ranks(topology.rank, axis.name)
+            assert dist.get_process_group_ranks(group) == expected, f"megatron-core orders {axis.name} in another way"
+            self._groups[axis.name] = self.add(axis.name, group)
+        self.embedding: dist.ProcessGroup | None = parallel_state.get_embedding_group(check_initialized=False)
+        """The first and the last pipeline stage, which share tied embeddings; None on other stages."""
+        if self.embedding is not None:
+            self.add("pp", self.embedding)
+
+    def __getitem__(self, axis: str) -> dist.ProcessGroup:
+        return self._groups[axis]
+
+    def add(self, axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Counts a further group among the groups of ``axis``, and returns it."""
+        self._axes[group.group_name] = axis
+        return group
+
+    def axis_of(self, group: dist.ProcessGroup) -> str | None:
+        """The axis that ``group`` was added to."""
+        return self._axes.get(group.group_name)
+
+
+_current: Groups | None = None
+
+
+def current_groups() -> Groups:
+    """The groups of this process, inside ``process_groups``."""
+    assert _current is not None, "process_groups creates them"
+    return _current
+
+
+def axis_of(group: dist.ProcessGroup) -> str | None:
+    """The axis of a collective that starts in ``group``: tp, ..., or world; None for a group of no axis."""
+    world = dist.group.WORLD
+    if world is None or group.group_name != world.group_name:
+        return None if _current is None else _current.axis_of(group)
+    # Where all ranks are data-parallel ones, fully_shard uses the world's group.
+    callers = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_stack(None))
+    return "dp" if any(name.startswith("torch.distributed.fsdp") for name in callers) else "world"
 
 
 @contextmanager
-def process_groups(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> Iterator[None]:
+def process_groups(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> Iterator[Groups]:
     """Process groups that exist inside the context. MASTER_ADDR and MASTER_PORT tell how to reach the other ranks."""
+    global _current
     route(torch_device)
     trainer = plan.config.trainer
     if not dist.is_initialized():
@@ -33,20 +85,17 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
         store = dist.PrefixStore(os.environ.get(ATTEMPT, "0"), store)
         dist.init_process_group(device.backend, rank=rank, world_size=size, timeout=timeout, store=store)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=trainer.tp,
-        pipeline_model_parallel_size=trainer.pp,
+        **{f"{axis.mcore}_size": topology.sizes[axis.name] for axis in AXES if not axis.is_derived},
         virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
         create_gloo_process_groups=False,
     )
     _rename(parallel_state.get_tensor_model_parallel_group(), "tensor-parallel")
-    # If megatron-core ordered the grid differently, gradients would be reduced over ranks that hold other weights.
-    assert parallel_state.get_tensor_model_parallel_rank() == topology.tp_rank
-    assert parallel_state.get_data_parallel_rank() == topology.dp_rank
-    assert parallel_state.get_pipeline_model_parallel_rank() == topology.pp_rank
+    _current = Groups(topology)
     try:
-        with device.pipeline_transfers(topology) if trainer.pp > 1 else nullcontext():
-            yield
+        with device.pipeline_transfers(topology) if topology.sizes["pp"] > 1 else nullcontext():
+            yield _current
     finally:
+        _current = None
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

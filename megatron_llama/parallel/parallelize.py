@@ -28,7 +28,8 @@ from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.data import DataGroups, allocate, data_groups, shard_chunk
+from megatron_llama.parallel.data import allocate, data_groups, shard_chunk
+from megatron_llama.parallel.groups import Groups, current_groups
 from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
@@ -46,7 +47,7 @@ class ParallelModel:
     chunks: list[Llama]
     shards: list[Shard]
     device: torch.device
-    data_groups: DataGroups = field(repr=False)
+    groups: Groups = field(repr=False)
     replicated: ReplicatedGradients = field(repr=False)
     compiler: Compiler | None = None
     """Compiles the blocks and records their graphs; None without compilation."""
@@ -81,7 +82,8 @@ class ParallelModel:
             found = run_schedule(self.chunks, self.plan, microbatches, total, train)
         if train:
             self.replicated.reduce(self.shards)
-        found = found / self.plan.config.trainer.tp  # all tensor-parallel ranks of the last stage have the same value
+        # All tensor-parallel ranks of the last stage have the same value.
+        found = found / self.plan.grid.product(*(name for name in self.plan.grid.same_tokens if name != "pp"))
         dist.all_reduce(found)
         if self.compiler is not None:
             self.compiler.batch_done()
@@ -105,7 +107,7 @@ class ParallelModel:
         counts = torch.cat((with_loss[None], sizes))
         dist.all_reduce(counts)
         # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches.
-        return Counts(*(counts // (self.plan.config.trainer.tp * self.plan.config.trainer.pp)).unbind())
+        return Counts(*(counts // self.plan.grid.product(*self.plan.grid.same_tokens)).unbind())
 
 
 def build_model(
@@ -116,10 +118,10 @@ def build_model(
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
     mcore = mcore_config(plan)
-    groups = data_groups(topology, torch_device.type, plan)
-    stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
+    groups = current_groups()
+    exchange = data_groups(topology, torch_device.type, plan, groups)
     chunks = []
-    for stage in range(topology.pp_rank, stages, topology.pp):
+    for stage in topology.chunks():
         with torch.device("meta"):
             chunk = Llama(
                 plan.model,
@@ -133,7 +135,7 @@ def build_model(
                 ),
                 compiled=compiler is not None,
                 is_first=stage == 0,
-                is_last=stage == stages - 1,
+                is_last=stage == len(plan.stage_layers) - 1,
             )
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan)
@@ -144,16 +146,19 @@ def build_model(
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
             if chunk.is_last and device.compile_backend() == INDUCTOR:
                 chunk.lm_head.passes = fused(compiler.compile)
-        shard_chunk(chunk, groups, plan)
+        shard_chunk(chunk, exchange, plan)
         allocate(chunk, torch_device, plan)
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
         # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the
         # same activations, must drop the same ones.
-        torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
+        others = [name for name in topology.sizes if name != "tp"]
+        place = topology.rank if plan.sp else topology.grid.index(topology.rank, *others)
+        torch.manual_seed(trainer.seed + place)
     shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
     init_weights(shards, plan)
-    return ParallelModel(plan, chunks, shards, torch_device, groups, ReplicatedGradients(plan, topology), compiler)
+    replicated = ReplicatedGradients(plan, topology, groups)
+    return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compiler)
 
 
 @torch.no_grad()

@@ -85,7 +85,7 @@ def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
     for name, parameter in chunk.named_parameters():
         if copies is not None:
             parameter = copies.master_of.get(parameter, parameter)
-        tp = TensorParallel(topology.tp_rank, topology.tp)
+        tp = TensorParallel(topology.place["tp"], topology.sizes["tp"])
         parts = pieces(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
         start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)
         assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard kept other rows than expected"

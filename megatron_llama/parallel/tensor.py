@@ -18,9 +18,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_llama.arch.shapes import KV_HEADS, REPLICATED_UNDER_SP, kv_copies
+from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
@@ -29,13 +29,13 @@ from megatron_llama.topology import Topology
 class ReplicatedGradients:
     """Sums the gradients of weights that are replicated over tensor- or pipeline-parallel ranks."""
 
-    def __init__(self, plan: Plan, topology: Topology) -> None:
-        self.sequence_parallel = plan.sp
-        self.tied = plan.model.tie_word_embeddings and topology.pp > 1
+    def __init__(self, plan: Plan, topology: Topology, groups: Groups) -> None:
+        self.groups, self.sequence_parallel = groups, plan.sp
+        self.tied = plan.model.tie_word_embeddings and topology.sizes["pp"] > 1
         # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides it. A
         # collective, as torch makes groups on all ranks.
-        copies = kv_copies(plan.model, topology.tp)
-        self.kv_group = dist.new_subgroups(copies)[0] if copies > 1 else None
+        copies = kv_copies(plan.model, topology.sizes["tp"])
+        self.kv_group = groups.add("tp", dist.new_subgroups(copies)[0]) if copies > 1 else None
 
     def reduce(self, shards: Iterable[Shard]) -> None:
         """Sums in place, with one all-reduce per group. A collective: all ranks of a group pass the same parameters."""
@@ -45,14 +45,15 @@ class ReplicatedGradients:
                 continue
             name = shard.name.removesuffix(".weight")
             if self.sequence_parallel and name.endswith(REPLICATED_UNDER_SP):
-                by_group[parallel_state.get_tensor_model_parallel_group()].append(shard.widened_grad())
+                by_group[self.groups["tp"]].append(shard.widened_grad())
             elif self.kv_group is not None and name.endswith(KV_HEADS):
                 kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
                 if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
                     grad = shard.widened_grad()
                     by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
             elif self.tied and name in ("embed_tokens", "lm_head"):
-                by_group[parallel_state.get_embedding_group()].append(shard.widened_grad())
+                assert self.groups.embedding is not None, "the stage has a tied embedding"
+                by_group[self.groups.embedding].append(shard.widened_grad())
         for group, grads in by_group.items():
             _sum_together(grads, group)
 

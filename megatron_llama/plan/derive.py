@@ -19,6 +19,7 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.stage_split import head_in_layers, split_layers, uneven_layers
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.units import plural
+from megatron_llama.topology import Grid
 
 COSINE = {
     "_target_": "megatron_llama.optim.schedules.CosineAnnealing",
@@ -44,10 +45,11 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     if data.cache_dir is None and data.prefixes and not data.mock:
         first = weights_and_paths(data.prefixes)[1][0]
         data.cache_dir = os.path.join(os.path.dirname(first), "index_cache")
-    tp, pp, dp = trainer.tp, trainer.pp, world_size // (trainer.tp * trainer.pp)
-    trainer.dp, trainer.shard_group = dp, trainer.shard_group or dp
+    grid = Grid.of(trainer).with_world(world_size)
+    tp, pp, dp, data_ranks = trainer.tp, trainer.pp, grid.sizes["dp"], grid.product(*grid.same_weights)
+    trainer.dp, trainer.shard_group = dp, trainer.shard_group or data_ranks
     trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache or user_cache("compile")))
-    num_microbatches = trainer.global_batch_size // (trainer.micro_batch_size * dp)
+    num_microbatches = grid.share("samples", trainer.global_batch_size) // trainer.micro_batch_size
     if trainer.pipeline_layers is None and (uneven := uneven_layers(config, num_microbatches)):
         trainer.pipeline_layers = uneven
         work = f"{head_in_layers(config):.1f} layers"
@@ -56,7 +58,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:
         finetune.frozen_dtype = PRECISIONS[str(trainer.precision)].compute_format
-    if trainer.grad_reduce and dp == 1:
+    if trainer.grad_reduce and data_ranks == 1:
         notes.append(f"trainer.grad_reduce={trainer.grad_reduce} does nothing with one data-parallel rank")
         trainer.grad_reduce = trainer.reduce_group = None
     if trainer.param_gather and trainer.shard_group == 1:
@@ -64,11 +66,11 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         trainer.param_gather = None
     if trainer.sp and tp == 1:
         notes.append("trainer.sp=true does nothing at trainer.tp=1, so it is off")
-    elif trainer.sp is None and data.length % tp:
+    elif trainer.sp is None and data.length % grid.divisor("activations"):
         notes.append(f"sequence parallelism is off: data.seq_length={data.length} does not divide by trainer.tp={tp}")
     data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
     # A rule has refused an explicit true where the sequence does not divide.
-    trainer.sp = trainer.sp is not False and tp > 1 and data.length % tp == 0
+    trainer.sp = trainer.sp is not False and tp > 1 and data.length % grid.divisor("activations") == 0
     if data.kind != "sft" or data.mock:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:

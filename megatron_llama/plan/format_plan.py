@@ -15,6 +15,7 @@ from megatron_llama.plan.curriculum_steps import lengths
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.units import gib, plural, short_count
+from megatron_llama.topology import chunks_of
 
 WIDTH = 96
 LABEL = 14
@@ -49,13 +50,19 @@ def _recompute(trainer: TrainerConfig) -> str:
 def layout_lines(plan: Plan) -> Iterator[str]:
     """The layout and the batch in two lines, for tools that print numbers of their own below."""
     trainer = plan.config.trainer
-    grid = f"pp {trainer.pp}" + (f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "")
-    shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.dp else ""
-    yield f"{plan.model.name}: {grid} x dp {plan.dp} x tp {trainer.tp}{' + sp' if plan.sp else ''} = {plan.world_size}"
+    virtual, sequence = f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "", " + sp" if plan.sp else ""
+    shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.data_ranks else ""
+    yield f"{plan.model.name}: {_product(plan, 'x', pp=virtual, tp=sequence)} = {plan.world_size}"
     yield (
         f"zero {trainer.zero}{shard}, {trainer.precision}, {_recompute(trainer)}, "
         f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.length:,} tokens"
     )
+
+
+def _product(plan: Plan, sign: str, **remarks: str) -> str:
+    """The sizes of all axes, the slowest first, each with its remark."""
+    sizes = reversed(plan.grid.sizes.items())
+    return f" {sign} ".join(f"{name} {size}{remarks.get(name, '')}" for name, size in sizes)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -105,9 +112,13 @@ def _lora(plan: Plan) -> Iterator[str]:
 def _grid(plan: Plan) -> Iterator[str]:
     trainer = plan.config.trainer
     virtual = f", {trainer.vpp} virtual stages on each rank" if trainer.vpp > 1 else ""
-    yield _line("rank grid", f"pp {trainer.pp} × dp {plan.dp} × tp {trainer.tp} = {plan.world_size}{virtual}")
-    if plan.world_size > max(trainer.tp, trainer.pp, plan.dp):
-        yield _line("", f"rank = (pp · {plan.dp} + dp) · {trainer.tp} + tp")
+    yield _line("rank grid", f"{_product(plan, '×')} = {plan.world_size}{virtual}")
+    if plan.world_size > max(plan.grid.sizes.values()):
+        formula, *others = reversed(plan.grid.sizes)
+        for name in others:
+            formula = f"({formula})" if "+" in formula else formula
+            formula += f" · {plan.grid.sizes[name]} + {name}"
+        yield _line("", f"rank = {formula}")
 
 
 def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
@@ -133,18 +144,19 @@ def _aligned(rows: list[list[str]], left: int) -> list[str]:
 
 def _cells(plan: Plan, memory: list[Footprint], columns: int) -> list[list[str]]:
     """The table's text, with at most ``columns`` data-parallel replicas."""
-    pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
-    replicas = _some(plan.dp, columns)
+    grid = plan.grid
+    pp, inner = grid.sizes["pp"], [name for name in grid.sizes if name not in ("dp", "pp")]
+    replicas = _some(grid.sizes["dp"], columns)
     header = ["stage", "layers", "parameters", "memory", *(f"dp {d}" if d is not None else "…" for d in replicas)]
     rows = [header]
     for stage in _some(pp, MOST_ROWS):
         if stage is None:
             rows.append(["…"] + [""] * (len(header) - 1))
             continue
-        chunks = plan.stage_layers[stage::pp]
+        chunks = [plan.stage_layers[chunk] for chunk in chunks_of(stage, pp, plan.config.trainer.vpp)]
         layers = f"{sum(map(len, chunks)):>3}  " + " + ".join(map(_span, chunks))
-        firsts = [(stage * plan.dp + replica) * tp if replica is not None else None for replica in replicas]
-        ranks = ["…" if first is None else _span(range(first, first + tp)) for first in firsts]
+        firsts = [None if replica is None else grid.rank(pp=stage, dp=replica) for replica in replicas]
+        ranks = ["…" if first is None else _span(grid.ranks(first, *inner)) for first in firsts]
         rows.append([f"pp {stage}", layers, short_count(plan.stages[stage].held), gib(memory[stage].total), *ranks])
     return rows
 
@@ -270,9 +282,10 @@ def _readings(plan: Plan) -> list[str]:
 
 def _sharding(plan: Plan) -> str:
     zero = plan.config.trainer.zero
-    if zero == 0 or plan.dp == 1:
+    if zero == 0 or plan.data_ranks == 1:
         return f"zero {zero}: nothing" + (" to share at dp 1" if zero else "")
-    groups = f", {plan.dp // plan.shard_size} copies" if plan.shard_size < plan.dp else ""
+    copies = plan.data_ranks // plan.shard_size
+    groups = f", {copies} copies" if copies > 1 else ""
     return f"zero {zero}: {SHARDED[zero]} over {plan.shard_size} ranks{groups}"
 
 

@@ -18,6 +18,7 @@ from megatron_llama.config.settings import COMPILERS, INDUCTOR, TrainerConfig
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.stage_split import spread
 from megatron_llama.plan.storage import SHARDS
+from megatron_llama.topology import AXIS_NAMES
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Job:
     @property
     def ranks(self) -> int:
         """Processes."""
-        return self.tp * self.pp * self.cp * self.dp
+        return math.prod(getattr(self, name) for name in {*AXIS_NAMES, "cp"})
 
     @property
     def global_batch(self) -> int:
@@ -317,6 +318,7 @@ def job_of_plan(plan: Plan) -> Job:
         tp=trainer.tp,
         pp=trainer.pp,
         vpp=trainer.vpp,
+        cp=plan.grid.divisor("tokens"),
         dp=plan.dp,
         sp=plan.sp,
         zero=trainer.zero if plan.storage.kind == SHARDS else 0,  # nothing is gathered

@@ -119,7 +119,7 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
         working -= min(working, gradients)
     states = optimizer_bytes(plan, stage, plan.shard_size)
     if plan.exchanges_signs:  # the errors of the rank that averages
-        states += BYTES[precision.optimizer_state_dtype] * -(-shard // plan.dp)
+        states += BYTES[precision.optimizer_state_dtype] * -(-shard // plan.data_ranks)
     return States(kept + working, gradients, states)
 
 

@@ -13,6 +13,7 @@ from megatron_llama.corpus.epochs import Reading
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.storage import COPIES, Storage
 from megatron_llama.plan.token_schedule import TokenSchedule
+from megatron_llama.topology import Divided, Grid, Topology
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,27 @@ class Plan:
         return self.config.model
 
     @property
+    def grid(self) -> Grid:
+        """All ranks, numbered along the parallel axes."""
+        return Grid.of(self.config.trainer)
+
+    def topology(self, rank: int) -> Topology:
+        """The place of ``rank`` in the grid. Raises ValueError for a rank outside the world."""
+        topology = Topology(self.grid, rank, self.config.trainer.vpp, self.shard_size)
+        assert topology.place, "ranks have a position"
+        return topology
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with the same weights: they sum their gradients, and ZeRO shards over them."""
+        return self.grid.product(*self.grid.same_weights)
+
+    @property
+    def stream(self) -> Divided:
+        """The kind of division of a sequence between the matrices, for ``grid.share``."""
+        return "activations" if self.sp else "tokens"
+
+    @property
     def run_dir(self) -> Path:
         """The run's folder."""
         assert self.config.run.dir is not None, "the starter sets it before a rank starts"
@@ -82,7 +104,7 @@ class Plan:
     @property
     def shard_size(self) -> int:
         """Data-parallel ranks that share one copy of what is sharded; 1 where zero=0."""
-        return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.dp)
+        return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.data_ranks)
 
     @property
     def exchanges_signs(self) -> bool:
@@ -94,7 +116,7 @@ class Plan:
         """How a rank stores parameters and gradients."""
         return Storage.of(
             self.config,
-            self.dp,
+            self.data_ranks,
             self.num_microbatches,
             frozen_dtype=self.frozen_dtype,
             sums_gradients=self.exchanges_signs,

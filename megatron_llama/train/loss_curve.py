@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.plan import Plan
+from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.metrics_file import METRICS_FILE, own_records
 from megatron_llama.train.smoothing import moving_average
 
@@ -33,9 +34,10 @@ def describe(plan: Plan) -> str:
     trainer = plan.config.trainer
     count = plan.parameters
     size = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-    axes = [f"{name}{value}" for name, value in (("tp", trainer.tp), ("pp", trainer.pp), ("dp", plan.dp)) if value > 1]
+    sizes = plan.grid.sizes
+    axes = [f"{name}{sizes[name]}" for name in AXIS_NAMES if sizes[name] > 1]
     layout = "·".join(axes) or "one rank"
-    if plan.dp > 1:
+    if plan.data_ranks > 1:
         layout += f" zero{trainer.zero}"
     ranks = f"{plan.world_size} × {plan.config.device.name}"
     return f"{size} parameters  |  {layout}  |  {trainer.precision} on {ranks}  |  {plan.config.data.name}"

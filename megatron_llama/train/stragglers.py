@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from megatron_llama.devices import Device
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.train.metrics import MetricsLogger
@@ -89,8 +88,7 @@ class StragglerWatch:
 
     def __init__(self, plan: Plan, device: Device, model: ParallelModel) -> None:
         self._device, self._model, self._world = device, model, plan.world_size
-        block = plan.world_size // plan.config.trainer.pp  # pp varies slowest (topology.py)
-        self._stragglers = Stragglers([rank // block for rank in range(plan.world_size)])
+        self._stragglers = Stragglers([plan.grid.at(rank)["pp"] for rank in range(plan.world_size)])
         self._waits: list[tuple[Any, Any]] = []
         self._window: list[float] = []
 
@@ -101,7 +99,7 @@ class StragglerWatch:
             yield
             return
         # Inside compiled blocks only a profiled step looks, which is slower.
-        with watching_waits(self._waiting, axes_of(self._model), compiled=False):
+        with watching_waits(self._waiting, compiled=False):
             yield
 
     @contextmanager

@@ -7,7 +7,7 @@ there is one only where it is asked for, in profiled steps, as it costs some mic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.parallel.axes import axis_of
+from megatron_llama.parallel.groups import axis_of
+from megatron_llama.topology import AXIS_NAMES
 
 # torch has more than one name for some of them; which ones exist depends on its version.
 _METHODS = {
@@ -45,7 +46,7 @@ _OPERATORS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_out": "reduce_scatter",
 }
-AXES = ("tp", "pp", "dp", "world")
+AXES = (*AXIS_NAMES, "world")
 DATA = "data"
 """The wait for samples."""
 WAITED = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
@@ -57,8 +58,8 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 @contextmanager
-def watching_waits(waiting: Waiting, axes: Mapping[str, str], *, compiled: bool) -> Iterator[None]:
-    """Enters ``waiting`` around each wait. ``axes``: see ``parallel.axes.axes_of``."""
+def watching_waits(waiting: Waiting, *, compiled: bool) -> Iterator[None]:
+    """Enters ``waiting`` around each wait."""
     started: WeakKeyDictionary[dist.Work, str] = WeakKeyDictionary()
     wait, waits = dist.Work.wait, False
 
@@ -85,11 +86,11 @@ def watching_waits(waiting: Waiting, axes: Mapping[str, str], *, compiled: bool)
     with ExitStack() as stack:
         for group in (dist.ProcessGroup, *dist.ProcessGroup.__subclasses__()):
             for method in _METHODS.keys() & vars(group).keys():
-                starting = _starting(getattr(group, method), method, once, started, axes)
+                starting = _starting(getattr(group, method), method, once, started)
                 stack.enter_context(patch.object(group, method, starting))
         stack.enter_context(patch.object(dist.Work, "wait", waited))
         if compiled:
-            stack.enter_context(_Operators(once, axes))
+            stack.enter_context(_Operators(once))
         yield
 
 
@@ -98,12 +99,11 @@ def _starting(
     method: str,
     waiting: Waiting,
     started: WeakKeyDictionary[dist.Work, str],
-    axes: Mapping[str, str],
 ) -> Callable[..., dist.Work]:
     def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
         if group.size() == 1:
             return original(group, *args, **kwargs)
-        name = _name(_METHODS[method], group, axes)
+        name = _name(_METHODS[method], group)
         with waiting(name):  # groups that share memory are done when it returns
             work = original(group, *args, **kwargs)
         if work is not None:
@@ -116,10 +116,10 @@ def _starting(
     return start
 
 
-def _name(kind: str, group: dist.ProcessGroup, axes: Mapping[str, str]) -> str:
+def _name(kind: str, group: dist.ProcessGroup) -> str:
     # megatron-core uses the world's group for one direction between two stages. Devices without send and recv have
     # groups of their own for the same purpose (devices/pair_transfers.py).
-    axis = "pp" if kind in ("send", "recv") else axis_of(group, axes) or "pp"
+    axis = "pp" if kind in ("send", "recv") else axis_of(group) or "pp"
     return f"{axis} {kind}"
 
 
@@ -133,9 +133,9 @@ class _Operators(TorchDispatchMode):
         """Keeps compiled blocks compiled under this mode; by default a mode disables them."""
         return True
 
-    def __init__(self, waiting: Waiting, axes: Mapping[str, str]) -> None:
+    def __init__(self, waiting: Waiting) -> None:
         super().__init__()
-        self._waiting, self._axes = waiting, axes
+        self._waiting = waiting
         self._started: dict[int, str] = {}  # by the result's data
 
     def __torch_dispatch__(
@@ -152,7 +152,7 @@ class _Operators(TorchDispatchMode):
         group = next(value for value in reversed(args) if isinstance(value, str | dist.ProcessGroup))
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-        name = _name(kind, group, self._axes)
+        name = _name(kind, group)
         with self._waiting(name):
             out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):

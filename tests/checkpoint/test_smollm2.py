@@ -84,7 +84,7 @@ def _answer(rank: int, plan: Plan, prompt: list[int], end: int) -> list[int]:
             best = torch.full((2,), -1e30)
             if logits is not None:
                 value, index = logits[len(ids) - 1, 0].max(dim=0)
-                best = torch.stack([value, index.float() + topology.tp_rank * logits.shape[-1]])
+                best = torch.stack([value, index.float() + topology.place["tp"] * logits.shape[-1]])
             everyones = [torch.empty(2) for _ in range(plan.world_size)]
             torch.distributed.all_gather(everyones, best)
             chosen = int(max(everyones, key=lambda pair: pair[0].item())[1])

@@ -62,7 +62,7 @@ def test_a_step_is_its_samples_each_once(layout: dict[str, int], step: int) -> N
 def test_ranks_of_one_data_parallel_place_see_the_same() -> None:
     everyones = batches_of_all_ranks({"tp": 2, "pp": 2, "dp": 2, "micro": 3})
     for place in (0, 1):
-        same = [b.at(48) for b in everyones if b.topology.dp_rank == place]
+        same = [b.at(48) for b in everyones if b.topology.place["dp"] == place]
         assert len(same) == 4
         for others in same[1:]:
             assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(same[0], others, strict=True))

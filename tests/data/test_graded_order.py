@@ -165,7 +165,7 @@ def test_batches_are_the_same_in_every_layout(prefix: str) -> None:
             rows = []
             for rank in range(world):
                 topology = build_topology(plan, rank)
-                if topology.tp_rank == topology.pp_rank == 0:
+                if topology.place["tp"] == topology.place["pp"] == 0:
                     batches = Batches(stream_of(plan), plan, topology, CPU, plan.batches, levels=levels_of(plan))
                     for batch in batches.on_host((step - 1) * GLOBAL_BATCH):
                         assert batch.tokens.shape[1] == (8 if step < 5 else 32)

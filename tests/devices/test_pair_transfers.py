@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tests.oracle
 from megatron_llama.devices import cpu, cuda, hpu, shared_memory
 from megatron_llama.devices.pair_transfers import PairTransfers, point_to_point_works, send_recv_or_pairs
-from megatron_llama.topology import Topology
+from megatron_llama.topology import Grid, Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import TOLERANCE, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
@@ -102,7 +102,7 @@ AWKWARD = [0.0, -0.0, 1e-45, -3.0, float("inf"), float("-inf"), 3.4e38, 1 / 3]
 
 def _pass_awkward_numbers(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank 0 sends to rank 1, which sends something else back, both in one exchange."""
-    transfers = PairTransfers(Topology(rank=rank, tp=1, dp=1, pp=2, vpp=1, shard_size=1))
+    transfers = PairTransfers(Topology(Grid({"tp": 1, "dp": 1, "pp": 2}), rank))
     mine = torch.tensor(AWKWARD, dtype=dtype).flip(0) if rank else torch.tensor(AWKWARD, dtype=dtype)
     mine.requires_grad_()
     before = mine.detach().clone()
@@ -163,5 +163,5 @@ def test_the_probe(ranks: int, log: Path, tmp_path: Path) -> None:
 def test_devices_that_know_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "isend", lambda *_: pytest.fail("it was tried"))
     for module in (cpu, cuda, hpu):
-        with module.DEVICE.pipeline_transfers(Topology(rank=0, tp=1, dp=1, pp=2, vpp=1, shard_size=1)):
+        with module.DEVICE.pipeline_transfers(Topology(Grid({"tp": 1, "dp": 1, "pp": 2}), 0)):
             pass

@@ -155,7 +155,7 @@ def _sizes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
         model = build_model(plan, topology, device, CPU)
         moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())
         sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is wanted) for wanted in (True, False)]
-        return sizes[0], sizes[1], moments, topology.pp_rank
+        return sizes[0], sizes[1], moments, topology.place["pp"]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

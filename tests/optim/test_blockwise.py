@@ -169,7 +169,7 @@ def test_bytes_are_the_plans_in_every_layout() -> None:
         for more in ([], ["optim.name=sgd"], ["trainer.precision=bf16_sr"]):
             plan = make_plan(ranks, *EIGHT, *layout, *more)
             for rank, counted in enumerate(run_ranks(_bytes, ranks, plan)):
-                stage = build_topology(plan, rank).pp_rank
+                stage = plan.topology(rank).place["pp"]
                 assert counted == rank_memory(plan, plan.stages[stage]).optimizer
 
 

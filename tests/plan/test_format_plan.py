@@ -78,8 +78,8 @@ def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
     rows = [line.split() for line in format_plan(plan).splitlines() if re.match(r"  pp \d", line)]
     for rank in range(12):
         topology = build_topology(plan, rank)
-        first, last = map(int, rows[topology.pp_rank][-plan.dp :][topology.dp_rank].split("-"))
-        assert first <= rank <= last and rank - first == topology.tp_rank
+        first, last = map(int, rows[topology.place["pp"]][-plan.dp :][topology.place["dp"]].split("-"))
+        assert first <= rank <= last and rank - first == topology.place["tp"]
 
 
 def test_notes_are_shown() -> None:

@@ -17,7 +17,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
 from megatron_llama.system import phase
 from megatron_llama.system.phase import PhaseFile
-from megatron_llama.train import loop, stragglers
+from megatron_llama.train import loop, stragglers, waits
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.stragglers import WINDOW_STEPS, Stragglers, StragglerWatch
@@ -83,9 +83,7 @@ def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, 
     plan = resolve(make(**{"trainer.dp": 3, "trainer.global_batch_size": 3}), 3)
     device = get_device("cpu")
     device.mark = clock.perf_counter  # type: ignore[method-assign]
-    world = dist.group.WORLD
-    assert world is not None
-    stragglers.axes_of = lambda model: {world.group_name: "dp"}
+    waits.axis_of = lambda group: "dp"
     wait = dist.Work.wait
 
     def waiting(work: Any, *more: Any) -> Any:

@@ -18,6 +18,7 @@ from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.curriculum_steps import MOST_LEVELS, first_steps
 from megatron_llama.plan.rules.rule import reads
+from megatron_llama.topology import Grid
 
 NONE = f"{SECTION}=[]"
 
@@ -71,12 +72,11 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
             advice = f"write metric: {TRUNCATE}, or metric: length, which draws short examples first, or {NONE}"
             yield Problem(SECTION, None, rule, advice)
         lengths = metric.difficulty if metric.schedule_type == DISCRETE else [metric.difficulty_step]
-        is_split = trainer.sp is not False and data.length % trainer.tp == 0  # where null is derived to be on
-        if is_split and any(length % trainer.tp for length in lengths):
-            rule = (
-                f"with sequence parallelism lengths must divide by tp={trainer.tp}, and those of {shown(lengths)} don't"
-            )
-            step = -(-metric.difficulty_step // trainer.tp) * trainer.tp
+        parts = Grid.of(trainer).divisor("activations")
+        is_split = trainer.sp is not False and data.length % parts == 0  # where null is derived to be on
+        if is_split and any(length % parts for length in lengths):
+            rule = f"with sequence parallelism lengths must divide by tp={parts}, and those of {shown(lengths)} don't"
+            step = -(-metric.difficulty_step // parts) * parts
             name = "lengths that divide" if metric.schedule_type == DISCRETE else f"difficulty_step: {step}"
             yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.sp=false")
 

@@ -13,52 +13,67 @@ from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.plan.stage_split import fault_of, spread
+from megatron_llama.topology import AXES, Grid
+
+BLOCK = tuple(axis.name for axis in AXES if not axis.is_derived)
+"""The axes whose sizes are given; the world is whole blocks of them."""
+BLOCK_SETTINGS = tuple(f"trainer.{name}" for name in BLOCK)
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
     """Every tensor-parallel size that this model, and this number of devices at this pp, allow."""
     model, trainer = config.model, config.trainer
+    grid = Grid.of(trainer)
     # On a CPU and in a dry run, the world is tp * pp * dp, so another tp changes it.
-    follows = world_size == trainer.tp * trainer.pp * (trainer.dp or 1)
+    follows = world_size == grid.world_size
     return [
         tp
         for tp in range(1, model.num_attention_heads + 1)
-        if (follows or world_size % (tp * trainer.pp) == 0)
+        if (follows or world_size % grid.resized(tp=tp).block == 0)
         and can_cut(model, tp)
-        and not (trainer.sp and config.data.length % tp)
+        and not (trainer.sp and config.data.length % grid.resized(tp=tp).divisor("activations"))
     ]
 
 
-def data_parallel(config: Config, world_size: int) -> int | None:
-    """world / (tp * pp), or None where that is no whole number."""
-    block = config.trainer.tp * config.trainer.pp
-    return world_size // block if world_size % block == 0 else None
+def grid_in(config: Config, world_size: int) -> Grid | None:
+    """The grid of a world of whole blocks, or None for another world."""
+    grid = Grid.of(config.trainer)
+    return grid.with_world(world_size) if world_size % grid.block == 0 else None
 
 
-@reads("trainer.tp", "trainer.pp")
+def data_ranks(config: Config, world_size: int) -> int | None:
+    """Ranks that have the same weights, or None where the world is not whole blocks."""
+    grid = grid_in(config, world_size)
+    return None if grid is None else grid.product(*grid.same_weights)
+
+
+@reads(*BLOCK_SETTINGS)
 def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
     """tp * pp ranks hold one copy of the model, and the world is whole copies."""
-    tp, pp = config.trainer.tp, config.trainer.pp
-    if world_size % (tp * pp) == 0:
+    tp, pp, grid = config.trainer.tp, config.trainer.pp, Grid.of(config.trainer)
+    if world_size % grid.block == 0:
         return
     name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
-    rule = f"tp * pp = {tp} * {pp} = {tp * pp} must divide the number of devices, which is {world_size}"
-    smaller = [pp for pp in range(1, config.model.num_hidden_layers + 1) if world_size % (tp * pp) == 0]
+    factors = f"{' * '.join(BLOCK)} = {' * '.join(str(grid.sizes[name]) for name in BLOCK)} = {grid.block}"
+    rule = f"{factors} must divide the number of devices, which is {world_size}"
+    pipelines = range(1, config.model.num_hidden_layers + 1)
+    smaller = [size for size in pipelines if world_size % grid.resized(pp=size).block == 0]
     if world_size % pp == 0:
         advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size))
     else:
         advice = nearest_legal("trainer.pp", pp, smaller)
-    whole = world_size // (tp * pp) * tp * pp
-    devices = f"start it on {f'{whole} or ' if whole else ''}{whole + tp * pp} devices"
+    whole = world_size // grid.block * grid.block
+    devices = f"start it on {f'{whole} or ' if whole else ''}{whole + grid.block} devices"
     yield Problem(name, value, rule, f"{advice}; or {devices}" if advice else devices)
 
 
-@reads("trainer.dp", "trainer.tp", "trainer.pp")
+@reads("trainer.dp", *BLOCK_SETTINGS)
 def dp_is_what_is_left(config: Config, world_size: int) -> Iterator[Problem]:
     """A data-parallel size that is given must be the one that follows."""
-    dp, left = config.trainer.dp, data_parallel(config, world_size)
-    if dp is not None and left is not None and dp != left:
-        rule = f"dp must be world / (tp * pp) = {world_size} / ({config.trainer.tp} * {config.trainer.pp}) = {left}"
+    dp, grid = config.trainer.dp, grid_in(config, world_size)
+    if dp is not None and grid is not None and dp != (left := grid.sizes["dp"]):
+        sizes = " * ".join(str(grid.sizes[name]) for name in BLOCK)
+        rule = f"dp must be world / ({' * '.join(BLOCK)}) = {world_size} / ({sizes}) = {left}"
         yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or leave it out")
 
 
@@ -172,7 +187,8 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
     pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
     if pp > 1 and layers < pp * vpp:
         rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} stages need a layer each; model.num_hidden_layers={layers}"
-        legal = [size for size in range(1, layers // vpp + 1) if world_size % (config.trainer.tp * size) == 0]
+        grid = Grid.of(config.trainer)
+        legal = [size for size in range(1, layers // vpp + 1) if world_size % grid.resized(pp=size).block == 0]
         advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
         advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
         advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []
@@ -203,15 +219,15 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
     "trainer.global_batch_size",
     "trainer.batch_schedule",
     "trainer.micro_batch_size",
-    "trainer.tp",
-    "trainer.pp",
+    *BLOCK_SETTINGS,
     "trainer.vpp",
 )
 def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Problem]:
     """Every data-parallel rank does the same number of micro batches; interleaving needs a multiple of pp of them."""
-    trainer, dp = config.trainer, data_parallel(config, world_size)
-    if dp is None:
+    trainer, grid = config.trainer, grid_in(config, world_size)
+    if grid is None:
         return
+    dp = grid.divisor("samples")
     # The interleaved schedule needs a multiple of pp micro batches.
     unit = trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
     rule = f"must divide by micro_batch_size * dp = {trainer.micro_batch_size} * {dp} = {trainer.micro_batch_size * dp}"
@@ -230,10 +246,10 @@ def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Pr
 @reads("trainer.sp", "trainer.tp", "data.seq_length")
 def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
     """Sequence parallelism gives each tensor-parallel rank an equal piece of the sequence."""
-    tp, length = config.trainer.tp, config.data.length
-    if config.trainer.sp and length % tp:
-        rule = f"with sequence parallelism it must divide by tp={tp}"
-        legal = (length // tp * tp, (length // tp + 1) * tp)
+    parts, length = Grid.of(config.trainer).divisor("activations"), config.data.length
+    if config.trainer.sp and length % parts:
+        rule = f"with sequence parallelism it must divide by tp={parts}"
+        legal = (length // parts * parts, (length // parts + 1) * parts)
         advice = nearest_legal("data.seq_length", length, {size for size in legal if size}) + ", or trainer.sp=false"
         yield Problem("data.seq_length", length, rule, advice)
 
@@ -254,10 +270,10 @@ def onebit_adam_keeps_whole_states(config: Config, world_size: int) -> Iterator[
         yield Problem("trainer.precision", precision, rule, "write trainer.precision=bf16 or fp32")
 
 
-@reads("trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
+@reads("trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]:
     """Hybrid sharding cuts the data-parallel ranks into equal groups."""
-    group, dp = config.trainer.shard_group, data_parallel(config, world_size)
+    group, dp = config.trainer.shard_group, data_ranks(config, world_size)
     if group is None or dp is None:
         return
     if dp % group:
@@ -295,7 +311,7 @@ def something_is_gathered(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("trainer.param_gather", gather, rule, "write trainer.param_gather=null")
 
 
-@reads("trainer.reduce_group", "trainer.grad_reduce", "trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
+@reads("trainer.reduce_group", "trainer.grad_reduce", "trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def two_hops_have_an_exchange(config: Config, world_size: int) -> Iterator[Problem]:
     """Gradients go in two hops where the ranks that share shards exchange them by themselves."""
     group, trainer = config.trainer.reduce_group, config.trainer
@@ -312,7 +328,7 @@ def two_hops_have_an_exchange(config: Config, world_size: int) -> Iterator[Probl
         yield from _part_of_a_shard_group("trainer.reduce_group", group, config, world_size)
 
 
-@reads("trainer.secondary_group", "trainer.shard_group", "trainer.zero", "trainer.tp", "trainer.pp")
+@reads("trainer.secondary_group", "trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def second_copy_is_gathered_from(config: Config, world_size: int) -> Iterator[Problem]:
     """The second copy of the weights is split over a part of the ranks that share the first, for the backward pass."""
     group = config.trainer.secondary_group
@@ -326,8 +342,7 @@ def second_copy_is_gathered_from(config: Config, world_size: int) -> Iterator[Pr
 
 
 def _part_of_a_shard_group(name: str, group: int, config: Config, world_size: int) -> Iterator[Problem]:
-    dp = data_parallel(config, world_size)
-    shared = config.trainer.shard_group or dp
+    shared = config.trainer.shard_group or data_ranks(config, world_size)
     if shared is not None and (shared % group or group == shared):
         rule = f"must divide the {shared} ranks that share one copy of what is sharded, and be smaller"
         advice = nearest_legal(name, group, [size for size in range(2, shared) if shared % size == 0])

@@ -8,6 +8,7 @@ from megatron_llama.config import curriculum
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.plan.rules.rule import nearest_legal, reads
+from megatron_llama.topology import Grid
 
 SECTION = "trainer.random_ltd"
 
@@ -52,14 +53,15 @@ def middle_layers_drop_tokens(config: Config, world_size: int) -> Iterator[Probl
 @reads(f"{SECTION}.max_value", f"{SECTION}.seq_per_step", "trainer.tp", "trainer.sp", "data.seq_length")
 def sequence_parallel_ranks_share_what_is_kept(config: Config, world_size: int) -> Iterator[Problem]:
     """With sequence parallelism each tensor-parallel rank has as many of the tokens that a layer sees."""
-    ltd, tp, length = config.trainer.random_ltd, config.trainer.tp, config.data.length
-    if ltd is None or config.trainer.sp is False or length % tp:
+    ltd, length = config.trainer.random_ltd, config.data.length
+    parts = Grid.of(config.trainer).divisor("activations")
+    if ltd is None or config.trainer.sp is False or length % parts:
         return
     for name, value in (("seq_per_step", ltd.seq_per_step), ("max_value", ltd.max_value or length)):
-        if value % tp:
-            rule = f"must divide by trainer.tp={tp}, over which sequence parallelism splits the tokens"
-            larger = -(-value // tp) * tp
-            nearest = larger if name == "seq_per_step" or larger <= length else value // tp * tp
+        if value % parts:
+            rule = f"must divide by trainer.tp={parts}, over which sequence parallelism splits the tokens"
+            larger = -(-value // parts) * parts
+            nearest = larger if name == "seq_per_step" or larger <= length else value // parts * parts
             yield Problem(f"{SECTION}.{name}", value, rule, f"write {SECTION}.{name}={nearest}, or trainer.sp=false")
             return
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_llama.topology import Grid
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -24,7 +26,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return Grid.of(self).world_size
 
 
 @dataclass(frozen=True)

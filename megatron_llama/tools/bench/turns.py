@@ -21,6 +21,7 @@ from megatron_llama.system.errors import MachineError
 from megatron_llama.tools.bench.contest import Facts, Task
 from megatron_llama.tools.bench.environments import OURS, ROOT, Peer
 from megatron_llama.tools.bench.fairness import unfair
+from megatron_llama.topology import AXIS_NAMES
 
 FIRST_STEP_SECONDS = 900.0
 """A contestant that has not trained a step by then is left out; compilers have taken minutes."""
@@ -77,7 +78,7 @@ class Result:
 
 def contestant_name(peer: str, task: Task) -> str:
     """Such as ``ours compiled tp2`` or ``ours recompute=full``."""
-    axes = {"tp": task.layout.tp, "pp": task.layout.pp, "dp": task.layout.dp}
+    axes = {axis: getattr(task.layout, axis) for axis in AXIS_NAMES}
     layout = "".join(f" {axis}{size}" for axis, size in axes.items() if size > 1)
     zero = f" zero={task.zero}" if task.zero != 1 else ""
     bits = f" state_bits={task.state_bits}" if task.state_bits != 32 else ""

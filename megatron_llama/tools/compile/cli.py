@@ -94,12 +94,13 @@ def _plan(config: Config) -> Plan:
     from megatron_llama.config import ConfigError, Problem
     from megatron_llama.devices import get_device
     from megatron_llama.plan import Machine, resolve
+    from megatron_llama.topology import Grid
 
     trainer = config.trainer
     if trainer.async_tp:
         rule = f"its products wait for the other ranks' memory, and {ONE_PER_STAGE} leaves these ranks out"
         raise ConfigError([Problem("trainer.async_tp", True, rule, f"leave out {ONE_PER_STAGE}")])
-    world_size = max(1, trainer.tp) * max(1, trainer.pp) * max(1, trainer.dp or 1)
+    world_size = Grid.of(trainer).world_size
     try:
         device = get_device(config.device.name)
     except ValueError as error:
@@ -120,7 +121,7 @@ def _start(plan: Plan) -> int:
     plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_of_job(plan.config, None)
     folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
     # A rank of each kind of pipeline stage: the first, one in the middle, the last.
-    ranks = [stage * (plan.world_size // pp) for stage in sorted({0, min(1, pp - 1), pp - 1})]
+    ranks = [plan.grid.rank(pp=stage) for stage in sorted({0, min(1, pp - 1), pp - 1})]
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
         work = partial(compile_one_rank, plan, ranks)

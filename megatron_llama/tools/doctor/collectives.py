@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import process_groups
+from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.doctor.rate import Rate
@@ -68,17 +68,13 @@ def rates_of_groups(
 
     A collective of the whole world: the groups of an axis are measured at once, as they are used.
     """
-    groups = {
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-    }
     mine = []
-    for axis, group in groups.items():
+    for axis, kinds in KINDS.items():
+        group = current_groups()[axis]
         members = tuple(dist.get_process_group_ranks(group))
         if len(members) < 2:
             continue
-        for kind in KINDS[axis]:
+        for kind in kinds:
             for size in sizes:
                 begins(f"{axis} {kind} of {size >> 10:,} KiB")
                 dist.barrier()

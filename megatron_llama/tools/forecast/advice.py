@@ -117,7 +117,7 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
     even, split = spread(plan.model.num_hidden_layers, trainer.pp), plan.asked.trainer.pipeline_layers
     values: dict[str, list[Any]] = {
         "trainer.pipeline_layers": [even] if split is None and trainer.pipeline_layers != even else [],
-        "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.dp > 1 else [],
+        "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.data_ranks > 1 else [],
         "trainer.recompute": recompute,
         "trainer.micro_batch_size": _halves(trainer.micro_batch_size),
         "trainer.precision": ["bf16"] if plan.precision.compute_format == "fp32" else [],

@@ -31,8 +31,9 @@ from megatron_llama.arch.shapes import (
 )
 from megatron_llama.config.precision import BYTES, exchanged_bytes, quantized_bytes
 from megatron_llama.plan.plan import Plan
+from megatron_llama.topology import AXIS_NAMES, chunks_of
 
-AXES = ("tp", "pp", "dp", "world")
+AXES = (*AXIS_NAMES, "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
 FP32, INT32, INT64 = 4, 4, 8
 
@@ -132,7 +133,7 @@ def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
     random-LTD it is a step at the largest length, max_value.
     """
     last = len(plan.stage_layers) - 1
-    stages = range(pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
+    stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
     chunks = [_chunk(plan, plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
     world = Line("world", "all_reduce", plan.world_size)
     found = (
@@ -174,7 +175,7 @@ def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Sums of activations [s, b, h], or with sequence parallelism gathers and scatters of them; the cross entropy."""
     trainer, t, m = plan.config.trainer, plan.config.trainer.tp, plan.num_microbatches
-    tokens = plan.config.data.length * trainer.micro_batch_size
+    tokens = plan.grid.share("tokens", plan.config.data.length) * trainer.micro_batch_size
     activations = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
@@ -251,11 +252,11 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     trainer, m = plan.config.trainer, plan.num_microbatches
     if trainer.pp == 1:
         return
-    tokens = plan.config.data.length * trainer.micro_batch_size // (trainer.tp if plan.sp else 1)
+    tokens = plan.grid.share(plan.stream, plan.config.data.length * trainer.micro_batch_size)
     message = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     onwards = m * sum(not chunk.is_last for chunk in chunks)
     back = m * sum(not chunk.is_first for chunk in chunks)
-    following = trainer.tp * plan.dp
+    following = plan.grid.stride("pp")
     for kind, forward, backward, way in (("send", onwards, back, following), ("recv", back, onwards, -following)):
         yield Operation("activations", Line("pp", kind, 2), forward, message, way)
         yield Operation("their gradients", Line("pp", kind, 2), backward, message, -way)
@@ -266,6 +267,7 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     shard size."""
     trainer, m, n = plan.config.trainer, plan.num_microbatches, plan.shard_size
     zero, inside = trainer.zero, trainer.secondary_group or plan.shard_size
+    spacing = plan.grid.stride(plan.grid.same_weights[0])
     again = m if zero == 3 else 0  # blocks are gathered for the backward pass too, but the one that it begins with
     gathers = m if zero == 3 else 1
     sums = m if zero >= 2 else 1
@@ -276,49 +278,49 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
             whole = n * sum(gathered_bytes(plan, parameter, n) for parameter in parameters)
             sizes = [parameter.shard(n) for parameter in parameters]
             weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
-            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), count * gathers, weights, trainer.tp)
+            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), count * gathers, weights, spacing)
             in_backward = again * (count - chunk.is_last) if what == "blocks" else 0
             again_bytes = whole if trainer.secondary_group else weights
             again_line = Line("dp", "all_gather", inside)
-            yield Operation(f"{what}: weights, backward", again_line, in_backward, again_bytes, trainer.tp)
+            yield Operation(f"{what}: weights, backward", again_line, in_backward, again_bytes, spacing)
             trained = [parameter.shard(n) for parameter in parameters if parameter.trained]
             for reason, line, payload, stride in _reductions(plan, trained) if trained else ():
                 yield Operation(f"{what}: {reason}", line, count * sums, payload, stride)
     if plan.exchanges_signs:
-        yield from _signs(plan.dp, held, trainer.tp)
+        yield from _signs(plan.data_ranks, held, spacing)
 
 
 def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, Line, int, int]]:
     """How the gradients of a unit are summed, once: over the ranks that share its shards, of ``sizes`` values, and over
     those that hold copies of them. (reason, line, payload, stride)."""
-    n, copies, kind = plan.shard_size, plan.dp // plan.shard_size, plan.config.trainer.grad_reduce
-    beside = plan.config.trainer.tp
+    n, copies, kind = plan.shard_size, plan.data_ranks // plan.shard_size, plan.config.trainer.grad_reduce
+    stride = plan.grid.stride(plan.grid.same_weights[0])
     if kind is None:
         shard = sum(sizes) * BYTES[plan.precision.grad_accum_dtype]
-        yield "gradients", Line("dp", "reduce_scatter", n), n * shard, beside
+        yield "gradients", Line("dp", "reduce_scatter", n), n * shard, stride
         if not plan.exchanges_signs:
-            yield "gradients, over copies", Line("dp", "all_reduce", copies), shard, beside * n
+            yield "gradients, over copies", Line("dp", "all_reduce", copies), shard, stride * n
         return
     inside, whole = plan.config.trainer.reduce_group, n * exchanged_bytes(kind, sizes)
     if inside is None:
-        yield "gradients", Line("dp", "all_to_all", n), whole, beside
+        yield "gradients", Line("dp", "all_to_all", n), whole, stride
     else:
-        yield "gradients, inside nodes", Line("dp", "all_to_all", inside), whole, beside
+        yield "gradients, inside nodes", Line("dp", "all_to_all", inside), whole, stride
         across = Line("dp", "all_to_all", n // inside)
-        yield "their sums, across nodes", across, whole // inside, beside * inside
+        yield "their sums, across nodes", across, whole // inside, stride * inside
     part = copies * exchanged_bytes(kind, [-(-size // copies) for size in sizes])
-    yield "gradients, over copies", Line("dp", "all_to_all", copies), part, beside * n
-    yield "their sums, over copies", Line("dp", "all_gather", copies), part, beside * n
+    yield "gradients, over copies", Line("dp", "all_to_all", copies), part, stride * n
+    yield "their sums, over copies", Line("dp", "all_gather", copies), part, stride * n
 
 
-def _signs(dp: int, sizes: list[int], stride: int) -> Iterator[Operation]:
+def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     """A step of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values. In the warm-up it
     is one all_reduce of all gradients in fp32."""
-    signs = dp * sum(-(-size // (8 * dp)) for size in sizes)
-    gather = Line("dp", "all_gather", dp)
-    yield Operation("signs of momenta", Line("dp", "all_to_all", dp), 1, signs, stride)
+    signs = ranks * sum(-(-size // (8 * ranks)) for size in sizes)
+    gather = Line("dp", "all_gather", ranks)
+    yield Operation("signs of momenta", Line("dp", "all_to_all", ranks), 1, signs, stride)
     yield Operation("signs of averages", gather, 1, signs, stride)
-    yield Operation("scales of momenta and averages", gather, 2, dp * len(sizes) * FP32, stride)
+    yield Operation("scales of momenta and averages", gather, 2, ranks * len(sizes) * FP32, stride)
 
 
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
@@ -360,7 +362,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
     if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
         table = plan.padded_vocab_size // t
         payload = held(table, (0, table)) * h * width
-        apart = (plan.config.trainer.pp - 1) * t * plan.dp
+        apart = (plan.config.trainer.pp - 1) * plan.grid.stride("pp")
         yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload, apart)
 
 

@@ -22,6 +22,7 @@ from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.import_nemo.found import KINDS, UNSUPPORTED, Converted, Found
+from megatron_llama.topology import Grid
 
 MARK = "# Made by scripts/import_config.py"
 # What Hydra's grammar takes for text without quotes.
@@ -111,7 +112,7 @@ def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
     """The problems that train.py would find in the written file, on the source's devices, if its data existed."""
     try:
         config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
-        block = config.trainer.tp * config.trainer.pp
+        block = Grid.of(config.trainer).block
         resolve(config, world_size if world_size and world_size % block == 0 else block, exists=lambda _: True)
     except ConfigError as error:
         return list(error.problems)

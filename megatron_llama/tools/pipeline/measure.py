@@ -26,7 +26,7 @@ def measured(plan: Plan) -> Timeline | int:
         work = partial(_record_one_rank, plan, Path(folder))
         if status := run_on_this_machine(work, plan, imports=imports, output_dir=Path(folder)):
             return status
-        stages = range(0, plan.world_size, plan.world_size // plan.config.trainer.pp)
+        stages = plan.grid.ranks(0, "pp")
         records = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in stages]
     steps = sorted((as_measured(step) for step in list(zip(*records, strict=True))[1:]), key=lambda step: step.seconds)
     return steps[(len(steps) - 1) // 2]

@@ -17,6 +17,7 @@ from megatron_llama.tools.forecast.hardware import Device, devices, find_device
 from megatron_llama.tools.forecast.step_time import Goodput, StepTime, fitted, goodput, step_time
 from megatron_llama.tools.forecast.this_machine import Machine
 from megatron_llama.tools.settings import ClusterConfig, load_cluster
+from megatron_llama.topology import Grid
 
 MOST_DEVICES = 16_384
 
@@ -100,8 +101,7 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     if cluster.devices_per_node:
         whole = replace(whole, per_node=cluster.devices_per_node)
     parts = whole.ranks_per_device
-    block = config.trainer.tp * config.trainer.pp
-    wanted = block * (config.trainer.dp or 1)
+    wanted = Grid.of(config.trainer).world_size
     nodes = cluster.nodes or -(-wanted // (whole.per_node * parts))
     count = nodes * whole.per_node if cluster.nodes else -(-wanted // parts)
     plan = resolve(config, count * parts if cluster.nodes else wanted, exists=lambda path: True)
@@ -124,7 +124,7 @@ def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Machine | None:
 
 def forecast_here(config: Config, cluster: ClusterConfig, machine: Machine) -> Forecast:
     """The forecast of a run on this machine, all ranks on it. Raises ConfigError."""
-    ranks = config.trainer.tp * config.trainer.pp * (config.trainer.dp or 1)
+    ranks = Grid.of(config.trainer).world_size
     plan = resolve(config, ranks, exists=lambda path: True)
     job = job_of_plan(plan)
     device, _ = this_machine.device_of(machine, job)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
@@ -26,6 +25,7 @@ from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.this_machine import BESIDE, COLLECTIVES, FORMS, STEPS, WIDTH
 from megatron_llama.tools.steps import steps_of
@@ -175,7 +175,7 @@ def _loss(tokens: int, dtype: torch.dtype) -> float:
     """Forward and backward of the output head and the loss, of a width so small that the loss is most of it."""
     labels, weights = torch.randint(VOCABULARY, (tokens,)), torch.ones(tokens)
     stream, table = torch.randn(tokens, 1, NARROW, dtype=dtype), torch.randn(VOCABULARY, NARROW, dtype=dtype)
-    alone = parallel_state.get_tensor_model_parallel_group()
+    alone = current_groups()["tp"]
 
     def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = LinearCrossEntropy.apply(

@@ -26,9 +26,8 @@ class RankProfile:
     """A step of one rank, the mean of those that were timed."""
 
     rank: int
-    tp_rank: int
-    pp_rank: int
-    dp_rank: int
+    place: dict[str, int]
+    """The position along each axis."""
     steps: list[int]
     """The timed steps."""
     traced: int
@@ -145,7 +144,7 @@ class Profile:
                     node = nodes.setdefault(ancestor, Node(ancestor))
                     node.busy += seconds
                     node.waited += seconds if zone.wait else 0.0
-                    here[ancestor, zone.phase, rank.pp_rank] += seconds
+                    here[ancestor, zone.phase, rank.place["pp"]] += seconds
             for key, seconds in here.items():
                 slowest[key] = max(slowest[key], seconds)
         for (name, phase, _), seconds in slowest.items():

@@ -14,6 +14,7 @@ from megatron_llama.tools.memory_picture import draw_memory
 from megatron_llama.tools.profile.module_tree import Profile, RankProfile
 from megatron_llama.tools.profile.profile_text import lines, tree_lines
 from megatron_llama.tools.profile.trace import Memory
+from megatron_llama.topology import AXIS_NAMES
 
 TEXT_FILE = "profile.txt"
 
@@ -50,7 +51,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         zones = [
             {**zone._asdict(), "seconds": s, "visits": rank.visits.get(zone, 0)} for zone, s in rank.seconds.items()
         ]
-        grid = {"rank": rank.rank, "tp_rank": rank.tp_rank, "pp_rank": rank.pp_rank, "dp_rank": rank.dp_rank}
+        grid = {"rank": rank.rank, **{f"{axis}_rank": rank.place[axis] for axis in AXIS_NAMES}}
         peak = None if rank.memory is None else rank.memory.peak
         ranks.append({**grid, "step_s": rank.step_seconds, "zones": zones, "peak_bytes": peak})
     first = profile.ranks[0]

@@ -110,8 +110,9 @@ def _ranks(profile: Profile) -> Iterator[str]:
     shown: list[tuple[str, list[int]]] = [(f"rank {number}", [number]) for number in values]
     if len(values) > MOST_RANKS:
         shown = []
-        for stage in sorted({rank.pp_rank for rank in profile.ranks}):
-            shown.append((f"stage {stage}, mean", [rank.rank for rank in profile.ranks if rank.pp_rank == stage]))
+        for stage in sorted({rank.place["pp"] for rank in profile.ranks}):
+            of_stage = [rank.rank for rank in profile.ranks if rank.place["pp"] == stage]
+            shown.append((f"stage {stage}, mean", of_stage))
     for name, numbers in [*shown, ("mean", list(values))]:
         means = [sum(values[number][at] for number in numbers) / len(numbers) for at in range(len(heads) - 1)]
         rows.append((name, *(_ms(mean) for mean in means)))

@@ -19,7 +19,6 @@ from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.forecast.module_work import rank_work
@@ -85,7 +84,7 @@ class StepProfiler:
                 timed = _inside(clock, Zone(name), getattr(owner, method))
                 stack.enter_context(patch.object(owner, method, timed))
             stack.enter_context(step.modules.following())
-            stack.enter_context(watching_waits(clock.waiting, axes_of(model), compiled=model.compiler is not None))
+            stack.enter_context(watching_waits(clock.waiting, compiled=model.compiler is not None))
             clock.start()
             yield
             clock.move(clock.zone)
@@ -135,9 +134,7 @@ class StepProfiler:
                 flops[name] = forward // count, backward // count
         return RankProfile(
             rank=topology.rank,
-            tp_rank=topology.tp_rank,
-            pp_rank=topology.pp_rank,
-            dp_rank=topology.dp_rank,
+            place=topology.place,
             steps=[step.number for step in timed],
             traced=self.last,
             seconds={zone: spent / count for zone, spent in seconds.items()},

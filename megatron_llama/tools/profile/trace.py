@@ -20,7 +20,7 @@ from torch.profiler import profile
 from megatron_llama.system.files import atomic_open
 from megatron_llama.tools.memory_picture import highest
 from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, OPTIMIZER, Zone
-from megatron_llama.topology import Topology
+from megatron_llama.topology import AXIS_NAMES, Topology
 
 MODULES, WAITS = "modules", "waits"
 """Names of the clock's rows in a trace."""
@@ -68,7 +68,7 @@ def finish_trace(
     for event in events:
         if event.get("pid") == process:
             event["pid"] = topology.rank
-    named = f"rank {topology.rank} (tp {topology.tp_rank}, pp {topology.pp_rank}, dp {topology.dp_rank})"
+    named = f"rank {topology.rank} ({', '.join(f'{axis} {topology.place[axis]}' for axis in AXIS_NAMES)})"
     events.append({"ph": "M", "name": "process_name", "pid": topology.rank, "tid": 0, "args": {"name": named}})
     events += [_event(topology.rank, begin, duration, zone) for begin, duration, zone in spans if duration > 0]
     with atomic_open(folder / f"trace.rank{topology.rank}.json.gz") as file:

@@ -104,11 +104,11 @@ def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
 
 def representatives(plan: Plan) -> list[int]:
     """The first rank of each kind of pipeline stage: of equal ones the first holds the most micro batches in flight."""
-    pp = plan.config.trainer.pp
+    grid, pp = plan.grid, plan.grid.sizes["pp"]
     kinds: dict[tuple[object, ...], int] = {}
     for stage in range(pp):
         layers = tuple(len(chunk) for chunk in plan.stage_layers[stage::pp])
-        kinds.setdefault((layers, stage == 0, stage == pp - 1), stage * (plan.world_size // pp))
+        kinds.setdefault((layers, stage == 0, stage == pp - 1), grid.rank(pp=stage))
     return sorted(kinds.values())
 
 

@@ -21,7 +21,6 @@ from megatron_llama.model.document_mask import Documents
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
-from megatron_llama.parallel.axes import axes_of
 from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
@@ -85,7 +84,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         batches = _Batches(data.train.with_length(), watch, mode)
         reduced = _watch_gradients(inside, watch, model, optimizer)
         inside.enter_context(modules.following())
-        watch.counter = counter = TrafficCounter(axes_of(model))
+        watch.counter = counter = TrafficCounter()
         steps = inside.enter_context(steps_of(plan, topology, model, optimizer, data, batches))
         few, many = _microbatches(plan, topology, len(batches.all_of_a_step()))
         counts = [(few, False), (few, True), (many, False)] if batches.documents else [(few, False), (many, False)]
@@ -102,9 +101,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         total = len(batches.all_of_a_step())
     return Rehearsal(
         rank=topology.rank,
-        pp_rank=topology.pp_rank,
-        dp_rank=topology.dp_rank,
-        tp_rank=topology.tp_rank,
+        place=topology.place,
         world_size=topology.world_size,
         microbatches=total,
         rehearsed_microbatches=many,
@@ -193,8 +190,8 @@ def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]
     Once the pipeline is full, later micro batches find the memory as it is then. Interleaved, they come in rounds of
     pp.
     """
-    pp = topology.pp
-    layers = sum(len(plan.stage_layers[stage]) for stage in range(topology.pp_rank, pp * topology.vpp, pp))
+    pp = topology.sizes["pp"]
+    layers = sum(len(plan.stage_layers[stage]) for stage in topology.chunks())
     first, enough = (1, pp + 1) if topology.vpp == 1 else (pp, 2 * pp)
     affordable = MOST_BLOCK_RUNS // max(1, layers) // pp * pp
     return min(total, first), min(total, max(enough, affordable))

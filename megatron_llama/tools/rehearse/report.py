@@ -97,9 +97,8 @@ class Rehearsal:
     """One rank's step in the steady state: all bytes are of tensors' storages that are alive, in the second step."""
 
     rank: int
-    pp_rank: int
-    dp_rank: int
-    tp_rank: int
+    place: dict[str, int]
+    """The position along each axis."""
     world_size: int
     microbatches: int
     """Micro batches of the step, rehearsed or not."""

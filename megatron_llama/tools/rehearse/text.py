@@ -14,15 +14,17 @@ from megatron_llama.tools.rehearse.operators import published, unlisted
 from megatron_llama.tools.rehearse.report import KINDS, Rehearsal, Sighting
 
 MOST_HOLDERS = 12
+TITLES = {"pp": "pipeline stage", "dp": "data-parallel", "tp": "tensor-parallel"}
+"""Titles of axes whose setting is short."""
 
 
 def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """All about one rank."""
-    trainer = plan.config.trainer
-    yield (
-        f"rank {rehearsal.rank}: pipeline stage {rehearsal.pp_rank + 1} of {trainer.pp}, data-parallel "
-        f"{rehearsal.dp_rank + 1} of {plan.dp}, tensor-parallel {rehearsal.tp_rank + 1} of {trainer.tp}"
-    )
+    places = [
+        f"{TITLES.get(axis, axis)} {rehearsal.place[axis] + 1} of {size}"
+        for axis, size in reversed(plan.grid.sizes.items())
+    ]
+    yield f"rank {rehearsal.rank}: {', '.join(places)}"
     count, total = rehearsal.rehearsed_microbatches, rehearsal.microbatches
     batches = "micro batch" if total == 1 else "micro batches"
     some = f"{total} {batches}" if count == total else f"{count} of {total} {batches}; the others do the same again"
@@ -38,7 +40,10 @@ def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
     """Everything but the timeline, with names as JSON has them."""
-    found = {field.name: getattr(rehearsal, field.name) for field in fields(rehearsal) if field.name != "timeline"}
+    places = {f"{axis}_rank": position for axis, position in reversed(rehearsal.place.items())}
+    others = {field.name: getattr(rehearsal, field.name) for field in fields(rehearsal)}
+    del others["timeline"], others["place"]
+    found = {"rank": others.pop("rank"), **places, **others}
     found["holders"] = [holder._asdict() for holder in rehearsal.holders]
     found["flops"] = {module: flops._asdict() for module, flops in rehearsal.flops.items()}
     found["traffic"] = [{**line._asdict(), **amount._asdict()} for line, amount in rehearsal.traffic.items()]

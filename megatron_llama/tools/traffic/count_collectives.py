@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.parallel.axes import axis_of
+from megatron_llama.parallel.groups import axis_of
 from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, in_order, leaving
 
 # Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
@@ -55,11 +55,9 @@ class UnknownCollective(NotImplementedError):
 class TrafficCounter(TorchDispatchMode):
     """A context manager that counts; ``taken`` returns what was counted since its last call."""
 
-    def __init__(self, axes: dict[str, str], per_node: int | None = None) -> None:
-        """``axes`` gives the axis of each group by its name, see ``axes_of``. ``per_node``: also count what this rank
-        sends to other nodes, each of so many successive ranks."""
+    def __init__(self, per_node: int | None = None) -> None:
+        """``per_node``: also count what this rank sends to other nodes, each of so many successive ranks."""
         super().__init__()
-        self._axes = axes
         self._per_node = per_node
         self._found: Traffic = {}
         self._left: Traffic = {}
@@ -120,7 +118,7 @@ class TrafficCounter(TorchDispatchMode):
                 _add(self._left, line, away)
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
-        axis = axis_of(group, self._axes)
+        axis = axis_of(group)
         if axis is None:
             raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
         return axis

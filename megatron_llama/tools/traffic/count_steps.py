@@ -8,7 +8,6 @@ from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.axes import axes_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.traffic import Traffic
 from megatron_llama.tools.steps import steps_of
@@ -34,7 +33,7 @@ def count_steps(
         data = build_data(plan, topology, torch_device)
         with (
             steps_of(plan, topology, model, optimizer, data) as steps,
-            TrafficCounter(axes_of(model), per_node) as counter,
+            TrafficCounter(per_node) as counter,
         ):
             for step in range(1, STEPS + 1):
                 steps.run(step)

@@ -14,7 +14,7 @@ from megatron_llama.topology import build_topology
 def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
     """All that ``rank`` takes part in during a training step."""
     topology = build_topology(plan, rank)
-    return operations(plan, topology.pp_rank, topology.shard_rank)
+    return operations(plan, topology.place["pp"], topology.shard_rank)
 
 
 def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
@@ -24,7 +24,7 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     groups: dict[tuple[Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
         topology = build_topology(plan, rank)
-        groups.setdefault(found(topology.pp_rank, topology.shard_rank), []).append(rank)
+        groups.setdefault(found(topology.place["pp"], topology.shard_rank), []).append(rank)
     return [(ranks, list(shared)) for shared, ranks in groups.items()]
 
 

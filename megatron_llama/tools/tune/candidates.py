@@ -18,6 +18,7 @@ from megatron_llama.plan.derive import derive_optimizer
 from megatron_llama.plan.memory import SURE, stage_footprints
 from megatron_llama.plan.variation import varied
 from megatron_llama.tools.tune.target import Target
+from megatron_llama.topology import AXIS_NAMES, Grid
 
 WORTH_TRYING = ("none", "elementwise", "full")
 """Of trainer.recompute: selective keeps no less than elementwise where attention keeps no scores."""
@@ -69,9 +70,9 @@ class Candidate:
         return round(self.seconds, 6), again, settings["trainer.zero"], self.needs
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """(tp, pp, dp)."""
-        return self.settings["trainer.tp"], self.settings["trainer.pp"], self.settings["trainer.dp"]
+    def grid(self) -> tuple[int, ...]:
+        """The sizes of the axes that are tuned."""
+        return tuple(value for axis in AXIS_NAMES if (value := self.settings.get(f"trainer.{axis}")) is not None)
 
 
 @dataclass
@@ -157,15 +158,16 @@ class Tuned:
 
     def layouts(self, ranks: int) -> Iterator[dict[str, Any]]:
         """Every setting but the micro batch; what can't be is left out where that is plain to see."""
-        layers = self.config.model.num_hidden_layers
+        layers, given = self.config.model.num_hidden_layers, Grid.of(self.config.trainer)
         # What the ranks of a node share over its fast links; over slower ones tp is never worth it.
         inside = self.target.per_node if self.target.host else self.target.device.per_node
         for tp in self._options("trainer.tp", (n for n in _divisors(ranks) if n <= inside and self._cuts(n))):
             if ranks % tp:
                 continue
             for pp in self._options("trainer.pp", (n for n in _divisors(ranks // tp) if n <= layers)):
-                dp = ranks // (tp * pp)
-                if ranks % (tp * pp) or self.kept.get("trainer.dp", dp) != dp:
+                grid = given.resized(tp=tp, pp=pp)
+                dp = grid.with_world(ranks).sizes["dp"]
+                if ranks % grid.block or self.kept.get("trainer.dp", dp) != dp:
                     continue
                 yield from self._with_schedules(tp, pp, dp)
 

@@ -15,6 +15,7 @@ from megatron_llama.config.fields import get
 from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
 from megatron_llama.tools.tune.target import Target
+from megatron_llama.topology import Grid
 
 STEP = 64
 """Lengths are multiples of this many tokens."""
@@ -89,13 +90,14 @@ def stage_table(config: Config, kept: Mapping[str, Any], target: Target, progres
     """
     found = []
     tp, pp = kept.get("trainer.tp", 1), kept.get("trainer.pp", 1)
+    grid = Grid.of(config.trainer).resized(tp=tp, pp=pp)
     for method in METHODS:
         changed = deepcopy(config)
         changed.finetune.method = method
         tuned = Tuned(changed, kept, target)
         for zero in [kept["trainer.zero"]] if "trainer.zero" in kept else range(4):
-            for ranks in counts(target, tp * pp):
-                settings = _plain(config, kept, tp, pp, ranks // (tp * pp), zero)
+            for ranks in counts(target, grid.block):
+                settings = _plain(config, kept, tp, pp, grid.with_world(ranks).sizes["dp"], zero)
                 tokens = longest(tuned, settings, ranks, partial(_fits_on, target.part(ranks)))
                 found.append(Cell(method, zero, ranks, tokens))
                 progress(len(found))

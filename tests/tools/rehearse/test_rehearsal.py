@@ -125,7 +125,7 @@ def compare(plan: Plan) -> None:
 
 def assert_states_are_the_plans(plan: Plan, found: Rehearsal) -> None:
     """Asserts that weights, gradients and optimizer states of a real rank are those of the plan, to the byte."""
-    zero, planned = plan.config.trainer.zero, stage_memory(plan)[found.pp_rank]
+    zero, planned = plan.config.trainer.zero, stage_memory(plan)[found.place["pp"]]
     shards, gathered = found.at_rest[WEIGHTS], found.most.get(GATHERED, 0)
     if zero == 3:
         assert planned.weights == shards
@@ -135,7 +135,7 @@ def assert_states_are_the_plans(plan: Plan, found: Rehearsal) -> None:
         assert planned.weights + planned.gradients == shards + max(gathered, found.reduced)
     if zero < 2 and plan.num_microbatches > 1:  # sums stay whole until the last micro batch
         # The forward pass makes the head's gradient beside its sum; elsewhere all may come before the first sums.
-        has_head = found.pp_rank == plan.config.trainer.pp - 1 and not plan.config.trainer.vpp > 1
+        has_head = found.place["pp"] == plan.config.trainer.pp - 1 and not plan.config.trainer.vpp > 1
         passes = ("forward",) if has_head else ("forward", "backward")
         # A rank alone that sums in bf16 ends with fp32 gradients, which are larger than the sums.
         assert planned.gradients == max(most_between_passes(found, GRADIENTS, passes), found.reduced)
@@ -143,7 +143,7 @@ def assert_states_are_the_plans(plan: Plan, found: Rehearsal) -> None:
         assert planned.gradients == found.reduced
     tensors = sum(
         unit.number * sum(parameter.trained for parameter in unit.parameters)
-        for stage in range(found.pp_rank, len(plan.stage_layers), plan.config.trainer.pp)
+        for stage in range(found.place["pp"], len(plan.stage_layers), plan.config.trainer.pp)
         for unit in units(plan, len(plan.stage_layers[stage]), stage == 0, stage == len(plan.stage_layers) - 1)
     )
     assert planned.optimizer + 4 * tensors == found.at_rest[OPTIMIZER]  # a count of updates for each

@@ -297,7 +297,7 @@ def _every_operator(rank: int) -> dict[str, Traffic]:
         "barrier": lambda: dist.barrier(),
     }
     found = {}
-    with TrafficCounter({group.group_name: "world"}) as counter:
+    with TrafficCounter() as counter:
         for name, way in ways.items():
             way()
             found[name] = counter.taken()
@@ -326,7 +326,7 @@ def test_each_operator_is_counted() -> None:
 
 def _uncounted(rank: int, what: str) -> None:
     group = dist.new_group([0, 1])
-    with TrafficCounter({}):
+    with TrafficCounter():
         if what == "operator":
             dist.broadcast(torch.ones(1), 0)
         else:

@@ -30,7 +30,7 @@ from megatron_llama.tools.bench.contest import Facts, Task, checksum
 from megatron_llama.tools.bench.worker import Ranks, serve
 from megatron_llama.tools.mock_run import MOCK_RUN
 from megatron_llama.tools.steps import Steps, steps_of
-from megatron_llama.topology import build_topology
+from megatron_llama.topology import AXIS_NAMES, build_topology
 
 
 def overrides(task: Task, run_dir: str) -> list[str]:
@@ -41,9 +41,7 @@ def overrides(task: Task, run_dir: str) -> list[str]:
         *(f"model.{name}={_text(value)}" for name, value in task.model.items() if name != "name"),
         f"device={task.device}",
         f"data.seq_length={task.seq_length}",
-        f"trainer.tp={layout.tp}",
-        f"trainer.pp={layout.pp}",
-        f"trainer.dp={layout.dp}",
+        *(f"trainer.{axis}={getattr(layout, axis)}" for axis in AXIS_NAMES),
         f"trainer.micro_batch_size={task.micro_batch_size}",
         f"trainer.global_batch_size={task.batch_size}",
         f"trainer.precision={task.precision}",
@@ -153,7 +151,7 @@ def train_rank(task: Task, marks: dict[str, float], plan: Plan) -> None:
         optimizer = build_optimizer(plan, model)
         data, batches = (
             build_data(plan, topology, torch_device),
-            TaskBatches(task, plan, topology.dp_rank, torch_device),
+            TaskBatches(task, plan, topology.place["dp"], torch_device),
         )
         with steps_of(plan, topology, model, optimizer, data, batches) as steps:
             serve(task, lambda: OurTrainer(task, plan, model, steps, ranks), ranks, marks)
