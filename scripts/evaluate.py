@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
     from megatron_llama.inference.evaluate_cli import main
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import start_ranks
     from megatron_llama.system.errors import run_main
 
-    run_main(lambda: main(sys.argv[1:], run_on_this_machine))
+    run_main(lambda: main(sys.argv[1:], start_ranks))

@@ -9,6 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
     from megatron_llama.inference.generate_cli import main
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import start_ranks
 
-    sys.exit(main(sys.argv[1:], run_on_this_machine))
+    sys.exit(main(sys.argv[1:], start_ranks))

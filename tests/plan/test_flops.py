@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ModelConfig, load_config
-from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan import parameters
 from megatron_llama.plan.flops import flops_per_token, matmul_parameters, mfu
 
