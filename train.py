@@ -9,7 +9,7 @@ if __name__ == "__main__":  # first: a signal may come, and the terminal go, whi
     leave_quietly()
     protect()
 
-from megatron_llama.launch import main  # noqa: E402
+from megatron_llama.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     if {"-m", "--multirun"} & set(sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv[1:]):

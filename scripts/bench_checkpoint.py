@@ -23,9 +23,9 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.cli import main as launch
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
-from megatron_llama.launch import main as launch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan

@@ -11,7 +11,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from megatron_llama.launch import main as launch
+from megatron_llama.cli import main as launch
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bench.bench_arguments import words

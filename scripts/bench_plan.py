@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.system.text_table import text_table
@@ -101,16 +101,16 @@ def _plan(overrides: tuple[str, ...]) -> Plan:
 
 def measured(plan: Plan, steps: int) -> list[float]:
     """Seconds of each step on the first rank."""
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import Share, start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(_time_steps, plan, steps, Path(folder))
-        if run_on_this_machine(work, plan, imports=["megatron_llama.tools.steps"], output_dir=Path(folder)):
+        entry, share = partial(_time_steps, steps, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
+        if start_ranks(plan, entry, share):
             raise RuntimeError("the job failed")
         return list(json.loads((Path(folder) / "seconds.json").read_text()))
 
 
-def _time_steps(plan: Plan, count: int, folder: Path) -> None:
+def _time_steps(count: int, folder: Path, plan: Plan) -> None:
     """What each rank does; the first one writes."""
     from megatron_llama.data.batches import build_data
     from megatron_llama.devices import get_device

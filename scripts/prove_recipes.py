@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_llama.cli import CONF_DIR  # noqa: E402
 from megatron_llama.config.load_config import from_yaml, load_config  # noqa: E402 (the tree need not be installed)
-from megatron_llama.launch.cli import CONF_DIR  # noqa: E402
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
 from scripts.results import commit, markdown_table, run_program  # noqa: E402
 

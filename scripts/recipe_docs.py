@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_llama.launch.cli import CONF_DIR, what_it_is  # noqa: E402 (the tree need not be installed)
+from megatron_llama.cli import CONF_DIR, what_it_is  # noqa: E402 (the tree need not be installed)
 from megatron_llama.plan.memory import USABLE  # noqa: E402
 from megatron_llama.system.units import GIB  # noqa: E402
 from megatron_llama.tools.mock_run import NO_FILES  # noqa: E402

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.config import load_config
 from megatron_llama.launch import watchdog
+from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import TRAIN_PY
 
@@ -151,6 +153,17 @@ def children(pid: int) -> list[int]:
     """The processes that ``pid`` has started."""
     done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(word) for word in done.stdout.split()]
+
+
+def plan_of(ranks: int) -> Plan:
+    """A plan of ``ranks`` data-parallel ranks on CPUs, for ranks that do not train."""
+    words = ["data=mock", "device=cpu", f"trainer.dp={ranks}", f"trainer.global_batch_size={ranks}"]
+    return resolve(load_config(words, TRAIN_PY.parent / "conf"), ranks)
+
+
+def without_plan(work: Callable[[], None], plan: Plan) -> None:
+    """An entry that does not depend on the plan."""
+    work()
 
 
 def steps(folder: Path) -> list[int]:

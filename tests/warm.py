@@ -12,8 +12,8 @@ import matplotlib.backends.backend_agg  # noqa: F401  draws loss.png
 import matplotlib.pyplot  # noqa: F401
 import megatron.core.transformer.transformer_block  # noqa: F401
 
+import megatron_llama.cli
 import megatron_llama.devices.cpu
-import megatron_llama.launch.cli
 import megatron_llama.launch.start
 import megatron_llama.optim.schedules
 import megatron_llama.parallel

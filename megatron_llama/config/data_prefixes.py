@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from megatron_llama.config.hub import DATASET, local_folder
@@ -53,6 +53,27 @@ def record_files(data: DataConfig) -> list[tuple[str, str]]:
         return []
     suffixes = (*RECORD_SUFFIXES, *TABLE_SUFFIXES, "/")
     return list(dict.fromkeys((name, path) for name, path in named_paths(data) if bare_name(path).endswith(suffixes)))
+
+
+def settle_data(data: Any, given: Set[str]) -> None:
+    """Settle, in place, the ``data`` section of a config that is not typed yet.
+
+    Prefixes on the command line have a name and no command that prepares them. Names of the hub become folders of the
+    local cache, where that holds them; a folder of records then ends in a slash, as ``record_files`` expects.
+
+    Args:
+        given: Settings and groups that the command line sets.
+    """
+    if "data.prefixes" in given and "data.prepare" not in given:
+        # The group's command makes the group's files, not those named on the command line.
+        data.prepare = None
+        if not {"data.name", "data", "experiment"} & given:
+            data.name = name_of_prefixes(list(data.prefixes)) or data.name
+    if data.tokenizer is not None:
+        data.tokenizer = local_folder(data.tokenizer)
+    if data.kind == "sft":
+        for name in ("prefixes", "validation_prefixes"):
+            data[name] = [item if is_number(item) else folder_of_records(str(item)) for item in data[name]]
 
 
 def folder_of_records(path: str) -> str:

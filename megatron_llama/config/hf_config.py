@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.fields import KINDS, settings_by_name
-from megatron_llama.config.hub import or_fetch_it, short_name
+from megatron_llama.config.hub import local_folder, or_fetch_it, short_name
 from megatron_llama.config.model_settings import ModelConfig, RopeScaling
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.system.files import read_json
@@ -177,7 +177,27 @@ def rope_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": rope.get("rope_theta"), "rope_scaling": scaling}
 
 
-def fill_from_hf(
+def fill_from_folders(
+    config: Any, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
+) -> None:
+    """Assign the model's shape from the folder in ``init_from``, and LoRA's settings from the adapter's folder.
+
+    Names of the hub become folders of the local cache, where that holds them.
+
+    Args:
+        config: The config before it is typed; ``assign`` sets its values.
+        given: Settings that the command line sets.
+    """
+    for section, name in ((config, "init_from"), (config.finetune, "adapter")):
+        if section[name] is not None:
+            section[name] = local_folder(section[name])
+    if config.model.name == FROM_HF:
+        _fill_from_hf(config.init_from, given, assign, problems)
+    if config.finetune.adapter is not None:
+        fill_from_adapter(config.finetune.adapter, given, assign, problems)
+
+
+def _fill_from_hf(
     folder: str | None, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
     """Assigns every ``model.`` setting that is not ``given`` on the command line from the folder's config.json."""

@@ -23,12 +23,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.data_prefixes import folder_of_records, name_of_prefixes
+from megatron_llama.config.data_prefixes import settle_data
 from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
-from megatron_llama.config.hf_config import FROM_HF, fill_from_adapter, fill_from_hf
-from megatron_llama.config.hub import local_folder
-from megatron_llama.config.interpolations import check_interpolations
-from megatron_llama.config.limits import is_number
+from megatron_llama.config.hf_config import fill_from_folders
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.suggest import suggest, unknown_setting
@@ -53,6 +50,21 @@ INSTEAD_OF = {
     "optim.warmup_ratio": "optim.warmup_steps",
 }
 
+# Bounds on ``${...}``: a few short lines that refer to each other twice can stand for gigabytes, or never end. A value
+# is counted before anything is resolved. That is possible because a reference is a setting's name or
+# ``oc.env:VARIABLE``; OmegaConf's other forms (names made of references, functions) are refused.
+MOST_CHARACTERS = 1 << 22
+"""Limit on all values together, written out; a value that is no text counts as one."""
+MOST_STEPS = 8
+"""From a value to one that it refers to, and so on."""
+_REFERENCE = re.compile(r"\$\{\s*([^${}]*?)\s*\}")
+_NAME = re.compile(r"[\w.\[\]/-]+")
+_VARIABLE = re.compile(r"oc\.env:[^\0]*")
+_FUNCTION = re.compile(r"(?!oc\.)[\w.]+:.*", re.DOTALL)
+_INSTEAD = "write the value itself"
+_Keys = tuple[str, ...]
+"""The way from the root to a value."""
+
 
 def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     """The config of command-line ``overrides`` over the files in ``conf_dir``.
@@ -61,6 +73,19 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     """
     problems: list[Problem] = []
     choices, values = _split_overrides(_parse(overrides, problems), conf_dir, problems)
+    config = _compose(choices, conf_dir, problems)
+    _set_all(config, values, problems)
+    given = {override.key_or_group for override in values}
+    settle_data(config.data, given | choices.keys())
+    fill_from_folders(config, given, lambda name, value: _set(config, name, value, problems), problems)
+    typed = _typed(config, problems)
+    if problems or typed is None:
+        raise ConfigError(problems, typed)
+    return typed
+
+
+def _compose(choices: dict[str, str], conf_dir: Path, problems: list[Problem]) -> DictConfig:
+    """The chosen files over the typed defaults. Raises ConfigError, with ``problems``, for files that can't be used."""
     try:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *_HYDRAS_OWN) as error:
@@ -72,6 +97,11 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
         instead = "take it out of the file; if you trust the classes, write allow_targets=[...] on the command line"
         problems.append(Problem("allow_targets", list(config.allow_targets), rule, instead))
         config.allow_targets = []
+    return config
+
+
+def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Problem]) -> None:
+    """Sets the values of the command line. Raises ConfigError, with ``problems``, for ``${...}`` without an end."""
     for override in values:
         if override.is_delete():
             _delete(config, override.key_or_group, problems)
@@ -81,11 +111,6 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
         raise ConfigError([*problems, *endless])
     given = {override.key_or_group for override in values}
     not_null = {override.key_or_group for override in values if _value(override) is not None}
-    if "data.prefixes" in given and "data.prepare" not in given:
-        # The group's command makes the group's files, not those named on the command line.
-        config.data.prepare = None
-        if not {"data.name", "data", EXPERIMENT} & {*given, *choices}:
-            config.data.name = name_of_prefixes(list(config.data.prefixes)) or config.data.name
     for one, other in INSTEAD_OF.items():
         # The command line goes before what a group sets in the other way; null sets nothing.
         if one in not_null and other not in given:
@@ -93,32 +118,6 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     if {"trainer.steps", "trainer.epochs"} <= given and config.trainer.epochs is not None:
         # Not a rule: that could not tell trainer.steps=100, the default, from no value.
         problems.append(two_lengths(config.trainer.epochs, config.trainer.steps))
-
-    def assign(name: str, value: Any) -> None:
-        _set(config, name, value, problems)
-
-    _find_in_cache(config)
-    if config.model.name == FROM_HF:
-        fill_from_hf(config.init_from, given, assign, problems)
-    if config.finetune.adapter is not None:
-        fill_from_adapter(config.finetune.adapter, given, assign, problems)
-    typed = _typed(config, problems)
-    if problems or typed is None:
-        raise ConfigError(problems, typed)
-    return typed
-
-
-def _find_in_cache(config: DictConfig) -> None:
-    """Replaces the hub's names of models and datasets by folders of the local cache, where that holds them. A folder
-    of records among the datasets then ends in a slash, which is how data_prefixes.py knows it."""
-    for section, name in ((config, "init_from"), (config.data, "tokenizer"), (config.finetune, "adapter")):
-        if section[name] is not None:
-            section[name] = local_folder(section[name])
-    if config.data.kind != "sft":
-        return
-    for name in ("prefixes", "validation_prefixes"):
-        paths = [item if is_number(item) else folder_of_records(str(item)) for item in config.data[name]]
-        config.data[name] = paths
 
 
 def _split_overrides(
@@ -346,3 +345,101 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
     if typed.finetune.lora_target_modules == [ALL_LINEAR]:
         typed.finetune.lora_target_modules = list(LORA_TARGETS)
     return typed
+
+
+def check_interpolations(config: DictConfig, *, functions: bool = False) -> list[Problem]:
+    """Return the problems of a config's references, without resolving any reference.
+
+    ``functions`` accepts functions of other programs, such as NeMo's ``${multiply:...}``, which nothing here resolves.
+    """
+    root = OmegaConf.to_container(config, resolve=False)
+    known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
+    strange = [
+        Problem(".".join(path), None, f"{_short(text)} is no reference that is read", "write ${a setting's name}")
+        for path, text in _texts(root, ())
+        if not all(any(form.fullmatch(name) for form in known_forms) for name in _names(text))
+    ]
+    if strange:
+        return strange
+    known: dict[_Keys, tuple[int, int]] = {}
+    try:
+        size = sum(_size(root, text, path, known)[0] for path, text in _texts(root, ()))
+    except _Endless as error:
+        name = ".".join(error.path)
+        return [Problem(name, None, f"refers to itself, or through more than {MOST_STEPS} others", _INSTEAD)]
+    if size > MOST_CHARACTERS:
+        largest = ".".join(max((size, path) for path, size in known.items())[1])
+        rule = f"the references stand for {size:,} characters once they are written out; {MOST_CHARACTERS:,} may be"
+        return [Problem(largest, None, rule, _INSTEAD)]
+    return []
+
+
+class _Endless(Exception):
+    """A chain of references is too long."""
+
+    def __init__(self, path: _Keys) -> None:
+        self.path = path
+
+
+def _texts(value: Any, path: _Keys) -> Iterator[tuple[_Keys, str]]:
+    """(path, text) of each value inside that refers to others."""
+    if isinstance(value, str) and "${" in value:
+        yield path, value
+    elif isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(item, (*path, str(key)))
+
+
+def _names(text: str) -> list[str]:
+    """Return the text of each ``${...}``, inner ones first and as a zero in the outer; unclosed text as it is."""
+    names = []
+    while inner := _REFERENCE.findall(text):
+        names += inner
+        text = _REFERENCE.sub("\0", text)
+    return names + ([text] if "${" in text else [])
+
+
+def _size(root: Any, value: Any, path: _Keys, known: dict[_Keys, tuple[int, int]], steps: int = 0) -> tuple[int, int]:
+    """(characters that the value at ``path`` stands for, references one after the other on the way to them). Each path
+    is looked at once, and counts as often as it is named."""
+    if path not in known:
+        parts: list[tuple[int, int]] = []
+        size = 1
+        if isinstance(value, (dict, list)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            parts = [_size(root, item, (*path, str(key)), known, steps) for key, item in items]
+        elif isinstance(value, str):
+            size = len(value)
+            targets = [_target(name, path) for name in _names(value) if _NAME.fullmatch(name)]
+            if targets and steps > MOST_STEPS:
+                raise _Endless(path)
+            sizes = [_size(root, _at(root, target), target, known, steps + 1) for target in targets]
+            parts = [(characters, depth + 1) for characters, depth in sizes]
+        known[path] = size + sum(part[0] for part in parts), max((part[1] for part in parts), default=0)
+        if known[path][1] > MOST_STEPS:
+            raise _Endless(path)
+    return known[path]
+
+
+def _target(name: str, path: _Keys) -> _Keys:
+    """Return the path that a reference in the value at ``path`` names; leading dots make it relative."""
+    bare = name.lstrip(".")
+    up = len(name) - len(bare)
+    keys = tuple(key for key in re.split(r"[.\[\]]+", bare) if key)
+    return (*path[: max(0, len(path) - up)], *keys) if up else keys
+
+
+def _at(root: Any, path: _Keys) -> Any:
+    """Return the value at a path; None if it is missing, which OmegaConf reports."""
+    for key in path:
+        if isinstance(root, dict):
+            root = next((item for name, item in root.items() if str(name) == key), None)
+        elif isinstance(root, list) and key.isdecimal() and int(key) < len(root):
+            root = root[int(key)]
+        else:
+            return None
+    return root
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:56] + " ..."

@@ -52,7 +52,7 @@ def register(name: str) -> None:
 
 
 class PeerLost(RuntimeError):
-    """A rank ended while this one waited for it. Worded as gloo words it, which launch/rank_process.py looks for."""
+    """A rank ended while this one waited for it. Worded as gloo words it, which launch/rank.py looks for."""
 
 
 class _Opened(NamedTuple):

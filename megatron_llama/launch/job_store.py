@@ -1,5 +1,7 @@
 """The store where the processes of a job meet, as we use it: bounded, and sealed with the job's secret.
 
+On a ``Board`` in it, watchers of several processes report hangs to each other.
+
 It is a ``torch.distributed.TCPStore``, which has no authentication: whoever reaches its port can read and write it, and
 a store whose process is stopped keeps who asks it waiting for ever, whatever timeout it was given. So every call here
 has a limit of time; our keys can't be guessed and our values not be forged without the secret.
@@ -16,16 +18,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from megatron_llama.system.errors import LaunchFailed
+
 T = TypeVar("T")
 
 SECRET = "MEGATRON_LLAMA_SECRET"
 """The variable that has the job's secret where one of its starters has made one. Never part of a command line."""
 ANSWER_SECONDS = 10.0
 _SEAL_HEX = 64
-
-
-class LaunchFailed(RuntimeError):
-    """The processes could not be brought together; the message says which and why, and needs no traceback."""
+# Of a board.
+_GATHER_SECONDS = 15.0
+_POLL_SECONDS = 0.2
 
 
 class StoreLost(LaunchFailed):
@@ -108,6 +111,68 @@ class JobStore:
             return text
         self.forged.append(name)
         return None
+
+
+class Board:
+    """One watcher's view of the store: its note and everybody's, and the alarm."""
+
+    def __init__(self, store: JobStore, number: int, count: int, host: str) -> None:
+        """``count`` watchers share the store; this one is the ``number``-th. ``host`` names the process that has it."""
+        self._store, self._number, self._count = store.again(), number, count
+        self.host = host
+        self.answers = True
+        """False once the store has not answered in time; then the process that hosts it does not run."""
+
+    def alarmed(self, note: str) -> bool:
+        """Leaves ``note`` for the others; whether any of them has given up."""
+        self._ask(lambda: self._store.set(f"hang/note/{self._number}", note))
+        return self._ask(lambda: self._store.get("hang/alarm")) is not None
+
+    def gather(self, mine: str) -> tuple[dict[int, str], dict[int, str]] | None:
+        """Gives the alarm. For the first to do so: the texts of all who answer, by number, and the notes of the others;
+        None for the rest. Alone with its own text where the store does not answer."""
+        teller = self._ask(lambda: self._store.first("hang/alarm", str(self._number)))
+        self._ask(lambda: self._store.set(f"hang/text/{self._number}", mine))
+        if self.answers and teller != str(self._number):
+            return None
+        texts, notes = {self._number: mine}, dict[int, str]()
+        for _ in range(round(_GATHER_SECONDS / _POLL_SECONDS)):
+            if not self.answers or len(texts) == self._count:
+                break
+            texts |= self._all("text", but=texts)
+            time.sleep(_POLL_SECONDS)
+        if self.answers:
+            notes = self._all("note", but=texts)
+        return texts, notes
+
+    def tell(self) -> None:
+        """The first to give the alarm has printed what it gathered."""
+        self._ask(lambda: self._store.set("hang/told", ""))
+
+    def wait_until_told(self) -> None:
+        """Returns when that has happened, or takes too long."""
+        self._ask(lambda: self._store.wait("hang/told", 2 * _GATHER_SECONDS))
+
+    def _all(self, kind: str, but: dict[int, str]) -> dict[int, str]:
+        """What there is of all other numbers."""
+        found = {}
+        for number in range(self._count):
+            if number not in but and (text := self._read(f"hang/{kind}/{number}")) is not None:
+                found[number] = text
+        return found
+
+    def _read(self, name: str) -> str | None:
+        return self._ask(lambda: self._store.get(name))
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None once the store is lost."""
+        if not self.answers:
+            return None
+        try:
+            return call()
+        except StoreLost:
+            self.answers = False
+            return None
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_llama.launch.environment import ProcessContext
+from megatron_llama.launch.environment import ProcessContext, is_loopback
 from megatron_llama.launch.job_store import SECRET, LaunchFailed
-from megatron_llama.launch.network import is_loopback
-from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, modules_of, run_as_rank
+from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, Entry, run_as_rank
 from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
 from megatron_llama.launch.reports import NodeInfo, check_consistent, node_info, node_table
 from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
@@ -32,8 +29,8 @@ from megatron_llama.system.signals import die_with
 PREPARE_LIMIT_SECONDS = 3600.0
 
 
-def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan], None]) -> int:
-    """Meets the other processes of the run, then runs ``work`` as, or in, the ranks of this one; the exit status."""
+def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int:
+    """Meets the other processes of the run, then runs ``entry`` as, or in, the ranks of this one; the exit status."""
     assert world.device is not None, "a plan refuses a device that is not here"
     die_with(os.getppid())
     os.environ.update(rank_environment(world.device, plan))
@@ -50,21 +47,14 @@ def join(plan: Plan, world: World, context: ProcessContext, work: Callable[[Plan
         if not starts_ranks:
             os.environ.update(context.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
             watch_this_process(context.rank, plan.world_size, hang_seconds, rendezvous.board())
-            return run_as_rank(plan, context.rank, work)
+            return run_as_rank(plan, context.rank, entry)
         # Nodes tell each other of a hang; on one alone its starter sees all.
         board = rendezvous.board() if context.world_size > 1 else None
-        for module in modules_of(work) if world.device.forkable else ():
-            import_module(module)
         output_dir = stack.enter_context(rank_outputs(Path(str(plan.config.run.dir)), range(first, first + ranks)))
-        return start_ranks(
-            partial(work, plan),
-            Share(ranks, plan.world_size, first, master=(context.master_addr, context.master_port)),
-            fork=world.device.forkable,
-            output_dir=output_dir,
-            hang_seconds=hang_seconds,
-            board=board,
-            while_running=partial(obey_starter, partial(os._exit, EXIT_FAILED)) if context.starter == "hosts" else None,
-        )
+        master = (context.master_addr, context.master_port)
+        share = Share(ranks, plan.world_size, first, master, board, output_dir, hang_seconds)
+        obey = partial(obey_starter, partial(os._exit, EXIT_FAILED)) if context.starter == "hosts" else None
+        return start_ranks(plan, entry, share, while_running=obey)
 
 
 def _meet(

@@ -18,10 +18,8 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.launch.board import Board
-from megatron_llama.launch.environment import ProcessContext
-from megatron_llama.launch.job_store import SECRET, JobStore, LaunchFailed, StoreLost
-from megatron_llama.launch.network import addresses_of, is_loopback
+from megatron_llama.launch.environment import ProcessContext, addresses_of, is_loopback
+from megatron_llama.launch.job_store import SECRET, Board, JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.reports import NodeInfo, Opening, read_opening, read_report, same_number
 
 # Starting Python on a thousand nodes from one disk takes minutes; a host without a route is known much sooner.

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from megatron_llama.config import Problem
-from megatron_llama.launch.environment import ProcessContext
+from megatron_llama.launch.environment import ProcessContext, interface_of, own_address_towards
 from megatron_llama.launch.job_store import LaunchFailed
-from megatron_llama.launch.network import interface_of, own_address_towards
 from megatron_llama.system.text_table import text_table
 
 

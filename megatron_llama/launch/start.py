@@ -1,4 +1,8 @@
-"""Starts ranks on this machine. When one fails all end, and its traceback is the last thing on stderr."""
+"""Starts ranks on this machine. When one fails all end, and its traceback is the last thing on stderr.
+
+``run_here`` is a whole run: it claims the run's folder, and restarts the ranks if configured. ``start_ranks`` starts
+the ranks once.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import IO
 
+import megatron_llama
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
-from megatron_llama.launch.board import Board
-from megatron_llama.launch.rank_process import (
+from megatron_llama.launch.job_store import Board
+from megatron_llama.launch.rank import (
     CONSEQUENCE_DELAY_SECONDS,
     STACKS_SIGNAL,
+    TRAIN,
     Assignment,
+    Entry,
     Report,
+    function_of,
     run_assignment,
 )
-from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise
+from megatron_llama.launch.run_dir import claimed, rank_outputs, record
+from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watch, hold_back, tell
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
@@ -35,18 +43,17 @@ from megatron_llama.system.phase import Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
-# The program of a rank that is no fork of its starter. It gets the starter's import path first: what the starter could
-# import, the rank can.
-_BOOTSTRAP = """\
-import os, pickle, sys
-with os.fdopen(int(sys.argv[1]), "rb") as task:
-    sys.path[:] = pickle.load(task)
-    assignment, work = pickle.load(task)
-from megatron_llama.system.output import protect
-protect()
-from megatron_llama.launch.rank_process import run_assignment
-run_assignment(assignment, work)
-"""
+
+
+def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
+    """Claim the run's folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status."""
+    folder = Path(str(plan.config.run.dir))
+    with claimed(folder):
+        sys.stdout.write(record(plan, folder) + "\n")
+        with rank_outputs(folder, range(plan.world_size)) as output_dir:
+            hang_seconds = plan.config.trainer.hang_timeout_seconds
+            share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
+            return with_restarts(plan, lambda: start_ranks(plan, entry, share))
 
 
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
@@ -66,52 +73,44 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-def run_on_this_machine(
-    work: Callable[[], None],
-    plan: Plan,
-    *,
-    ranks: int | None = None,
-    imports: Sequence[str] = (),
-    output_dir: Path | None = None,
-    hang_seconds: float | None = None,
-) -> int:
-    """Runs ``work`` in all ranks of ``plan`` on this machine, with its device's environment; returns the exit status.
-
-    ``ranks`` is for tools that start another number of processes than the plan has ranks. ``imports`` are modules that
-    ``work`` needs: where ranks are forked they are imported once, here. ``hang_seconds``: see ``start_ranks``; only for
-    work that says its phases. Raises ConfigError as ``rank_environment``.
-    """
-    device = get_device(plan.config.device.name)
-    environment = rank_environment(device, plan)
-    if device.forkable:
-        os.environ.update(environment)  # before torch is imported
-        for module in imports:
-            import_module(module)
-    count = plan.world_size if ranks is None else ranks
-    return start_ranks(
-        work,
-        count,
-        fork=device.forkable,
-        environment=environment,
-        output_dir=output_dir,
-        hang_seconds=hang_seconds,
-    )
-
-
 @dataclass
 class Share:
     """The ranks that this process starts, and where they meet all others."""
 
     ranks: int
-    world_size: int
+    world_size: int | None = None
+    """Ranks of the job; None: the ranks of this share are all."""
     first_rank: int = 0
     master: tuple[str, int] | None = None
     """Address and port of the store where the ranks meet, if it exists already; None: this process hosts one."""
+    board: Board | None = None
+    """Asks the launchers of other machines about hangs there."""
+    output_dir: Path | None = None
+    """Ranks above 0 print to files in this folder; None: to the terminal."""
+    hang_seconds: float | None = None
+    """Ranks that make no progress for this long, times the patience of their phase, end the job. None: no limit, for
+    entries that do not report their phases."""
 
     @property
-    def whole(self) -> bool:
-        """Whether these are all the ranks."""
-        return self.ranks == self.world_size
+    def job_size(self) -> int:
+        """Ranks of the job."""
+        return self.world_size or self.ranks
+
+    def environment(self, listener: socket.socket | None) -> dict[str, str]:
+        """The variables with which a rank finds the store. ``listener`` is the store's socket if this process hosts it:
+        the store outlives every rank, and its port is bound before the first rank starts."""
+        variables = {
+            "WORLD_SIZE": str(self.job_size),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: rank 0 must not host the store
+        }
+        if listener is None:
+            assert self.master is not None, "without a listener the store is elsewhere"
+            return variables | {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
 
 
 @dataclass
@@ -129,6 +128,26 @@ class Rank(Child):
     killed: bool = False
     """This process has killed it."""
     report: Report | None = None
+
+    @classmethod
+    def start(cls, number: int, plan: Plan, entry: Entry, share: Share, listener: socket.socket | None) -> Rank:
+        """Start a rank: a fork of this process, or a Python process for devices that do not survive a fork."""
+        device = get_device(plan.config.device.name)
+        variables = rank_environment(device, plan) | share.environment(listener)
+        variables |= {"RANK": str(number), "LOCAL_RANK": str(number - share.first_rank)}
+        output = share.output_dir / f"rank_{number:05d}.txt" if share.output_dir and number else None
+        # Unnamed files: they outlive the rank and leave nothing behind.
+        report_file, crash_file, phase_file = tempfile.TemporaryFile(), tempfile.TemporaryFile(), PhaseFile()
+        files = report_file.fileno(), crash_file.fileno(), phase_file.file.fileno()
+        launcher, pid = os.getpid(), os.fork() if device.forkable else None
+        if pid == 0:
+            if listener is not None:
+                listener.close()
+            copies = os.dup(files[0]), os.dup(files[1]), os.dup(files[2])
+            run_assignment(Assignment(number, launcher, variables, *copies, output), plan, entry)
+        if pid is None:
+            pid = _spawn(Assignment(number, launcher, variables, *files, output), plan, entry)
+        return cls(number, pid, report_file, crash_file, phase_file, output)
 
     @property
     def succeeded(self) -> bool:
@@ -193,112 +212,78 @@ class Rank(Child):
 
 
 def start_ranks(
-    work: Callable[[], None],
-    share: Share | int,
-    *,
-    fork: bool,
-    environment: Mapping[str, str] | None = None,
-    output_dir: Path | None = None,
-    while_running: Callable[[], None] | None = None,
-    hang_seconds: float | None = None,
-    board: Board | None = None,
+    plan: Plan, entry: Entry, share: Share | None = None, while_running: Callable[[], None] | None = None
 ) -> int:
-    """Runs ``work`` in the processes of ``share`` on this machine; returns the exit status of them all. A number means
-    that many ranks, and no others elsewhere.
+    """Run ``entry`` in the ranks of ``share``, or in all ranks of ``plan``, with the environment of its device.
 
-    ``fork`` starts them in a moment from this process, with all it has imported; otherwise each is a Python of its own,
-    and ``work`` must be picklable. With ``output_dir``, ranks above 0 print to files there instead of the terminal.
-    ``while_running`` is called once all ranks are started; it must return at once. Ranks that make no progress for
-    ``hang_seconds``, times their phase's patience, end the job; where others are elsewhere, ``board`` asks about them.
+    Forked ranks begin with all that this process has imported. Other ranks are Python processes, for which ``entry``
+    must be picklable.
+
+    Args:
+        while_running: Called once all ranks are started; it must return at once.
+
+    Returns:
+        The exit status of all ranks together.
+
+    Raises:
+        ConfigError: As ``rank_environment``.
     """
+    share = share or Share(plan.world_size)
+    device = get_device(plan.config.device.name)
+    environment = rank_environment(device, plan)  # for spawned ranks too: its errors come before any rank
+    if device.forkable:
+        os.environ.update(environment)  # before torch is imported
+        function_of(TRAIN)  # imports once what nearly all entries need
     sys.stdout.flush()
     sys.stderr.flush()
-    share = Share(share, share) if isinstance(share, int) else share
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024) if share.master is None else None
     with listener or contextlib.nullcontext(), Signals(hold=True) as signals:
-        common = {**(environment or {}), **_store_environment(share, listener)}
         ranks: list[Rank] = []
-        for local in range(share.ranks):
-            number = share.first_rank + local
-            variables = {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
-            output = output_dir / f"rank_{number:05d}.txt" if output_dir and number else None
-            ranks.append(_start_rank(fork, number, work, variables, output, listener))
+        for number in range(share.first_rank, share.first_rank + share.ranks):
+            ranks.append(Rank.start(number, plan, entry, share, listener))
             signals.children.append(ranks[-1])
         store = None
         if listener is not None:  # after the ranks are forked, because it starts a thread
             from torch.distributed import TCPStore
 
             port, file = listener.getsockname()[1], os.dup(listener.fileno())
-            address, size = "127.0.0.1", share.world_size
+            address, size = "127.0.0.1", share.job_size
             store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=file)
         hang = None
         try:
             signals.release()
             if while_running is not None:
                 while_running()
-            watch = Watch(ranks, share.world_size, hang_seconds, board)
+            watch = Watch(ranks, share.job_size, share.hang_seconds, share.board)
             supervise(ranks, signals, GRACE, wait=watch.wait)
         except Hang as found:
             hang = found
-            hold_back(hang, board)
+            hold_back(hang, share.board)
         finally:
             _kill(ranks)
             del store
         if hang is not None:
-            tell(hang, board)
+            tell(hang, share.board)
             return EXIT_FAILED
         return _verdict(ranks, signals, share)
 
 
-def _store_environment(share: Share, listener: socket.socket | None) -> dict[str, str]:
-    """What all ranks need to find the store. A starter hosts it: it outlives every rank, and its port is bound before
-    the first rank starts."""
-    variables = {
-        "WORLD_SIZE": str(share.world_size),
-        "LOCAL_WORLD_SIZE": str(share.ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: rank 0 must not host the store
-    }
-    if listener is None:
-        assert share.master is not None, "without a listener the store is elsewhere"
-        return variables | {"MASTER_ADDR": share.master[0], "MASTER_PORT": str(share.master[1])}
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-
-
-def _start_rank(
-    fork: bool,
-    number: int,
-    work: Callable[[], None],
-    variables: dict[str, str],
-    output: Path | None,
-    listener: socket.socket | None,
-) -> Rank:
-    """Starts a rank: as a copy of this process, or as a Python of its own for devices that do not survive a fork."""
-    # Unnamed files: they outlive the rank and leave nothing behind.
-    report_file, crash_file, phase_file = tempfile.TemporaryFile(), tempfile.TemporaryFile(), PhaseFile()
-    files = report_file.fileno(), crash_file.fileno(), phase_file.file.fileno()
-    starter = os.getpid()
-    if fork:
-        pid = os.fork()
-        if pid == 0:
-            if listener is not None:
-                listener.close()
-            copies = os.dup(files[0]), os.dup(files[1]), os.dup(files[2])
-            run_assignment(Assignment(number, starter, variables, *copies, output), work)
-        return Rank(number, pid, report_file, crash_file, phase_file, output)
+def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:
+    """Start a Python process for a rank; return its process id."""
+    tree = str(Path(megatron_llama.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile() as task:
-        pickle.dump(sys.path, task)
-        pickle.dump((Assignment(number, starter, variables, *files, output), work), task)
+        pickle.dump(sys.path, task)  # first: the rank can import all that this process can
+        pickle.dump((assignment, plan, entry), task)
         task.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, str(task.fileno())],
-            env={**os.environ, **variables},
-            pass_fds=(task.fileno(), *files),
+            # -P: the current folder is no part of the import path, as in the launcher.
+            [sys.executable, "-P", "-m", "megatron_llama.launch.rank", str(task.fileno())],
+            env={**os.environ, **assignment.environment, "PYTHONPATH": path},
+            pass_fds=(task.fileno(), assignment.report_fd, assignment.crash_fd, assignment.phase_fd),
         )
     process.returncode = 0  # Rank.poll waits for the pid
-    return Rank(number, process.pid, report_file, crash_file, phase_file, output)
+    return process.pid
 
 
 def _kill(ranks: Sequence[Rank]) -> None:
@@ -331,9 +316,9 @@ def _verdict(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
     if cause.report.kind == "user":
         report(cause.report.text)
         return EXIT_USER
-    if cause.report.consequence and not share.whole:
+    if cause.report.consequence and share.ranks < share.job_size:
         time.sleep(CONSEQUENCE_DELAY_SECONDS)  # the cause is on another machine
     output = cause.output
     where = f"; its output is in {output}" if output and output.exists() and output.stat().st_size else ""
-    report(f"\nRank {cause.number} of {share.world_size} failed{where}:\n\n{cause.report.text}")
+    report(f"\nRank {cause.number} of {share.job_size} failed{where}:\n\n{cause.report.text}")
     return EXIT_FAILED

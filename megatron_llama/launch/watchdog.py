@@ -2,7 +2,7 @@
 
 Ranks note their phases (system/phase.py). The process that started the ranks of a machine watches them; a rank that
 torchrun or srun has started watches itself. Watchers in several processes reach each other through the store where they
-met (board.py), and one of them tells all.
+met (job_store.py), and one of them tells all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from typing import Protocol
 
 from megatron_llama.devices.flight_recorder import ask_for_collectives, collectives, remove_recordings
-from megatron_llama.launch.board import Board
+from megatron_llama.launch.job_store import Board
 from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import POLL_SECONDS, report
 from megatron_llama.system import phase

@@ -20,6 +20,10 @@ class MachineError(RuntimeError):
     """The machine gave up (full disk, a worker killed): shown as one message, exit status 1."""
 
 
+class LaunchFailed(RuntimeError):
+    """The processes of a job could not be brought together; the message has rank and reason and needs no traceback."""
+
+
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 

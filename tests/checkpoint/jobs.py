@@ -15,7 +15,7 @@ import torch
 import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.launch import main
+from megatron_llama.cli import main
 from megatron_llama.plan import Plan
 from tests.checkpoint.runner import SMALL
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_llama.devices import shared_memory
 from megatron_llama.devices.shared_memory import SharedMemoryGroup
-from megatron_llama.launch.rank_process import _PEER_LOST
+from megatron_llama.launch.rank import _PEER_LOST
 from tests.ranks import RankFailed, run_ranks
 
 SLOT = 240

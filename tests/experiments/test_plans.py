@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.arch.flops import mfu
+from megatron_llama.cli import CONF_DIR, main
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.launch.cli import CONF_DIR, main
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.system.units import GIB

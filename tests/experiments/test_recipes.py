@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from megatron_llama.cli import CONF_DIR, main, usage
 from megatron_llama.config import Config, load_config
 from megatron_llama.config.fields import get, settings_by_name
-from megatron_llama.launch.cli import CONF_DIR, main, usage
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import USABLE, stage_footprints

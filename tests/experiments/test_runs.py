@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
-from megatron_llama.launch.cli import CONF_DIR
 from tests.paths import ROOT
 from tests.processes import run_train_py
 

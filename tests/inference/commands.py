@@ -13,7 +13,7 @@ import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
-from megatron_llama.launch.start import run_on_this_machine
+from megatron_llama.launch.start import start_ranks
 from megatron_llama.tools.inference import evaluate_cli, generate_cli
 
 Main = Callable[[Sequence[str]], int]
@@ -75,9 +75,9 @@ CPU = ("--device", "cpu")
 
 def generate(argv: Sequence[str]) -> int:
     """scripts/generate.py."""
-    return generate_cli.main(argv, run_on_this_machine)
+    return generate_cli.main(argv, start_ranks)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """scripts/evaluate.py."""
-    return evaluate_cli.main(argv, run_on_this_machine)
+    return evaluate_cli.main(argv, start_ranks)

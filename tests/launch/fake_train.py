@@ -26,10 +26,11 @@ def note_place(plan: Plan) -> None:
 FAKE_TRAIN = """
 import os, sys
 sys.path.insert(0, {root!r})
-from megatron_llama.launch import cli, join, rank_process
+from megatron_llama import cli
+from megatron_llama.launch import join, rank
 from tests.launch import fake_train
 {before}
-for module in (join, rank_process):
+for module in (join, rank):
     module.CONSEQUENCE_DELAY_SECONDS *= {patience}
 sys.exit(cli.main(sys.argv[1:], fake_train.{work}))
 """

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_llama import cli
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.launch import cli, run_dir
+from megatron_llama.launch import run_dir
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GATED_TRAIN = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from megatron_llama.launch import main
+from megatron_llama.cli import main
 from megatron_llama.train import loop
 
 step = loop.training_step

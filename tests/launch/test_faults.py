@@ -16,20 +16,36 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.devices.cpu import Cpu
 from megatron_llama.launch import ssh, start, supervise
-from megatron_llama.launch.rank_process import describe, says_peer_lost
+from megatron_llama.launch.rank import describe, function_of, says_peer_lost
 from megatron_llama.launch.run_dir import rank_outputs
-from megatron_llama.launch.start import start_ranks
+from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
 from megatron_llama.system.errors import MachineError
-from tests.processes import PATIENCE_SECONDS, MakeStarter, announce, gone, pids, rank, save_and_leave
+from tests.processes import (
+    PATIENCE_SECONDS,
+    MakeStarter,
+    announce,
+    gone,
+    pids,
+    plan_of,
+    rank,
+    save_and_leave,
+    without_plan,
+)
 
 TAKES_ALL_DOWN_SECONDS = 10.0
 
 
 def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool = True) -> Callable[[], int]:
     """What a starter does: run ``work`` on ``ranks`` ranks."""
-    return partial(start_ranks, partial(work, folder), ranks, fork=fork)
+
+    def start() -> int:
+        Cpu.forkable = fork  # in this process alone
+        return start_ranks(plan_of(ranks), partial(without_plan, partial(work, folder)))
+
+    return start
 
 
 def sleep_long(folder: Path) -> None:
@@ -67,6 +83,22 @@ def test_ranks_meet_and_end_well(starter: MakeStarter, tmp_path: Path, fork: boo
     assert job.wait() == 0, job.errors
     totals = [float((tmp_path / f"total{number}").read_text()) for number in range(ranks)]
     assert totals == [ranks * (ranks + 1) / 2] * ranks
+
+
+def test_a_spawned_rank_imports_from_the_tree_of_its_launcher(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "megatron_llama.py").write_text("raise ImportError('a file in the current folder')")
+    monkeypatch.chdir(tmp_path)
+    job = starter(run(reduce_once, tmp_path, ranks=1, fork=False))
+    assert job.wait() == 0, job.errors
+
+
+def test_an_entry_may_be_a_name(starter: MakeStarter, tmp_path: Path) -> None:
+    assert function_of("tests.launch.test_faults:join_world") is join_world
+    job = starter(lambda: start_ranks(plan_of(1), "tests.launch.no_such_file:entry"))
+    assert job.wait() == 1
+    assert job.last_line == "ModuleNotFoundError: No module named 'tests.launch.no_such_file'"
 
 
 def fail_on_one(folder: Path) -> None:
@@ -333,7 +365,9 @@ def talk(folder: Path) -> None:
 def test_only_rank_0_has_the_terminal(starter: MakeStarter, tmp_path: Path) -> None:
     outputs = tmp_path / "ranks"
     outputs.mkdir()
-    job = starter(partial(start_ranks, partial(talk, tmp_path), 3, fork=True, output_dir=outputs))
+    job = starter(
+        partial(start_ranks, plan_of(3), partial(without_plan, partial(talk, tmp_path)), Share(3, output_dir=outputs))
+    )
     assert job.wait() == 0
     assert job.out.read_text() == "words of rank 0\n"
     assert [path.read_text() for path in sorted(outputs.iterdir())] == ["words of rank 1\n", "words of rank 2\n"]

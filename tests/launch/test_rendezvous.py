@@ -19,7 +19,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch import job_store, network, rendezvous, reports
+from megatron_llama.launch import environment, job_store, rendezvous, reports
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rendezvous import Rendezvous
@@ -389,7 +389,7 @@ def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.Mo
 
 
 def test_interfaces() -> None:
-    assert network.own_address_towards("127.0.0.1") == "127.0.0.1"
-    assert network.interface_of("127.0.0.1") in ("lo", "lo0", None)
-    assert network.interface_of("203.0.113.7") is None, "an address of nobody"
-    assert network.is_loopback("localhost.localdomain") and not network.is_loopback("n1.cluster")
+    assert environment.own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert environment.interface_of("127.0.0.1") in ("lo", "lo0", None)
+    assert environment.interface_of("203.0.113.7") is None, "an address of nobody"
+    assert environment.is_loopback("localhost.localdomain") and not environment.is_loopback("n1.cluster")

@@ -45,7 +45,7 @@ runpy.run_path({train!r}, run_name="__main__")
 
 @pytest.mark.parametrize(
     ("module", "number"),
-    [("megatron_llama.launch", signal.SIGINT), ("omegaconf", signal.SIGTERM), ("torch", signal.SIGINT)],
+    [("megatron_llama.cli", signal.SIGINT), ("omegaconf", signal.SIGTERM), ("torch", signal.SIGINT)],
 )
 def test_while_imports_last(tmp_path: Path, module: str, number: signal.Signals) -> None:
     """The last of them comes when the run's folder is claimed."""
@@ -170,7 +170,7 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
         first(run_dir_module, "format_plan", lambda: os.kill(os.getpid(), signal.SIGTERM), 1, patch)
         expected, last = 128 + signal.SIGTERM, "Stopped by SIGTERM."
     else:
-        first(start_module, "_start_rank", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
+        first(start_module.Rank, "start", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
         expected, last = 130, "Stopped by SIGINT."
     job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=leave_quietly)
     assert job.wait() == expected, job.said

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, hostfile_hosts
-from megatron_llama.launch import cli
 from megatron_llama.launch.world import find_world
 from tests.launch.fake_train import TINY, script
 from tests.processes import PATIENCE_SECONDS, environment, gone, pids

@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_llama.devices import flight_recorder
-from megatron_llama.launch import board, job_store, start, watchdog
-from megatron_llama.launch.board import Board
-from megatron_llama.launch.job_store import JobStore
-from megatron_llama.launch.start import Rank, start_ranks
+from megatron_llama.launch import job_store, start, watchdog
+from megatron_llama.launch.job_store import Board, JobStore
+from megatron_llama.launch.start import Rank, Share, start_ranks
 from megatron_llama.launch.watchdog import Hang, Watch, watch_this_process
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import resolve
@@ -31,7 +30,17 @@ from megatron_llama.system import phase
 from megatron_llama.system.phase import Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
 from tests.config.helpers import make
-from tests.processes import PATIENCE_SECONDS, MakeStarter, Starter, announce, hasten, pids, rank
+from tests.processes import (
+    PATIENCE_SECONDS,
+    MakeStarter,
+    Starter,
+    announce,
+    hasten,
+    pids,
+    plan_of,
+    rank,
+    without_plan,
+)
 
 
 class Simulated:
@@ -174,6 +183,11 @@ def stop_in(name: str, folder: Path) -> None:
     time.sleep(600)
 
 
+def watched(work: Callable[[], None], ranks: int = 2) -> Callable[[], int]:
+    """Return a launcher whose ranks may be in a phase for 1000 s."""
+    return partial(start_ranks, plan_of(ranks), partial(without_plan, work), Share(ranks, hang_seconds=1000.0))
+
+
 def until_stopped(folder: Path, number: int, ranks: int = 2) -> None:
     pid, deadline = pids(folder, ranks)[number], time.monotonic() + PATIENCE_SECONDS
     while not is_stopped(pid):
@@ -186,7 +200,7 @@ def test_a_stopped_rank_is_named_with_its_phase(
     starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
-    job = starter(partial(start_ranks, partial(stop_in, name, tmp_path), 2, fork=True, hang_seconds=1000.0))
+    job = starter(watched(partial(stop_in, name, tmp_path)))
     until_stopped(tmp_path, 1)
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -203,15 +217,15 @@ def test_a_rank_that_is_stopped_before_its_first_line_is_named(
     hasten(monkeypatch, tmp_path / "hasten")
     run = start.run_assignment
 
-    def stopped_at_once(assignment: start.Assignment, work: Callable[[], None]) -> None:
+    def stopped_at_once(assignment: start.Assignment, *rest: Any) -> None:
         os.environ["RANK"] = str(assignment.rank)
         announce(tmp_path)
         if assignment.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        run(assignment, work)
+        run(assignment, *rest)
 
     monkeypatch.setattr(start, "run_assignment", stopped_at_once)
-    job = starter(partial(start_ranks, partial(time.sleep, 600), 2, fork=True, hang_seconds=1000.0))
+    job = starter(watched(partial(time.sleep, 600)))
     until_stopped(tmp_path, 1)
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -228,7 +242,7 @@ def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
         announce(tmp_path)
         max(itertools.repeat(0))  # for ever in C: no other thread runs, and no handler of a signal
 
-    job = starter(partial(start_ranks, hold, 1, fork=True, hang_seconds=1000.0))
+    job = starter(watched(hold, ranks=1))
     pids(tmp_path, 1)
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -265,7 +279,7 @@ def test_ranks_that_watch_themselves_name_the_stopped_one(
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 2.0 if host else PATIENCE_SECONDS)
-    monkeypatch.setattr(board, "_GATHER_SECONDS", 5.0)
+    monkeypatch.setattr(job_store, "_GATHER_SECONDS", 5.0)
     (tmp_path / "victim").write_text(str(victim))
     store = None if host else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = free_port() if store is None else store.port

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_llama.cli import main
 from megatron_llama.config import Config, load_config, to_yaml
 from megatron_llama.config.fields import get
-from megatron_llama.launch.cli import main
 from megatron_llama.plan import Machine, Plan, format_plan, resolve
 from megatron_llama.plan.choices import CHOSEN, choose_defaults
 from tests.paths import CONF, ROOT

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.flops import flops_per_token, matmul_parameters, mfu
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ModelConfig, load_config
-from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.plan import parameters
 
 # preset, sequence, parameters, then GFLOP per token: 6 x parameters, full and causal attention

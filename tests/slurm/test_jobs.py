@@ -91,7 +91,7 @@ def test_compiled_by_one_job_trained_by_the_next(
 # A fast machine must not come to the end before Slurm looks at time limits, which it does every 30 s.
 PACED_TRAIN = """
 import os, sys, time
-from megatron_llama.launch import main
+from megatron_llama.cli import main
 from megatron_llama.train import loop
 
 step = loop.training_step
@@ -180,7 +180,7 @@ def test_the_restart_limit_is_a_failure(lab: Lab, tmp_path: Path, report: Report
 
 FAILING_TRAIN = """
 import os, sys
-from megatron_llama.launch import main
+from megatron_llama.cli import main
 from megatron_llama.train import loop
 
 step = loop.training_step

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 from megatron_llama.arch.shapes import head_dim, kv_heads, parameters
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import Config, ConfigError, Problem, load_config
 from megatron_llama.devices.processor import instruction_set, processor
-from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import BENCH_DIR, OURS, PEERS, Peer
 

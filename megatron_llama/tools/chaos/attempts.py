@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_llama.launch import main
+from megatron_llama.cli import main
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import protect
 from megatron_llama.system.signals import leave_quietly

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.tools.mock_run import MOCK_RUN
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _need_no_device(words)
         if len(overrides) == len(argv):
-            return cli.main(words, work=compile_one_rank, subfolder=FOLDER)
+            return cli.main(words, entry=compile_one_rank, subfolder=FOLDER)
         return _start(_plan(cli.parse_overrides(words, subfolder=FOLDER)))
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
@@ -116,7 +116,7 @@ def _plan(config: Config) -> Plan:
 def _start(plan: Plan) -> int:
     """Runs the representatives, all at once."""
     from megatron_llama.launch import run_dir
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import Share, start_ranks
 
     plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_of_job(plan.config, None)
     folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
@@ -124,7 +124,6 @@ def _start(plan: Plan) -> int:
     ranks = [plan.grid.rank(pp=stage) for stage in sorted({0, min(1, pp - 1), pp - 1})]
     with run_dir.claimed(folder):
         sys.stdout.write(run_dir.record(plan, folder) + "\n")
-        work = partial(compile_one_rank, plan, ranks)
+        entry = partial(compile_one_rank, representatives=ranks)
         with run_dir.rank_outputs(folder, range(len(ranks))) as output_dir:
-            imports = ["megatron_llama.tools.compile.compile_rank"]
-            return run_on_this_machine(work, plan, ranks=len(ranks), imports=imports, output_dir=output_dir)
+            return start_ranks(plan, entry, Share(len(ranks), output_dir=output_dir))

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _show(report: Report, *, as_json: bool) -> None:
 def _measure(case: Case, world: World, meeting: Meeting) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Starts the ranks, or becomes one; on the first process what they have measured, and what is slow."""
     from megatron_llama.launch.join import join
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import Share, start_ranks
     from megatron_llama.tools.doctor import speeds
     from megatron_llama.tools.doctor.finding import BREAKS, Finding
     from megatron_llama.tools.doctor.rank_measurements import RESULT, measure_ranks
@@ -170,19 +170,15 @@ def _measure(case: Case, world: World, meeting: Meeting) -> tuple[dict[str, Any]
     plan = case.plan
     assert plan is not None, "without one nothing is measured"
     with tempfile.TemporaryDirectory() as folder:
-        work, run_dir = partial(measure_ranks, folder), Path(meeting.exchange(f"{folder}-run")[0])
+        entry, run_dir = partial(measure_ranks, folder), Path(meeting.exchange(f"{folder}-run")[0])
         run_dir.mkdir(exist_ok=True)  # the first one's name, on each node's own disk
         plan.config.run.dir = str(run_dir)
         with redirect_stdout(io.StringIO()):  # the plan, and who is where
             if case.context is None:
-                status = run_on_this_machine(
-                    partial(work, plan),
-                    plan,
-                    imports=[measure_ranks.__module__],
-                    hang_seconds=plan.config.trainer.hang_timeout_seconds,
-                )
+                share = Share(plan.world_size, hang_seconds=plan.config.trainer.hang_timeout_seconds)
+                status = start_ranks(plan, entry, share)
             else:
-                status = join(plan, world, case.context, work)
+                status = join(plan, world, case.context, entry)
         failed = [each for each in meeting.exchange(status) if each]
         shutil.rmtree(run_dir, ignore_errors=True)
         if failed:

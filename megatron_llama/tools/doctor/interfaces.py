@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.launch.network import address_of_interface, addresses_of, is_loopback
+from megatron_llama.launch.environment import address_of_interface, addresses_of, is_loopback
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, Node, majority
 
 CHECK = "interfaces"

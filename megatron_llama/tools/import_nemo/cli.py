@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         parser.error("name the YAML to convert")
     # Imported here: --help needs none of it.
+    from megatron_llama.cli import CONF_DIR
     from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.launch.cli import CONF_DIR
     from megatron_llama.tools.import_nemo.convert import convert
     from megatron_llama.tools.import_nemo.write_yaml import as_yaml, check, command_line, listing, write
 

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.interpolations import check_interpolations
+from megatron_llama.config.load_config import check_interpolations
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.bounded_yaml import check_yaml
 

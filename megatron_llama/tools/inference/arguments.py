@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-IMPORTS = ("megatron_llama.tools.inference.accuracy", "megatron_llama.tools.inference.chat")
-"""What ranks run with: imported once, before they are forked."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16_pure"}
 """--dtype to ``trainer.precision``."""
 CHECKPOINT = """\
@@ -35,9 +33,9 @@ PEFT adapter's; what LoRA has trained is added to its base while loading.
 
 
 class Start(Protocol):
-    """Starts the ranks of a plan and returns the exit status, as ``launch.start.run_on_this_machine`` does."""
+    """Starts the ranks of a plan and returns the exit status, as ``launch.start.start_ranks`` does."""
 
-    def __call__(self, work: Callable[[], None], plan: Plan, *, imports: Sequence[str]) -> int: ...
+    def __call__(self, plan: Plan, entry: Callable[[Plan], None]) -> int: ...
 
 
 @dataclass
@@ -141,7 +139,7 @@ def run_task(
         if problems.found:
             raise ConfigError(problems.found)
         assert opened is not None and task is not None, "without problems there is a task"
-        return start(partial(_run_rank, opened, task), opened.plan, imports=IMPORTS)
+        return start(opened.plan, partial(_run_rank, opened, task))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER
@@ -150,12 +148,12 @@ def run_task(
         return EXIT_FAILED
 
 
-def _run_rank(opened: OpenedModel, task: Task) -> None:
+def _run_rank(opened: OpenedModel, task: Task, plan: Plan) -> None:
     from megatron_llama.tools.inference.generator import open_generator
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not every terminal has UTF-8
     try:
-        with open_generator(opened.saved, opened.plan, task.stop) as generator:
+        with open_generator(opened.saved, plan, task.stop) as generator:
             task.run(generator, opened, is_first=os.environ["RANK"] == "0")
         sys.stdout.flush()
     except BrokenPipeError:

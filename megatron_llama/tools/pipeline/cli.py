@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.mock_run import MOCK_RUN

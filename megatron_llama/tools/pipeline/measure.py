@@ -8,7 +8,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from megatron_llama.launch.start import run_on_this_machine
+from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.plan import Plan
 from megatron_llama.tools.pipeline.timeline import RankRecord, Timeline, as_measured
 
@@ -19,12 +19,11 @@ STEPS = 6
 def measured(plan: Plan) -> Timeline | int:
     """The step of the median length among those after the first, of the first data- and tensor-parallel ranks.
 
-    An exit status other than 0 if a rank failed. Raises ConfigError as ``run_on_this_machine``.
+    An exit status other than 0 if a rank failed. Raises ConfigError as ``start_ranks``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        imports = ["megatron_llama.tools.pipeline.recorder", "megatron_llama.tools.steps"]
-        work = partial(_record_one_rank, plan, Path(folder))
-        if status := run_on_this_machine(work, plan, imports=imports, output_dir=Path(folder)):
+        entry, share = partial(_record_one_rank, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
+        if status := start_ranks(plan, entry, share):
             return status
         stages = plan.grid.ranks(0, "pp")
         records = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in stages]
@@ -32,7 +31,7 @@ def measured(plan: Plan) -> Timeline | int:
     return steps[(len(steps) - 1) // 2]
 
 
-def _record_one_rank(plan: Plan, folder: Path) -> None:
+def _record_one_rank(folder: Path, plan: Plan) -> None:
     from megatron_llama.data.batches import build_data
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer

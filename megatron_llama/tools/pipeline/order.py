@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_llama import cli
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
-from megatron_llama.launch import cli
 from megatron_llama.launch.world import find_world
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan

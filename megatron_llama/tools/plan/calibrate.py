@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.units import plural
 from megatron_llama.tools.bar import bar
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def calibrate(path: Path | None = None) -> int:
     """Measures and writes the file of this host; returns the exit status."""
     from megatron_llama.devices import get_device
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import Share, start_ranks
 
     by_ranks: dict[str, Any] = {}
     load = os.getloadavg()[0]
@@ -38,10 +38,8 @@ def calibrate(path: Path | None = None) -> int:
         sys.stdout.flush()
         plans = dict(_plans(ranks))
         with tempfile.TemporaryDirectory() as folder:
-            work = partial(_measure, plans, Path(folder))
-            imports = ["megatron_llama.tools.plan.measure_machine"]
-            status = run_on_this_machine(work, next(iter(plans.values())), imports=imports, output_dir=Path(folder))
-            if status:
+            entry, share = partial(_measure, plans, Path(folder)), Share(ranks, output_dir=Path(folder))
+            if status := start_ranks(next(iter(plans.values())), entry, share):
                 return status
             by_ranks[str(ranks)] = json.loads((Path(folder) / "measured.json").read_text())
     import torch
@@ -78,7 +76,7 @@ def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
             yield f"{name}, {form}", find_world(config, None).plan()
 
 
-def _measure(plans: dict[str, Plan], folder: Path) -> None:
+def _measure(plans: dict[str, Plan], folder: Path, plan: Plan) -> None:
     """What each rank does; the first one writes."""
     from megatron_llama.devices import get_device
     from megatron_llama.tools.plan.measure_machine import MEASUREMENTS, MESSAGES, measure

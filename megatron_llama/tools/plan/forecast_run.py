@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_llama import cli
 from megatron_llama.arch.flops import FlopsPerToken, flops_per_token, mfu
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.problems import nearest
-from megatron_llama.launch import cli
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.memory import Footprint, stage_footprints

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.tools.mock_run import NO_FILES
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         profile = list(WINDOW)
         words.append(f"trainer.profile=[{WINDOW[0]},{WINDOW[1]}]")
     words += [f"trainer.steps={profile[-1]}", *_ONLY_STEPS]
-    return cli.main(words, work=profile_one_rank, subfolder=FOLDER)
+    return cli.main(words, entry=profile_one_rank, subfolder=FOLDER)
 
 
 def profile_one_rank(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.tools.mock_run import MOCK_RUN
 

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megatron_llama.cli import CONF_DIR, parse_overrides
 from megatron_llama.config import ConfigError, Problem, format_problems
-from megatron_llama.launch.cli import CONF_DIR, parse_overrides
 from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.mock_run import MOCK_RUN
@@ -123,15 +123,13 @@ def compared_lines(found: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 
 def _measure(plan: Plan) -> int:
     """Runs the ranks here; prints the comparison and returns the exit status."""
-    from megatron_llama.launch.start import run_on_this_machine
+    from megatron_llama.launch.start import Share, start_ranks
     from megatron_llama.tools.forecast.traffic import totals
     from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(count_one_rank, plan, Path(folder))
-        imports = ["megatron_llama.tools.traffic.count_steps"]
-        status = run_on_this_machine(work, plan, imports=imports, output_dir=Path(folder))
-        if status:
+        entry, share = partial(count_one_rank, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
+        if status := start_ranks(plan, entry, share):
             return status
         found = [
             [totals(operations_of_rank(plan, rank)), *pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())]
@@ -143,7 +141,7 @@ def _measure(plan: Plan) -> int:
     return 0 if agree else EXIT_FAILED
 
 
-def count_one_rank(plan: Plan, folder: Path) -> None:
+def count_one_rank(folder: Path, plan: Plan) -> None:
     """What each rank does: counts, and writes the result to ``folder``."""
     from megatron_llama.devices import get_device
     from megatron_llama.tools.traffic.count_steps import count_steps

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import Problem, load_config
 from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
 from megatron_llama.config.load_config import EXPERIMENT
-from megatron_llama.launch.cli import CONF_DIR
 
 GROUPS = tuple(sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != EXPERIMENT))
 NEVER = ("allow_targets", "dry_run", "run.dir")

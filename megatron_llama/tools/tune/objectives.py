@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import check_limits
-from megatron_llama.launch import cli
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bar import bar

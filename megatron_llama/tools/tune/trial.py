@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config.problems import ConfigError, Problem
-from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.system.signals import die_with
 from megatron_llama.tools.mock_run import MOCK_RUN
 from megatron_llama.tools.settings import TuneConfig

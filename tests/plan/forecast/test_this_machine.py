@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.this_machine import (
     COLLECTIVES,

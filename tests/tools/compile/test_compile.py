@@ -12,7 +12,7 @@ import pytest
 import torch._inductor.config
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
-from megatron_llama.launch import cli
+from megatron_llama import cli
 from megatron_llama.tools.compile import cli as ahead
 from tests.compiled import needs_compiler
 from tests.oracle import SMALL

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_llama.launch import cli as train_cli
+from megatron_llama import cli as train_cli
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.tools.mock_run import MOCK_RUN

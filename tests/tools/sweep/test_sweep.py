@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ConfigError
-from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.tools.sweep import starters
 from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations

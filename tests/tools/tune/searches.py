@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_llama.launch.cli import parse_overrides
+from megatron_llama.cli import parse_overrides
 from megatron_llama.tools.mock_run import NO_FILES
 from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned, kept_settings
 from megatron_llama.tools.tune.journal import Journal

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.fields import get
-from megatron_llama.launch.cli import CONF_DIR
 from megatron_llama.tools.tune import experiment, objectives, search
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
 from megatron_llama.tools.tune.cli import main

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_llama.cli import main as launch
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
-from megatron_llama.launch import main as launch
 from megatron_llama.model import attention_cpu
 from megatron_llama.model.attention_chunks import is_faster
 from megatron_llama.model.cpu_products import by_amx

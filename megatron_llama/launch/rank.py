@@ -1,4 +1,7 @@
-"""One rank's process around the work itself: it lives no longer than its starter, and reports how it ended."""
+"""One rank's process around its entry: the process ends with its launcher, and reports how it ended.
+
+``python -m megatron_llama.launch.rank FD`` is a rank that its launcher does not fork; FD has the pickled assignment.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,29 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron_llama.config import ConfigError
-from megatron_llama.launch.run_dir import report_to_batch_script
-from megatron_llama.launch.supervise import FORWARDED, WATCHED
-from megatron_llama.plan import Plan
-from megatron_llama.system import phase
-from megatron_llama.system.errors import fault_of_the_machine
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.signals import die_with, ignored_by_wish
+from megatron_llama.system.output import protect
+
+if __name__ == "__main__":  # first: the terminal may go while the rest is imported
+    protect()
+
+from megatron_llama.config import ConfigError  # noqa: E402
+from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
+from megatron_llama.launch.supervise import FORWARDED, WATCHED  # noqa: E402
+from megatron_llama.plan import Plan  # noqa: E402
+from megatron_llama.system import phase  # noqa: E402
+from megatron_llama.system.errors import fault_of_the_machine  # noqa: E402
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
+from megatron_llama.system.signals import die_with, ignored_by_wish  # noqa: E402
+
+Entry = Callable[[Plan], None] | str
+"""The work of each rank on the plan: a function, or its name "package.module:function". A name is imported only where
+ranks run, so that a launcher of spawned ranks needs no torch."""
+TRAIN: Entry = "megatron_llama.train.run_rank:run_rank"
 
 # A rank that lost another one waits before it reports that: by then the starter has killed it, and the cause is the
 # last thing on stderr.
@@ -74,20 +88,17 @@ class Assignment:
     """File that takes stdout and stderr; None leaves them as they are."""
 
 
-def train(plan: Plan) -> None:
-    """What each rank of a run does. The training is imported only here: a starter of spawned ranks needs no torch."""
-    from megatron_llama.train.run_rank import run_rank
-
-    run_rank(plan)
-
-
-def modules_of(work: Callable[[Plan], None]) -> tuple[str, ...]:
-    """The modules that ``work`` will import, if it is this package's: worth importing before ranks are forked."""
-    return ("megatron_llama.train.run_rank",) if work.__module__.startswith("megatron_llama.") else ()
+def function_of(entry: Entry) -> Callable[[Plan], None]:
+    """Return the function of ``entry``; import its module if ``entry`` is a name."""
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.partition(":")
+    function: Callable[[Plan], None] = getattr(import_module(module), name)
+    return function
 
 
 def describe(error: BaseException) -> Report:
-    """The report of a work that ended with ``error``."""
+    """The report of an entry that ended with ``error``."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ConfigError):
         return Report("user", str(error), EXIT_USER)
@@ -109,8 +120,8 @@ def says_peer_lost(error: BaseException | None) -> bool:
     return False
 
 
-def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn:
-    """Runs ``work`` as one rank and ends the process; never returns."""
+def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn:
+    """Run ``entry`` as one rank of ``plan`` and end the process."""
     die_with(assignment.starter_pid)
     for number in FORWARDED:  # instead of the starter's handlers; then what arrived meanwhile is let through
         if not ignored_by_wish(number):
@@ -131,7 +142,7 @@ def run_assignment(assignment: Assignment, work: Callable[[], None]) -> NoReturn
         phase.enter("importing the program", phase.PATIENT)
         report = Report("done")
         try:
-            work()
+            function_of(entry)(plan)
         except BaseException as error:
             report = describe(error)
         with os.fdopen(assignment.report_fd, "wb") as pipe:
@@ -150,11 +161,11 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def run_as_rank(plan: Plan, rank: int, work: Callable[[Plan], None]) -> int:
-    """Runs ``work`` in this process, which torchrun or srun has started as ``rank``; returns the exit status."""
+def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
+    """Run ``entry`` in this process, which torchrun or srun has started as ``rank``; return the exit status."""
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        work(plan)
+        function_of(entry)(plan)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except ConfigError as error:
@@ -182,3 +193,15 @@ def run_as_rank(plan: Plan, rank: int, work: Callable[[Plan], None]) -> int:
         # that failed of itself.
         os._exit(EXIT_FAILED)
     return 0
+
+
+def run_from(descriptor: int) -> NoReturn:
+    """Run the assignment that the launcher has pickled into a file, after the launcher's import path."""
+    with os.fdopen(descriptor, "rb") as task:
+        sys.path[:] = pickle.load(task)
+        assignment, plan, entry = pickle.load(task)
+    run_assignment(assignment, plan, entry)
+
+
+if __name__ == "__main__":  # by the module's full name: the launcher reads the report's class under that name
+    import_module("megatron_llama.launch.rank").run_from(int(sys.argv[1]))

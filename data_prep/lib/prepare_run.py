@@ -15,17 +15,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_prefixes import has_columns, record_files, tokenizer_of_records
+from megatron_llama.config.data_prefixes import has_columns, tokenizer_of_records
 from megatron_llama.config.hub import short_name
-from megatron_llama.launch.job_store import LaunchFailed
-from megatron_llama.plan.choices import choose_defaults
-from megatron_llama.plan.rules.paths import check_data as missing_data
-from megatron_llama.system.errors import MachineError, Stopped, UserError
+from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 
 MOST_BYTES = 256 << 20
@@ -61,58 +58,44 @@ class Records:
         return str(self.folder / f"{_NAME}_sft")
 
 
-class PreparationStopped(Exception):
-    """A signal stopped the preparation; the same command starts it again."""
+def with_datasets(
+    config: Config, files: Iterable[tuple[str, str]], seq_length: int, *, make: bool, quiet: bool = False
+) -> Config:
+    """Return a copy of the config with a dataset in place of each of its files of records.
 
+    Args:
+        files: (setting, path), as in ``Plan.record_files``.
+        seq_length: Tokens per sequence, as in the plan: the config may leave it open.
+        make: Prepare each dataset that does not exist. Otherwise its file stays in the config.
+        quiet: Do not report datasets that existed before.
 
-def check_datasets(config: Config) -> None:
-    """For a dry run, which may lack some: raises ConfigError for datasets that are here and can't be used."""
-    if config.data.mock or record_files(config.data) or missing_data(config, os.path.exists):
-        return
-    from megatron_llama.data.checks import check_data
-
-    if problems := check_data(config):
-        raise ConfigError(problems)
-
-
-def with_finished(config: Config) -> Config:
-    """The config with the datasets that exist already in place of their files of records; prepares nothing.
-
-    Raises ConfigError for files that are too large; other mistakes are for ``resolve`` to report.
+    Raises:
+        ConfigError: A file is too large. If ``make``, also for files that can't be used and for bad records.
+        LaunchFailed: The machine failed.
+        Stopped: A signal stopped the preparation; the same command starts it again.
     """
+    data = replace(config.data, seq_length=seq_length)
     too_large: list[Problem] = []
     unreadable: list[Problem] = []
-    found = _find_records(config, record_files(config.data), too_large, unreadable)
-    if too_large:
-        raise ConfigError(too_large)
-    finished = [records for records in found if records.folder.is_dir()]
-    return _with_datasets(config, finished, all_prepared=len(finished) == len(found) and not unreadable)
-
-
-def with_prepared(config: Config, files: Iterable[tuple[str, str]], *, quiet: bool = False) -> Config:
-    """The config with a dataset in place of each of its files of records, prepared now where there is none.
-
-    ``files`` are (setting, path), as in ``Plan.record_files``.
-
-    ``quiet``: do not report what existed already. Raises ConfigError for a file that can't be used, bad records among
-    the reasons, LaunchFailed for a failure of the machine, and PreparationStopped for a signal.
-    """
-    problems: list[Problem] = []
-    found = _find_records(config, files, problems, problems)
-    if problems:
+    found = _find_records(config, data, files, too_large, unreadable)
+    if problems := [*too_large, *(unreadable if make else ())]:  # a plan notes unreadable files
         raise ConfigError(problems)
-    prepared = _with_datasets(config, found, all_prepared=True)
-    for records in found:
-        _prepare_once(records, choose_defaults(config)[0].data, quiet)
-    return prepared
+    for records in found if make else ():
+        _prepare_once(records, data, quiet)
+    finished = [records for records in found if records.folder.is_dir()]
+    return _with_prefixes(config, finished, all_prepared=len(finished) == len(found) and not unreadable)
 
 
 def _find_records(
-    config: Config, files: Iterable[tuple[str, str]], too_large: list[Problem], unreadable: list[Problem]
+    config: Config,
+    data: DataConfig,
+    files: Iterable[tuple[str, str]],
+    too_large: list[Problem],
+    unreadable: list[Problem],
 ) -> list[Records]:
-    """The files of records that can be used; the two lists get what is wrong with the others."""
+    """Return the files of records that can be used; add the problems of the others to the two lists."""
     found: list[Records] = []
-    tokenizer, data = tokenizer_of_records(config), choose_defaults(config)[0].data
+    tokenizer = tokenizer_of_records(config)
     if tokenizer is None:  # a rule asks for it
         return found
     for setting, path in files:
@@ -148,7 +131,7 @@ def _stamp(path: str) -> list[tuple[str, int, int]]:
     return [(file, one.st_size, one.st_mtime_ns) for file, one in zip(files, status, strict=True)]
 
 
-def _with_datasets(config: Config, prepared: list[Records], *, all_prepared: bool) -> Config:
+def _with_prefixes(config: Config, prepared: list[Records], *, all_prepared: bool) -> Config:
     """A copy of the config that names prepared datasets instead of their files."""
     prefixes = {(records.setting, records.path): records.prefix for records in prepared}
     config = copy.deepcopy(config)
@@ -232,7 +215,7 @@ def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     except MachineError as error:
         raise LaunchFailed(f"{records.path} could not be prepared: {error}") from error
     except Stopped as error:
-        raise PreparationStopped(f"{records.path} is not prepared yet: {str(error).partition('.')[0]}") from None
+        raise Stopped(f"{records.path} is not prepared yet: {str(error).partition('.')[0]}") from None
     if _stamp(records.path) != records.stamp:
         instead = "start again when nothing writes to it"
         raise ConfigError([Problem(records.setting, records.path, "was changed while it was read", instead)])

@@ -6,22 +6,23 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.system.errors import fault_of_the_machine
+from megatron_llama.system.errors import LaunchFailed, Stopped, fault_of_the_machine
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import need_all
 from megatron_llama.system.output import loss_of_stdout, spill_into
 from megatron_llama.system.signals import settle
 
 if TYPE_CHECKING:
-    from megatron_llama.config import Config
+    from megatron_llama.config import Config, Problem
     from megatron_llama.launch.environment import ProcessContext
+    from megatron_llama.launch.rank import Entry
     from megatron_llama.plan import Plan
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 USAGE = """\
 python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
@@ -56,11 +57,12 @@ Exit status: 0 done, 2 a mistake of the user, 75 stopped after saving (start it 
 """
 
 
-def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfolder: str | None = None) -> int:
-    """Runs ``train.py`` with ``argv``; returns the exit status.
+def main(argv: Sequence[str], entry: Entry | None = None, subfolder: str | None = None) -> int:
+    """Run ``train.py`` with ``argv``; return the exit status.
 
-    ``work`` replaces the training that each rank does; ``subfolder`` of the requested ``run.dir`` is used for what is
-    not the run itself.
+    Args:
+        entry: Replaces the training in each rank.
+        subfolder: Folder in the requested ``run.dir``, for output that is not the run itself.
     """
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
@@ -69,27 +71,25 @@ def main(argv: Sequence[str], work: Callable[[Plan], None] | None = None, subfol
     if len(overrides) < len(argv):
         overrides.append("dry_run=true")  # last, so that it wins
     try:
-        return _start(overrides, work, subfolder)
+        return _report_errors(overrides, entry, subfolder)
     except KeyboardInterrupt:  # before the ranks start; the imports may be what was interrupted
         sys.stderr.write("Stopped by Ctrl-C before the start.\n")
         return EXIT_INTERRUPTED
 
 
-def _start(overrides: list[str], work: Callable[[Plan], None] | None, subfolder: str | None) -> int:
-    """``main`` for all that is no question of how to use it; returns the exit status."""
+def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | None) -> int:
+    """Run the command; turn its errors into one message and an exit status."""
     # Imported here: --help needs none of it. Before the try: where one can't be imported, that is the error.
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.environment import process_context
-    from megatron_llama.launch.job_store import LaunchFailed
-    from megatron_llama.launch.prepare_data import PreparationStopped
-    from megatron_llama.launch.rank_process import CONSEQUENCE_DELAY_SECONDS, train
+    from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS
     from megatron_llama.launch.run_dir import report_to_batch_script
 
     context = None
     try:
         context = process_context(os.environ)
         config = parse_overrides(overrides, context, subfolder)
-        status = _dry_run(config, context) if config.dry_run else _run(config, context, overrides, work or train)
+        status = _run(config, context, overrides, entry)
     except ConfigError as error:
         status = EXIT_USER
         if context is not None and context.rank > 0:
@@ -102,7 +102,7 @@ def _start(overrides: list[str], work: Callable[[Plan], None] | None, subfolder:
     except LaunchFailed as error:
         sys.stderr.write(f"The launch failed: {error}.\n")
         status = EXIT_FAILED
-    except PreparationStopped as stopped:
+    except Stopped as stopped:
         sys.stderr.write(f"Stopped: {stopped}.\n")
         status = EXIT_RESTART
     except OSError as error:
@@ -153,46 +153,61 @@ def parse_overrides(
     return config
 
 
-def _run(config: Config, context: ProcessContext | None, overrides: list[str], work: Callable[[Plan], None]) -> int:
-    """Becomes one of the run's processes, or starts them; returns the exit status."""
-    need_all()
+def _run(config: Config, context: ProcessContext | None, overrides: list[str], entry: Entry | None) -> int:
+    """Print the plan, become one of the run's processes, or start them; return the exit status."""
+    if not config.dry_run:
+        need_all()
     from megatron_llama.config import ConfigError
-    from megatron_llama.data.checks import check_data
-    from megatron_llama.launch.join import join
-    from megatron_llama.launch.local import run_here
-    from megatron_llama.launch.prepare_data import with_prepared
-    from megatron_llama.launch.run_dir import choose_run_dir
-    from megatron_llama.launch.ssh import run_on_hosts
     from megatron_llama.launch.world import find_world
 
     world = find_world(config, context)
     plan = world.plan()  # first: mistakes are reported before anything is prepared, or the processes meet
-    if plan.record_files and not world.hosts:  # the hosts have disks of their own
-        quiet = context is not None and context.rank > 0
-        plan = world.plan(with_prepared(world.config, plan.record_files, quiet=quiet))
+    is_first = context is None or context.rank == 0
+    if plan.record_files and (config.dry_run or not world.hosts):  # each host has its own disk
+        from data_prep.lib.prepare_run import with_datasets
+
+        files, length = plan.record_files, plan.config.data.length
+        plan = world.plan(with_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))
+    if config.dry_run:
+        return _print_plan(plan) if is_first else _shown()
+
+    from megatron_llama.launch.join import join
+    from megatron_llama.launch.rank import TRAIN
+    from megatron_llama.launch.run_dir import choose_run_dir
+    from megatron_llama.launch.ssh import run_on_hosts
+    from megatron_llama.launch.start import run_here
+
     if context is not None:
-        return join(plan, world, context, work)
+        return join(plan, world, context, entry or TRAIN)
     choose_run_dir(plan)
     spill_into(Path(str(plan.config.run.dir)))
     if world.hosts:
         return run_on_hosts(plan, world.hosts, overrides)
-    if problems := check_data(plan.config):  # the ranks would find out only once they have built a model
+    if problems := _check_datasets(plan):  # the ranks would find out only once they have built a model
         raise ConfigError(problems)
-    return run_here(plan, work)
+    return run_here(plan, entry or TRAIN)
 
 
-def _dry_run(config: Config, context: ProcessContext | None) -> int:
-    """Prints the plan."""
-    from megatron_llama.launch.prepare_data import check_datasets, with_finished
-    from megatron_llama.launch.world import find_world
+def _print_plan(plan: Plan) -> int:
+    """Print the plan of a dry run; return the exit status."""
+    from megatron_llama.config import ConfigError
     from megatron_llama.plan import format_plan
 
-    world = find_world(config, context)
-    plan = world.plan(with_finished(world.config))
-    if context is None or context.rank == 0:
-        check_datasets(plan.config)
-        sys.stdout.write(format_plan(plan).rstrip() + "\n")
+    if problems := _check_datasets(plan):
+        raise ConfigError(problems)
+    sys.stdout.write(format_plan(plan).rstrip() + "\n")
     return _shown()
+
+
+def _check_datasets(plan: Plan) -> list[Problem]:
+    """Return the problems of datasets that are here. A dry run may lack some."""
+    from megatron_llama.plan.rules.paths import check_data as missing_data
+
+    if plan.config.data.mock or plan.record_files or missing_data(plan.config, os.path.exists):
+        return []
+    from megatron_llama.data.checks import check_data
+
+    return check_data(plan.config)
 
 
 def _shown() -> int:

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import data_prep.sft
-from data_prep.lib import sft_set
+from data_prep.lib import prepare_run, sft_set
+from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
 from megatron_llama.config.data_prefixes import folder_of_records, record_files
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.launch import cli, prepare_data
-from megatron_llama.launch.prepare_data import with_finished
 from megatron_llama.plan import resolve
 from megatron_llama.text.chat_template import NAMED
 from megatron_llama.text.conversation import LABELLED
@@ -33,7 +32,11 @@ TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answe
 
 
 def with_prepared(config: Config) -> Config:
-    return prepare_data.with_prepared(config, record_files(config.data))
+    return prepare_run.with_datasets(config, record_files(config.data), config.data.length, make=True)
+
+
+def with_finished(config: Config) -> Config:
+    return prepare_run.with_datasets(config, record_files(config.data), config.data.length, make=False)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +174,7 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
 
 
 def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_data, "MOST_BYTES", 100)
+    monkeypatch.setattr(prepare_run, "MOST_BYTES", 100)
     for take in (with_prepared, with_finished):
         with pytest.raises(ConfigError, match=r"python\s+data_prep/sft.py\s+--input"):
             take(config_of(base, chat, cache=tmp_path))
@@ -202,16 +205,16 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
             time.sleep(0.01)
         return prepare(*arguments)
 
-    try_lock = prepare_data.try_lock
+    try_lock = prepare_run.try_lock
 
     def looking(file: Any) -> bool | None:
         (tmp_path / f"looked{os.getpid()}").touch()
         return try_lock(file)
 
-    monkeypatch.setattr(prepare_data, "try_lock", looking)
+    monkeypatch.setattr(prepare_run, "try_lock", looking)
     monkeypatch.setattr(sft_set, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (records,) = prepare_data._find_records(config, record_files(config.data), [], [])
+    (records,) = prepare_run._find_records(config, config.data, record_files(config.data), [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed
     rest.mkdir(parents=True)
     pids = []
@@ -221,7 +224,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
             status = 1
             try:
                 os.dup2(os.open(tmp_path / f"said{number}", os.O_CREAT | os.O_WRONLY), 1)
-                prepare_data.sys.stdout = open(1, "w", closefd=False)
+                prepare_run.sys.stdout = open(1, "w", closefd=False)
                 status = int(with_prepared(config).data.prefixes != [records.prefix])
             finally:
                 os._exit(status)
