@@ -29,8 +29,8 @@ from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, draw, subsets
-from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.curriculum_steps import Cut, cut_at

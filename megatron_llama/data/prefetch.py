@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from megatron_llama.data.batches import Batches
-from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.model.inputs import MicroBatch
 
 AHEAD = 2
 """Global batches that are built before they are asked for: one would do, two bridge a slow read."""

@@ -7,13 +7,20 @@ window and the next tokens need, however long a text becomes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, attend, sees
+from megatron_llama.model.attention import Seen, sees
+from megatron_llama.model.inputs import BlockInputs
+from megatron_llama.model.llama import Attend, Llama
 from megatron_llama.model.rotary import rotary_table
 
 
@@ -25,17 +32,20 @@ class LayerCache:
         self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # not empty: 0 * NaN is NaN
         self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, what: Seen | None) -> torch.Tensor:
-        """Stores the keys and values [b, kv heads, s, d] of new tokens; attention of their queries [b, heads, s, d].
+    def attend(
+        self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Seen | None
+    ) -> torch.Tensor:
+        """Store the keys and values [b, kv heads, s, d] of new tokens; return attention of their queries
+        [b, heads, s, d].
 
-        ``what`` they see where they are the first.
+        The first tokens have no others in the cache: for them this is ``attend``, with ``visible``.
         """
         cache = self._cache
         if cache.from_the_start:
             for row, positions in enumerate(cache.kept):
                 self._keys[row, :, positions % cache.slots] = k[row, :, positions]
                 self._values[row, :, positions % cache.slots] = v[row, :, positions]
-            return attend(q, k, v, what)
+            return attend(q, k, v, visible)
         keys, values = self._extended(k, v)
         if q.shape[2] == 1:
             # One new token: the queries of a group see the same slots, so they can be the rows of one matrix, which is
@@ -70,19 +80,19 @@ class KVCache:
         self._cos, self._sin = rotary_table(model, capacity, self.device)
         self._slots = torch.arange(self.slots, device=self.device)
 
-    def at(self, starts: torch.Tensor, count: int, wanted: torch.Tensor | None = None) -> KVCache:
+    def at(self, starts: torch.Tensor, count: int, token_index: torch.Tensor | None = None) -> KVCache:
         """Sets the positions of each row's next ``count`` tokens: from ``starts`` [b], int64. Returns itself.
 
-        ``wanted`` [b] selects one of these tokens in each row, the last one that is not padding and the only one whose
-        logits are computed; None: all.
+        ``token_index`` [b] selects one of these tokens in each row, the last one that is not padding and the only one
+        whose logits are computed; None: all.
         """
         assert int(starts.max()) + count <= self.capacity, "the cache is full"
         self.positions = starts.to(self.device)[:, None] + torch.arange(count, device=self.device)
-        self.wanted = None if wanted is None else wanted.to(self.device)
+        self.token_index = None if token_index is None else token_index.to(self.device)
         self.used = min(self.slots, int(starts.max()) + count)
         self.from_the_start = bool((starts == 0).all())
         if self.from_the_start:
-            lengths = [count] * len(starts) if wanted is None else (wanted + 1).tolist()
+            lengths = [count] * len(starts) if token_index is None else (token_index + 1).tolist()
             self.kept = [torch.arange(max(0, n - self.slots), n, device=self.device) for n in lengths]
             return self
         # A slot holds the last position that was written to it.
@@ -93,12 +103,25 @@ class KVCache:
         self.mask = seen[:, None]  # [b, 1, s, slots]
         return self
 
-    @property
-    def rotary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for the next tokens, each [s, b, 1, d], fp32."""
-        positions = self.positions.t()
-        return self._cos[positions][:, :, 0], self._sin[positions][:, :, 0]
+    @contextmanager
+    def attached(self, llama: Llama) -> Iterator[None]:
+        """Let the model's tokens follow the cached ones: pass ``inputs`` and ``token_index`` to its forward.
 
-    def select(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] to [1, b, h], the ``wanted`` token of each row: the output head is the largest matrix."""
-        return x if self.wanted is None else x[self.wanted, self.rows[:, 0]][None]
+        Sequence and pipeline parallelism are not supported.
+        """
+        attentions: list[Any] = [block.self_attn for block in llama.layers.values()]
+        originals = [attention.attend for attention in attentions]
+        for attention, original, layer in zip(attentions, originals, self.layers, strict=True):
+            attention.attend = partial(layer.attend, original)
+        try:
+            yield
+        finally:
+            for attention, original in zip(attentions, originals, strict=True):
+                attention.attend = original
+
+    def inputs(self, llama: Llama, tokens: torch.Tensor) -> BlockInputs:
+        """Return the blocks' inputs for the next tokens [b, s]."""
+        positions = self.positions.t()
+        rotary = self._cos[positions][:, :, 0], self._sin[positions][:, :, 0]
+        visible = llama.build_inputs.build_visible(tokens, None, self.pattern) if self.from_the_start else None
+        return BlockInputs(rotary, visible)

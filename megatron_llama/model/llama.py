@@ -11,7 +11,6 @@ and the output head if it is the last. Modules have Hugging Face's names, with q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +19,17 @@ from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, attend, seen
-from megatron_llama.model.document_mask import Documents
-from megatron_llama.model.kv_cache import KVCache, LayerCache
+from megatron_llama.model.attention import Seen, attend
+from megatron_llama.model.inputs import BlockInputs, BuildVisible, InputBuilder, build_visible
 from megatron_llama.model.loss import Head
-from megatron_llama.model.offload import Offload
-from megatron_llama.model.random_ltd import Subsets, through
-from megatron_llama.model.recompute import REMAKING, made_again
-from megatron_llama.model.rotary import at_positions, rotary_table, rotate
+from megatron_llama.model.recompute import recomputable
+from megatron_llama.model.rotary import Rotary, rotate
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of the rotary angles, each [s, 1 or b, 1, d], fp32."""
+Attend = Callable[[Tensor, Tensor, Tensor, Seen | None], Tensor]
+"""Attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
 
 
 def _no_init(_: Tensor) -> None:
@@ -61,6 +55,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
         self.eps = eps
 
+    @recomputable
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h], in x's dtype."""
         normalized: Tensor = _Normalize.apply(x, self.weight, self.eps)
@@ -101,63 +96,45 @@ class Attention(nn.Module):
     equal).
     """
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
         super().__init__()
         tp = mcore.tensor_model_parallel_size
         self.head_dim = head_dim(model)
         self.num_heads = model.num_attention_heads // tp
         self.num_kv_heads = kv_heads_per_rank(model, tp)
-        self.recomputes_core = recompute == "selective"
-        self._again = partial(made_again, recompute in REMAKING)
+        self.attend = attend
         # One matrix for q, k and v: one product, and with sequence parallelism one gather of the sequence, not three.
         # tp times this rank's heads: with copied kv heads that is more rows than q_proj, k_proj and v_proj have.
         qkv_heads = tp * (self.num_heads + 2 * self.num_kv_heads)
         self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
         self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
 
-    def forward(self, x: Tensor, rotary: Rotary, what: Seen | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, visible: Seen | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
-        if self.recomputes_core and torch.is_grad_enabled():
-            out = checkpoint(self._core_attention, qkv, rotary, what, use_reentrant=False, preserve_rng_state=False)
-            return self.o_proj(out)[0]
-        q, k, v = self._heads(qkv)
-        rotated_q, rotated_k = rotate(q, *rotary), rotate(k, *rotary)
-        with self._again((rotated_q, lambda: rotate(q, *rotary)), (rotated_k, lambda: rotate(k, *rotary))):
-            by_head = self._attend(rotated_q, rotated_k, v, what, cache)
-        out = _by_token(by_head)
-        with self._again((out, lambda: _by_token(by_head))):
-            return self.o_proj(out)[0]
+        return self.o_proj(self.core_attention(qkv, rotary, visible))[0]
 
-    def _core_attention(self, qkv: Tensor, rotary: Rotary, what: Seen | None) -> Tensor:
-        """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
-        q, k, v = self._heads(qkv)
-        return _by_token(self._attend(rotate(q, *rotary), rotate(k, *rotary), v, what))
-
-    def _heads(self, qkv: Tensor) -> Sequence[Tensor]:
-        """[s, b, (heads + 2 kv heads) * d] to queries, keys and values, each [s, b, heads, d]."""
+    def core_attention(self, qkv: Tensor, rotary: Rotary, visible: Seen | None) -> Tensor:
+        """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads. Has no weights."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        return qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
-
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, what: Seen | None, cache: LayerCache | None = None) -> Tensor:
-        """Queries, keys and values, each [s, b, heads, d], to [b, heads, s, d]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        return attend(q, k, v, what) if cache is None else cache.attend(q, k, v, what)
+        q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
+        return merge_heads(self.attend(q, k, v, visible))
 
 
-def _by_token(by_head: Tensor) -> Tensor:
+@recomputable
+def merge_heads(x: Tensor) -> Tensor:
     """[b, heads, s, d] to [s, b, heads * d]."""
-    b, heads, s, d = by_head.shape
-    return by_head.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+    b, heads, s, d = x.shape
+    return x.permute(2, 0, 1, 3).reshape(s, b, heads * d)
 
 
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate and up are one matrix."""
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig) -> None:
         super().__init__()
-        self._again = partial(made_again, recompute in REMAKING)
         self.gate_up_proj = _column_parallel(model.hidden_size, 2 * model.intermediate_size, mcore)
         self.down_proj = _row_parallel(model.intermediate_size, model.hidden_size, mcore)
 
@@ -165,59 +142,41 @@ class FeedForward(nn.Module):
         """[s(/t), b, h] to [s(/t), b, h]."""
         gate_up, _ = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)  # each rank has gate rows, then the up rows that belong to them
-        activated = F.silu(gate)
-        with self._again((activated, lambda: F.silu(gate))):
-            hidden = activated * up
-        with self._again((hidden, lambda: F.silu(gate) * up)):
-            return self.down_proj(hidden)[0]
+        return self.down_proj(swiglu(gate, up))[0]
+
+
+@recomputable
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return F.silu(x)
+
+
+@recomputable
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return silu(gate) * up
 
 
 class Block(nn.Module):
-    """One transformer layer. ``recompute`` is trainer.recompute:
+    """One transformer layer. Recomputation, offload and random-LTD wrap ``forward`` (parallel/parallelize.py)."""
 
-    * elementwise: what is between matrix products and attention (model/recompute.py);
-    * selective: that, and attention, which is cheap to compute where its scores are not (arXiv:2205.05198);
-    * full: the whole block, of which only the input is kept (Chen et al. 2016, arXiv:1604.06174).
-    """
-
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.self_attn = Attention(model, mcore, recompute)
+        self.self_attn = Attention(model, mcore, attend)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.mlp = FeedForward(model, mcore, recompute)
-        self.recompute = recompute
-        self._again = partial(made_again, recompute in REMAKING)
-        self.draws_random_numbers = False  # LoRA's dropout is the only source; model/lora.py sets it
+        self.mlp = FeedForward(model, mcore)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]; ``what`` the tokens see, all of them if None; ``cache`` is for generation."""
-        in_graph = self.recompute in REMAKING and torch.compiler.is_compiling()
-        if (self.recompute == "full" or in_graph) and torch.is_grad_enabled():
-            preserve = self.draws_random_numbers  # else there is no state to restore, and no device to wait for
-            more: dict[str, Any] = {"context_fn": REMAKING[self.recompute]} if in_graph else {}
-            forward = self._forward
-            return checkpoint(forward, x, cos, sin, what, use_reentrant=False, preserve_rng_state=preserve, **more)
-        return self._forward(x, cos, sin, what, cache)
-
-    def _forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
-        normalized = self.input_layernorm(x)
-        with self._again((normalized, lambda: self.input_layernorm(x))):
-            h = x + self.self_attn(normalized, (cos, sin), what, cache)
-        normalized = self.post_attention_layernorm(h)
-        with self._again((normalized, lambda: self.post_attention_layernorm(h))):
-            return h + self.mlp(normalized)
+    def forward(self, x: Tensor, rotary: Rotary, visible: Seen | None = None) -> Tensor:
+        """[s(/t), b, h] to [s(/t), b, h]. With ``visible=None`` a token attends to all tokens up to itself."""
+        h = x + self.self_attn(self.input_layernorm(x), rotary, visible)
+        return h + self.mlp(self.post_attention_layernorm(h))
 
 
 class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    ``offload``: what the blocks keep for the backward pass waits in the host's memory. ``kernel`` is
-    arch/pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
+    ``attend`` and ``build_visible`` are the device's attention: the kernel, and the builder of its mask inputs.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """
@@ -229,20 +188,16 @@ class Llama(nn.Module):
         layers: Sequence[int],
         *,
         padded_vocab_size: int,
-        recompute: Callable[[int], str] = lambda layer: "none",
-        offload: bool = False,
-        kernel: str = "tiles",
-        compiled: bool = False,
+        attend: Attend = attend,
+        build_visible: BuildVisible = build_visible,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
-        self.kernel, self.compiled, self.offload = kernel, compiled, offload
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
-        self._rotary: Rotary | None = None
-        self.working_copies: Any = None  # parallel/working_copies.py's, if the rank casts its weights itself
+        self.build_inputs = InputBuilder(model, build_visible)
         if is_first:
             self.embed_tokens = VocabParallelEmbedding(
                 padded_vocab_size,
@@ -251,7 +206,7 @@ class Llama(nn.Module):
                 config=mcore,
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
-        self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute(i)) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model, mcore, attend) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
             # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
@@ -272,56 +227,46 @@ class Llama(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
-        documents: Documents | None = None,
-        cache: KVCache | None = None,
-        subsets: Subsets | None = None,
+        inputs: BlockInputs | None = None,
+        token_index: Tensor | None = None,
     ) -> Tensor:
-        """The forward pass of this chunk for token ids [b, s], int64.
+        """Run this chunk on token ids [b, s], int64.
 
-        Returns the activations [s(/t), b, h], or on the last chunk, given ``labels`` [b, s] (next token ids, int64),
-        the sum of the tokens' losses times ``loss_weights`` [b, s], fp32 scalar (without gradients [2], see
-        ``Head.forward``), else this rank's logits
-        [s, b, vocabulary/t], fp32.
+        Args:
+            labels: [b, s], int64, ids of the next tokens.
+            loss_weights: [b, s], fp32.
+            inputs: from ``build_inputs``, or ``KVCache.inputs``; by default every sequence is one document.
+            token_index: [b], int64, the one token of each row whose logits are computed; by default all.
 
-        ``documents`` tells which tokens belong together where a sequence holds several documents. With a ``cache``, for
-        generation without sequence parallelism, the tokens follow those in the cache. ``subsets`` are what some layers
-        see of the tokens, in random-LTD.
+        Returns:
+            The activations [s(/t), b, h]. On the last chunk, given ``labels``, the sum of the tokens' losses times
+            ``loss_weights``, fp32 scalar (without gradients [2], see ``Head.forward``), else this rank's logits
+            [s, b, vocabulary/t], fp32.
         """
-        if self.is_first:
-            # [b, s] to [s(/t), b, h]. With sequence parallelism megatron-core transposes, and scatters the sequence.
-            x = self.embed_tokens(tokens if self.config.sequence_parallel else tokens.t())
-        else:
-            assert self.input_tensor is not None
-            # megatron-core sets requires_grad on received activations in validation too; there the first block would
-            # compile to another graph than the following ones.
-            x = self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
-        table = cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
-        what = None
-        if cache is None or cache.from_the_start:
-            what = seen(tokens, documents, pattern_of(self.model), self.kernel, self.compiled)
-        if documents is not None:
-            positions = documents.positions()
-            cos, sin = at_positions(cos, positions), at_positions(sin, positions)
-        offload = Offload(self.offload, cos, sin, *(() if what is None else (what.borders, what.mask)))
+        inputs = inputs or self.build_inputs(tokens)
+        x = self.embed(tokens) if self.is_first else self.received()
         for number, block in self.layers.items():
-            subset = None if subsets is None else subsets.of(int(number))
-            with offload.of(block):
-                if subset is not None:
-                    some = subset.seen(tokens.shape[1], pattern_of(self.model), self.kernel, self.compiled)
-                    x = through(block, x, subset, table, some)
-                else:
-                    x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])
-        if cache is not None:
-            x = cache.select(x)
+            x = block(x, *inputs.of(int(number)))
         if not self.is_last:
             return x
-        tied_weight = self.embed_tokens.weight if self.lm_head.weight is None else None
-        loss_or_logits: Tensor = self.lm_head(self.norm(x), tied_weight, labels, loss_weights)
+        if token_index is not None:
+            x = x[token_index, torch.arange(x.shape[1], device=x.device)][None]
+        loss_or_logits: Tensor = self.lm_head(self.norm(x), self.tied_weight(), labels, loss_weights)
         return loss_or_logits
 
-    def _rotary_for(self, tokens: Tensor) -> Rotary:
-        """Cosines and sines for tokens [b, s], kept until length or device change."""
-        length = tokens.shape[1]
-        if self._rotary is None or self._rotary[0].shape[0] != length or self._rotary[0].device != tokens.device:
-            self._rotary = rotary_table(self.model, length, tokens.device)
-        return self._rotary
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[b, s] to [s(/t), b, h]."""
+        # With sequence parallelism megatron-core transposes, and scatters the sequence.
+        x: Tensor = self.embed_tokens(tokens if self.config.sequence_parallel else tokens.t())
+        return x
+
+    def received(self) -> Tensor:
+        """Return the activations of the previous stage [s(/t), b, h]."""
+        assert self.input_tensor is not None
+        # megatron-core sets requires_grad on received activations in validation too; there the first block would
+        # compile to another graph than the following ones.
+        return self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
+
+    def tied_weight(self) -> Tensor | None:
+        """Return the embedding's weight if the head has no separate one."""
+        return self.embed_tokens.weight if self.lm_head.weight is None else None

@@ -124,8 +124,6 @@ def _wrap(block: Block, finetune: FinetuneConfig) -> None:
     for owner, name, rows in matrices:
         if set(rows) & set(finetune.lora_target_modules):
             setattr(owner, name, LoraLinear(getattr(owner, name), rows, finetune))
-    # Full recomputation must restore the generator's state, to drop the same values again.
-    block.draws_random_numbers = finetune.lora_dropout > 0
 
 
 def _require_grad(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:

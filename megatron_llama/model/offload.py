@@ -9,14 +9,19 @@ On a CPU the host is the device: the same copies are made, and nothing is saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from megatron_llama.model.rotary import Rotary
 
 
 class _Parked:
@@ -60,10 +65,12 @@ class _Kept(NamedTuple):
 class _BlockOffload:
     """What one block's forward pass keeps."""
 
-    def __init__(self, block: nn.Module, shared: tuple[Tensor, ...], before: _BlockOffload | None) -> None:
+    def __init__(
+        self, block: nn.Module, shared: tuple[Tensor, ...], device: torch.device, before: _BlockOffload | None
+    ) -> None:
         self.block, self.shared, self.before = block, shared, before
         self.parked: dict[tuple[int, torch.dtype], _Parked] = {}
-        self.side = _side_stream(shared[0].device)
+        self.side = _side_stream(device)
         self._stays: set[int] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
@@ -91,19 +98,29 @@ class _BlockOffload:
 
 
 class Offload:
-    """One forward pass over the blocks of a chunk. ``shared`` are tensors that all blocks keep: they stay."""
+    """Offloads the saved tensors of a chunk's blocks, whose ``forward`` it wraps, compiled or not."""
 
-    def __init__(self, enabled: bool, *shared: Tensor | None) -> None:
-        self.enabled = enabled and torch.is_grad_enabled()
-        self._shared = tuple(tensor for tensor in shared if tensor is not None)
-        self._last: _BlockOffload | None = None
+    def __init__(self) -> None:
+        self._first: nn.Module | None = None
+        self._last: Callable[[], _BlockOffload | None] = lambda: None
 
-    def of(self, block: nn.Module) -> AbstractContextManager[None]:
-        """A context around the block's forward pass, compiled or not."""
-        if not self.enabled:
-            return nullcontext()
-        self._last = offload = _BlockOffload(block, self._shared, self._last)
-        return saved_tensors_hooks(offload.pack, offload.unpack)
+    def attach(self, block: nn.Module) -> None:
+        """Offload the tensors that ``block`` saves. Call this for each block of the chunk, in their order."""
+        self._first = self._first or block
+        block.forward = partial(self._run, block, block.forward)  # type: ignore[method-assign]
+
+    def _run(
+        self, block: nn.Module, forward: Callable[..., Tensor], x: Tensor, rotary: Rotary, visible: Any, *of_layer: Any
+    ) -> Tensor:
+        """Run a block. ``rotary`` and ``visible`` stay on the device, because all blocks save them, unless ``of_layer``
+        follows: with random-LTD's subset they belong to this layer."""
+        if not torch.is_grad_enabled():
+            return forward(x, rotary, visible, *of_layer)
+        shared = () if of_layer else tuple(leaf for leaf in tree_leaves((rotary, visible)) if isinstance(leaf, Tensor))
+        offload = _BlockOffload(block, shared, x.device, None if block is self._first else self._last())
+        self._last = weakref.ref(offload)  # the graph owns it, and the host's memory
+        with saved_tensors_hooks(offload.pack, offload.unpack):
+            return forward(x, rotary, visible, *of_layer)
 
 
 def _on_device(host: Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -25,9 +26,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.model.attention import Seen, mask_of, seen
+from megatron_llama.model.attention import Seen, mask_of
 from megatron_llama.model.document_mask import Documents
-from megatron_llama.model.rotary import at_positions
+from megatron_llama.model.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,10 @@ class Subset:
         spread = y.flatten(0, 1).index_select(0, self.places.clamp(min=0))
         return torch.where((self.places >= 0).unsqueeze(1), spread, x.flatten(0, 1)).view_as(x)
 
-    def seen(self, length: int, pattern: Pattern, kernel: str, compiled: bool) -> Seen | None:
+    def visible(self, length: int, pattern: Pattern, build: Callable[..., Seen | None]) -> Seen | None:
         """What the tokens of the subset see of it, in sequences of ``length`` tokens.
+
+        ``build`` is the device's builder of mask inputs (model/inputs.py).
 
         Documents are as contiguous as before, so their kernels do. A window or blocks count positions that are no
         longer neighbours: these are computed behind a mask.
@@ -71,7 +74,7 @@ class Subset:
         if pattern.leaves_out(length):
             ids = None if self.documents is None else self.documents.ids
             return Seen(pattern, "mask", mask=mask_of(self.positions, pattern, ids))
-        return seen(self.positions, self.documents, Pattern(), kernel, compiled)
+        return build(self.positions, self.documents, Pattern())
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,15 @@ def subsets(
     return Subsets(tuple(layers), length, rows, places, positions, parts > 1, theirs)
 
 
-def through(block: nn.Module, x: Tensor, subset: Subset, table: tuple[Tensor, Tensor], what: Seen | None) -> Tensor:
-    """x [s(/t), b, h], of which the subset has passed ``block``; ``table`` has the rotary angles of all positions."""
-    cos, sin = (at_positions(angles, subset.positions) for angles in table)
-    return subset.put_back(x, block(subset.select(x), cos, sin, what))
+def attach(block: nn.Module) -> None:
+    """Let ``block`` take a layer's ``Subset`` after its other inputs, which are the subset's then (model/inputs.py)."""
+    block.forward = partial(_on_subset, block.forward)  # type: ignore[method-assign]
+
+
+def _on_subset(
+    forward: Callable[..., Tensor], x: Tensor, rotary: Rotary, visible: Seen | None = None, subset: Subset | None = None
+) -> Tensor:
+    """Run a block on its subset of x [s(/t), b, h]; the other tokens skip it."""
+    if subset is None:
+        return forward(x, rotary, visible)
+    return subset.put_back(x, forward(subset.select(x), rotary, visible))

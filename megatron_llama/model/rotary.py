@@ -11,6 +11,10 @@ import torch
 
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config import ModelConfig
+from megatron_llama.model.recompute import recomputable
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the rotary angles, each [s, 1 or b, 1, d], fp32."""
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
@@ -51,6 +55,7 @@ def at_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return table[:, 0][positions.t()]
 
 
+@recomputable
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates x [s, b, heads, head_dim] by the angles of each position, in fp32.
 

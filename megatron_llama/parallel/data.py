@@ -38,7 +38,7 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.parallel.exchange import Hops, exchange_less
 from megatron_llama.parallel.groups import Groups
-from megatron_llama.parallel.working_copies import WorkingCopies, copies_of
+from megatron_llama.parallel.working_copies import WorkingCopies
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import SHARDS
 from megatron_llama.topology import AXES, Topology
@@ -156,16 +156,18 @@ def _sum_gradients(chunk: Llama, plan: Plan) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
 
 
-def allocate(chunk: Llama, device: torch.device, plan: Plan) -> None:
-    """Gives the parameters, which are on the meta device, memory on ``device``, in place, and makes working copies."""
+def allocate(chunk: Llama, device: torch.device, plan: Plan) -> WorkingCopies | None:
+    """Gives the parameters, which are on the meta device, memory on ``device``, in place.
+
+    Returns the compute-dtype copies, if this rank casts its weights itself.
+    """
     if isinstance(chunk, FSDPModule):
         chunk.to_empty(device=device)
-        return
+        return None
     for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
-    if plan.working_copies:
-        chunk.working_copies = WorkingCopies(chunk, plan)
+    return WorkingCopies(chunk, plan) if plan.working_copies else None
 
 
 class _NoReduction:
@@ -193,12 +195,14 @@ class _NoReduction:
         """Nothing is left to do."""
 
 
-def before_last_microbatch(chunk: nn.Module, zero: int) -> Callable[[], AbstractContextManager[None]] | None:
+def before_last_microbatch(
+    chunk: nn.Module, zero: int, copies: WorkingCopies | None
+) -> Callable[[], AbstractContextManager[None]] | None:
     """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
 
     Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
     """
-    if (copies := copies_of(chunk)) is not None:
+    if copies is not None:
         return copies.before_last_microbatch()
     if zero == 3 or not isinstance(chunk, FSDPModule):
         return None

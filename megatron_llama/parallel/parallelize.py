@@ -1,10 +1,12 @@
 """The order in which a Llama is made parallel, on one screen.
 
-    meta device  →  tensor- and sequence-parallel layers  →  LoRA  →  recompute  →  compile  →  fully_shard  →  weights
+    meta device  →  tensor- and sequence-parallel layers  →  LoRA, quantized  →  recompute  →  compile  →  random-LTD
+    →  offload  →  fully_shard  →  weights
 
-Tensor parallelism comes first, because it determines the shapes of a rank's matrices. Recomputation is part of a block,
-so that the compiled graph includes it. ``fully_shard`` wraps compiled blocks, because its hooks can't be compiled.
-Weights come last, when each rank knows its own rectangles: no rank ever holds a whole model.
+Tensor parallelism comes first, because it determines the shapes of a rank's matrices. Recomputation wraps a block's
+forward before the compiler, so that the compiled graph includes it. Random-LTD and offload wrap the compiled forward,
+and offload also moves the indices that random-LTD saves. ``fully_shard`` wraps whole blocks, because its hooks can't be
+compiled. Weights come last, when the rectangles of each rank are set: no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,20 +24,24 @@ from megatron_llama.arch.pattern import attention_kernel, pattern_of
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
+from megatron_llama.model import random_ltd, recompute
+from megatron_llama.model.attention import seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused
 from megatron_llama.model.mcore_config import mcore_config
+from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import allocate, data_groups, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups
-from megatron_llama.parallel.pipeline import Counts, MicroBatch, run_logits, run_schedule
+from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
-from megatron_llama.parallel.working_copies import filled
+from megatron_llama.parallel.working_copies import WorkingCopies, filled
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -49,6 +56,8 @@ class ParallelModel:
     device: torch.device
     groups: Groups = field(repr=False)
     replicated: ReplicatedGradients = field(repr=False)
+    compute_copies: list[WorkingCopies | None] = field(repr=False)
+    """Weights of each chunk in the compute dtype, if this rank casts them itself."""
     compiler: Compiler | None = None
     """Compiles the blocks and records their graphs; None without compilation."""
 
@@ -78,21 +87,21 @@ class ParallelModel:
             subsets = microbatches[0].subsets if train else None
             kept = None if subsets is None else subsets.length
             self.compiler.batch_begins(microbatches[0].tokens.shape[1], kept, train=train)
-        with filled(self.chunks):
-            found = run_schedule(self.chunks, self.plan, microbatches, total, train)
+        with filled(self.compute_copies):
+            means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
         if train:
             self.replicated.reduce(self.shards)
         # All tensor-parallel ranks of the last stage have the same value.
-        found = found / self.plan.grid.product(*(name for name in self.plan.grid.same_tokens if name != "pp"))
-        dist.all_reduce(found)
+        means = means / self.plan.grid.product(*(name for name in self.plan.grid.same_tokens if name != "pp"))
+        dist.all_reduce(means)
         if self.compiler is not None:
             self.compiler.batch_done()
-        return found
+        return means
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
         """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
         stance = nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager")
-        with stance, filled(self.chunks):  # compiled, other shapes are not worth a graph
+        with stance, filled(self.compute_copies):  # compiled, other shapes are not worth a graph
             return run_logits(self.chunks, self.plan, tokens, documents)
 
     def zero_grad(self) -> None:
@@ -120,7 +129,8 @@ def build_model(
     mcore = mcore_config(plan)
     groups = current_groups()
     exchange = data_groups(topology, torch_device.type, plan, groups)
-    chunks = []
+    kernel = attention_kernel(device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model))
+    chunks, compute_copies = list[Llama](), list[WorkingCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
             chunk = Llama(
@@ -128,26 +138,17 @@ def build_model(
                 mcore,
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
-                recompute=plan.recompute,
-                offload="activations" in trainer.offload,
-                kernel=attention_kernel(
-                    device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
-                ),
-                compiled=compiler is not None,
+                build_visible=partial(seen, kernel=kernel, compiled=compiler is not None),
                 is_first=stage == 0,
                 is_last=stage == len(plan.stage_layers) - 1,
             )
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan)
-        if compiler is not None:
-            # Compile each block's forward, not the module: fully_shard's hooks around it must stay outside the graph.
-            for block in chunk.layers.values():
-                make_traceable(block)
-                block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
-            if chunk.is_last and device.compile_backend() == INDUCTOR:
-                chunk.lm_head.passes = fused(compiler.compile)
+        _wrap_blocks(chunk, plan, compiler)
+        if compiler is not None and chunk.is_last and device.compile_backend() == INDUCTOR:
+            chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, exchange, plan)
-        allocate(chunk, torch_device, plan)
+        compute_copies.append(allocate(chunk, torch_device, plan))
         chunks.append(chunk)
     if plan.config.finetune.lora_dropout:
         # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the
@@ -155,10 +156,29 @@ def build_model(
         others = [name for name in topology.sizes if name != "tp"]
         place = topology.rank if plan.sp else topology.grid.index(topology.rank, *others)
         torch.manual_seed(trainer.seed + place)
-    shards = [s for chunk in chunks for s in shards_of(chunk, plan, topology)]
+    shards = [
+        shard
+        for chunk, copies in zip(chunks, compute_copies, strict=True)
+        for shard in shards_of(chunk, plan, topology, copies)
+    ]
     init_weights(shards, plan)
     replicated = ReplicatedGradients(plan, topology, groups)
-    return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compiler)
+    return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compute_copies, compiler)
+
+
+def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None) -> None:
+    """Wrap each block's forward, not the module: the hooks of ``fully_shard`` stay outside."""
+    draws_random_numbers = plan.config.finetune.lora_dropout > 0
+    offload = Offload() if "activations" in plan.config.trainer.offload else None
+    for number, block in chunk.layers.items():
+        recompute.attach(block, plan.recompute(int(number)), draws_random_numbers=draws_random_numbers)
+        if compiler is not None:
+            make_traceable(block)
+            block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
+        if plan.random_ltd is not None:
+            random_ltd.attach(block)
+        if offload is not None:
+            offload.attach(block)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ batch is split. A mean over micro batches of their means would weight tokens of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,38 +19,11 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 
 from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
-from megatron_llama.model.random_ltd import Subsets
 from megatron_llama.parallel.data import before_last_microbatch
+from megatron_llama.parallel.working_copies import WorkingCopies
 from megatron_llama.plan import Plan
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The sequences that a data-parallel rank processes at a time."""
-
-    tokens: torch.Tensor
-    """Token ids [b, s], int64."""
-    labels: torch.Tensor
-    """Ids of the next tokens [b, s], int64."""
-    loss_mask: torch.Tensor
-    """1 for tokens with loss, else 0 [b, s], fp32."""
-    sizes: torch.Tensor
-    """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) [2], int64."""
-    documents: Documents | None = None
-    """Which tokens belong together in packed sequences. Every pipeline stage has it, like the tokens."""
-    subsets: Subsets | None = None
-    """In random-LTD, the tokens that layers of this rank see in training; None where all see all."""
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
-        return self.on(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def on(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """The micro batch on a device to which ``move`` takes tensors."""
-        tokens, labels, loss_mask, sizes = map(move, (self.tokens, self.labels, self.loss_mask, self.sizes))
-        documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
-        return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
 
 
 class Counts(NamedTuple):
@@ -67,13 +39,18 @@ class Counts(NamedTuple):
 
 
 def run_schedule(
-    chunks: list[Llama], plan: Plan, microbatches: Sequence[MicroBatch], total_tokens: torch.Tensor, train: bool
+    chunks: list[Llama],
+    plan: Plan,
+    microbatches: Sequence[MicroBatch],
+    total_tokens: torch.Tensor,
+    train: bool,
+    compute_copies: Sequence[WorkingCopies | None],
 ) -> torch.Tensor:
     """Forward (with ``train`` also backward) over this rank's micro batches.
 
-    ``total_tokens`` is the number of tokens with loss in the global batch. Returns the sum of this rank's token losses
-    divided by it, fp32 scalar, without ``train`` also the share of the tokens whose label has the largest logit, [2];
-    zero except on the last pipeline stage.
+    ``total_tokens`` is the number of tokens with loss in the global batch. ``compute_copies`` are the chunks'. Returns
+    the sum of this rank's token losses divided by ``total_tokens``, fp32 scalar, without ``train`` also the share of
+    the tokens whose label has the largest logit, [2]; zero except on the last pipeline stage.
     """
     trainer = plan.config.trainer
 
@@ -81,12 +58,16 @@ def run_schedule(
         """This chunk's output, and a function from the loss to (loss, tokens with loss, what the schedule returns)."""
         batch = next(batches)
         wanted = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
-        output = chunk(batch.tokens, *wanted, batch.documents, subsets=batch.subsets if train else None)
+        inputs = chunk.build_inputs(batch.tokens, batch.documents, batch.subsets if train else None)
+        output = chunk(batch.tokens, *wanted, inputs)
         return output, lambda loss: (loss, batch.loss_mask.sum().int(), loss.detach())
 
     for chunk in chunks:
         chunk.train(train)
-    contexts = [before_last_microbatch(chunk, trainer.zero) for chunk in chunks]
+    contexts = [
+        before_last_microbatch(chunk, trainer.zero, copies)
+        for chunk, copies in zip(chunks, compute_copies, strict=True)
+    ]
     config = chunks[0].config
     config.no_sync_func = None if not train or contexts[0] is None else contexts if trainer.vpp > 1 else contexts[0]
     with torch.set_grad_enabled(train):
@@ -109,7 +90,8 @@ def run_logits(
     repeats = plan.config.trainer.pp if plan.config.trainer.vpp > 1 else 1
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
-        return chunk(next(batches), documents=documents), None
+        tokens = next(batches)
+        return chunk(tokens, inputs=chunk.build_inputs(tokens, documents)), None
 
     outputs = _run(chunks, plan, forward_step, [tokens] * repeats, tokens.shape, train=False)
     return outputs[0] if outputs else None

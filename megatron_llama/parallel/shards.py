@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_llama.arch.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.model.quantized import dequantize, quantize
-from megatron_llama.parallel.working_copies import copies_of
+from megatron_llama.parallel.working_copies import WorkingCopies
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -78,10 +78,12 @@ class Shard:
             yield from (tensor[piece.local_slices] for piece in self.pieces if piece.replica == 0)
 
 
-def shards_of(chunk: nn.Module, plan: Plan, topology: Topology) -> list[Shard]:
-    """The shards of a chunk after data parallelism, in the order of its parameters."""
+def shards_of(chunk: nn.Module, plan: Plan, topology: Topology, copies: WorkingCopies | None = None) -> list[Shard]:
+    """The shards of a chunk after data parallelism, in the order of its parameters.
+
+    ``copies`` are the chunk's weights in the compute dtype, if the rank casts them itself.
+    """
     shards = []
-    copies = copies_of(chunk)
     for name, parameter in chunk.named_parameters():
         if copies is not None:
             parameter = copies.master_of.get(parameter, parameter)

@@ -92,19 +92,13 @@ class WorkingCopies:
 
 
 @contextmanager
-def filled(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """A pass: inside, the working copies have their masters' values."""
-    own = [copies for chunk in chunks if (copies := copies_of(chunk)) is not None]
-    for copies in own:
+def filled(chunks: Sequence[WorkingCopies | None]) -> Iterator[None]:
+    """Give the chunks' copies their masters' values inside the context, which is one pass."""
+    filled = [copies for copies in chunks if copies is not None]
+    for copies in filled:
         copies._fill_all()
     try:
         yield
     finally:
-        for copies in own:
+        for copies in filled:
             copies._free_all()
-
-
-def copies_of(chunk: nn.Module) -> WorkingCopies | None:
-    """The chunk's working copies, if the rank casts its weights itself."""
-    copies: WorkingCopies | None = getattr(chunk, "working_copies", None)
-    return copies

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import Data
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import training_step

@@ -20,9 +20,9 @@ from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.sample_stream import EndlessDataset
 from megatron_llama.devices import get_device
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.checkpoint.jobs import Job, losses

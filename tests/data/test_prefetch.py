@@ -15,7 +15,7 @@ from megatron_llama.data import prefetch
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.prefetch import AHEAD, Prefetcher
 from megatron_llama.launch.watchdog import ThisProcess
-from megatron_llama.parallel.pipeline import MicroBatch
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import build_topology
 from tests.config.helpers import make

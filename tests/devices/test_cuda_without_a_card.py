@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import cuda, get_device
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
 from megatron_llama.parallel.async_tp import Overlap, overlap_products
-from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import megatron_llama.model.attention as attention
 import megatron_llama.model.attention_cpu as attention_cpu
 import megatron_llama.model.loss as loss
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import ParallelModel, Shard
-from megatron_llama.parallel.pipeline import Counts, MicroBatch
+from megatron_llama.parallel.pipeline import Counts
 from tests.parallel.symmetric_memory import wrong_pieces
 
 
@@ -116,9 +117,10 @@ def norms_count_copies(model: ParallelModel) -> None:
 
 def window_of_one_token_more(model: ParallelModel) -> None:
     for chunk in model.chunks:
-        window = chunk.model.sliding_window
+        inputs = chunk.build_inputs
+        window = inputs.model.sliding_window
         assert window is not None
-        chunk.model = replace(chunk.model, sliding_window=window + 1)
+        inputs.model = replace(inputs.model, sliding_window=window + 1)
 
 
 def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
@@ -135,9 +137,10 @@ def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
 
 def blocks_without_global_ones(model: ParallelModel) -> None:
     for chunk in model.chunks:
-        sparse = chunk.model.sparse_attention
+        inputs = chunk.build_inputs
+        sparse = inputs.model.sparse_attention
         assert sparse is not None
-        chunk.model = replace(chunk.model, sparse_attention=replace(sparse, num_global_blocks=0))
+        inputs.model = replace(inputs.model, sparse_attention=replace(sparse, num_global_blocks=0))
 
 
 def no_causal_mask(model: ParallelModel) -> None:

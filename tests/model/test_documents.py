@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.model import attention, attention_tiles
+from megatron_llama.model.attention import seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
@@ -80,7 +82,7 @@ def _logits(rank: int, plan: Plan, kernel: str) -> tuple[torch.Tensor | None, li
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         for chunk in model.chunks:
-            chunk.kernel = kernel
+            chunk.build_inputs.build_visible = partial(seen, kernel=kernel, compiled=False)
         tokens, documents = packed()
         together = _whole(model.logits(tokens, documents))
         alone = []
@@ -143,15 +145,15 @@ def _input_gradient(rank: int, plan: Plan, example: int) -> torch.Tensor:
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         (chunk,) = model.chunks
-        seen: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
 
         def keep(module: torch.nn.Module, arguments: object, output: torch.Tensor) -> None:
-            output.register_hook(seen.append)
+            output.register_hook(grads.append)
 
         chunk.embed_tokens.register_forward_hook(keep)
         batches = Batches(PackedSamples(example), plan, topology, CPU).at(0)
         model.forward_backward([batches[0]] * plan.num_microbatches)
-        return seen[0]
+        return grads[0]
 
 
 PACKED_AND_SPREAD = ["trainer.micro_batch_size=2", "trainer.global_batch_size=8"]

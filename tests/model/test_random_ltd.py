@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import get_device
-from megatron_llama.model.attention import Seen, mask_of
+from megatron_llama.model.attention import Seen, mask_of, seen
 from megatron_llama.model.document_mask import Documents
-from megatron_llama.model.random_ltd import Subset, draw, subsets, through
+from megatron_llama.model.random_ltd import Subset, draw, subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
@@ -111,10 +112,12 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
             angles = [at_positions(half, positions) for half in table]
 
             def ours(x: torch.Tensor, kernel: str, subset: Subset = subset, block: Any = block) -> torch.Tensor:
-                return through(block, x, subset, table, subset.seen(S, pattern, kernel, False))  # noqa: B023
+                rotary = tuple(at_positions(half, subset.positions) for half in table)  # noqa: B023
+                build = partial(seen, kernel=kernel, compiled=False)
+                return block(x, rotary, subset.visible(S, pattern, build), subset)  # noqa: B023
 
             def reference(x: torch.Tensor, block: Any = block) -> torch.Tensor:
-                y = block(x, *angles, Seen(pattern, "mask", mask=mask))  # noqa: B023
+                y = block(x, tuple(angles), Seen(pattern, "mask", mask=mask))  # noqa: B023
                 return torch.where(is_kept.t().unsqueeze(-1), y, x)  # noqa: B023
 
             def with_gradient(function: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.model import widening
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import COPIES, SHARDS
 from megatron_llama.topology import build_topology
@@ -80,7 +79,7 @@ def _bytes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
     topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
-        copies = copies_of(model.chunks[0])
+        copies = model.compute_copies[0]
         assert copies is not None
 
         def held() -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron_llama.arch.pattern import attention_kernel, pattern_of
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
+from megatron_llama.model.attention import seen
 from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
@@ -80,7 +82,10 @@ class Generator:
     def logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """fp32 logits [s, b, vocabulary] on the CPU, the same on all ranks, of the ids [b, s] at the positions that
         ``cache.at`` has set; [1, b, vocabulary] where ``cache.at`` wants one position of each row."""
-        whole = gather_from_tensor_model_parallel_region(self.llama(tokens.to(self.device), cache=cache))
+        tokens = tokens.to(self.device)
+        with cache.attached(self.llama):
+            local = self.llama(tokens, inputs=cache.inputs(self.llama, tokens), token_index=cache.token_index)
+        whole = gather_from_tensor_model_parallel_region(local)
         return whole[..., : self.plan.model.vocab_size].float().cpu()
 
     def generate(
@@ -159,7 +164,7 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
                 mcore_config(plan),
                 plan.stage_layers[0],
                 padded_vocab_size=plan.padded_vocab_size,
-                kernel=kernel,
+                build_visible=partial(seen, kernel=kernel, compiled=False),
             )
         llama.to_empty(device=torch_device).requires_grad_(False).eval()
         shards = shards_of(llama, plan, topology)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Llama
 from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, REST, Clock, Zone
 
@@ -104,7 +104,8 @@ class ModuleClock:
         def count(_: nn.Module, args: tuple[Any, ...]) -> None:
             if torch._C._current_autograd_node() is not None:
                 return
-            tokens, documents = args[0], next((a for a in args if isinstance(a, Documents)), None)
+            tokens, inputs = args[0], next((a for a in args if isinstance(a, BlockInputs)), None)
+            documents = None if inputs is None else inputs.documents
             self.tokens[number] += tokens.numel()
             lengths = documents.lengths if documents is not None else [[tokens.shape[1]]] * len(tokens)
             self.pairs[number] += round(sum(n * pattern.span(n) for row in lengths for n in row))

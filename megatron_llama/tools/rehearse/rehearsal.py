@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
 from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
-from megatron_llama.parallel.pipeline import MicroBatch
-from megatron_llama.parallel.working_copies import copies_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
@@ -76,7 +75,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         model = build_model(plan, topology, device, cpu)
         optimizer = build_optimizer(plan, model)
         watch.label((shard.local for shard in model.shards), WEIGHTS)
-        own_casts = [copies for chunk in model.chunks if (copies := copies_of(chunk)) is not None]
+        own_casts = [copies for copies in model.compute_copies if copies is not None]
         watch.label((copy for copies in own_casts for copy in copies.master_of), GATHERED)
         _label_states(watch, optimizer)
         built = watch.alive

@@ -56,7 +56,7 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("megatron_llama.optim.host", (), HOST),
     ("megatron_llama.optim", (), TEMPORARY),
     ("torch.optim", (), TEMPORARY),
-    ("megatron_llama.model.rotary", ("rotary_table",), TABLES),
+    ("megatron_llama.model.rotary", ("rotary_table", "at_positions"), TABLES),
     ("megatron_llama.model.document_mask", ("positions", "whole"), TABLES),
     ("megatron_llama.model.attention", ("mask_of",), TABLES),
 )

@@ -220,7 +220,7 @@ BREAKS: dict[str, tuple[int, list[str], object, str, Callable, Line]] = {
     ),
     "gradients are reduced at each micro batch": (
         2, ["trainer.zero=1", "trainer.micro_batch_size=1"], megatron_llama.parallel.pipeline,
-        "before_last_microbatch", lambda chunk, zero: None, Line("dp", "reduce_scatter", 2),
+        "before_last_microbatch", lambda chunk, zero, copies: None, Line("dp", "reduce_scatter", 2),
     ),
     "one number more": (
         2, ["trainer.pp=2"], megatron_llama.optim.optimizer, "gradient_norm",

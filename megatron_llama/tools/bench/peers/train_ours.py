@@ -21,9 +21,9 @@ from megatron_llama.devices import get_device
 from megatron_llama.model import attention_cpu
 from megatron_llama.model.attention_chunks import is_faster
 from megatron_llama.model.cpu_products import by_amx
+from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
-from megatron_llama.parallel.pipeline import MicroBatch
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.bench.contest import Facts, Task, checksum

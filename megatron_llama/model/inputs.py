@@ -1,0 +1,104 @@
+"""Inputs of a micro batch: token ids and labels for the model, rotary angles and attention's mask for its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_llama.arch.pattern import Pattern, pattern_of
+from megatron_llama.config import ModelConfig
+from megatron_llama.model.attention import Seen, seen
+from megatron_llama.model.document_mask import Documents
+from megatron_llama.model.random_ltd import Subset, Subsets
+from megatron_llama.model.rotary import Rotary, at_positions, rotary_table
+
+BuildVisible = Callable[[Tensor, Documents | None, Pattern], Seen | None]
+"""From tokens or positions [b, s], of which the shape counts, to attention's mask inputs."""
+build_visible: BuildVisible = partial(seen, kernel="tiles", compiled=False)
+"""For uncompiled blocks on a CPU."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sequences that a data-parallel rank processes at a time."""
+
+    tokens: Tensor
+    """Token ids [b, s], int64."""
+    labels: Tensor
+    """Ids of the next tokens [b, s], int64."""
+    loss_mask: Tensor
+    """1 for tokens with loss, else 0 [b, s], fp32."""
+    sizes: Tensor
+    """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) [2], int64."""
+    documents: Documents | None = None
+    """Documents of packed sequences. Every pipeline stage has it, like the tokens."""
+    subsets: Subsets | None = None
+    """In random-LTD, the tokens that layers of this rank see in training; None where all see all."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
+        return self.on(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def on(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The micro batch on a device to which ``move`` takes tensors."""
+        tokens, labels, loss_mask, sizes = map(move, (self.tokens, self.labels, self.loss_mask, self.sizes))
+        documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
+        return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """Inputs of a chunk's blocks next to the activations."""
+
+    rotary: Rotary
+    visible: Seen | None
+    """Mask inputs of attention; None if a token attends to all tokens up to itself."""
+    documents: Documents | None = None
+    subsets: Subsets | None = None
+    of_subset: Callable[[Subset], tuple[Rotary, Seen | None]] | None = None
+    """Rotary angles and mask inputs of a layer's subset."""
+
+    def of(self, layer: int) -> tuple[Rotary, Seen | None] | tuple[Rotary, Seen | None, Subset]:
+        """Return the inputs of a layer, by its global number; with random-LTD its subset comes third."""
+        subset = None if self.subsets is None else self.subsets.of(layer)
+        if subset is None:
+            return self.rotary, self.visible
+        assert self.of_subset is not None
+        return *self.of_subset(subset), subset
+
+
+class InputBuilder:
+    """Builds the ``BlockInputs`` of micro batches. ``build_visible`` is the device's."""
+
+    def __init__(self, model: ModelConfig, build_visible: BuildVisible) -> None:
+        self.model, self.build_visible = model, build_visible
+        self._table: Rotary | None = None
+
+    def __call__(
+        self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None
+    ) -> BlockInputs:
+        """For token ids [b, s], of several ``documents`` in a sequence, of which some layers process ``subsets``."""
+        table = self._table_for(tokens)
+        visible = self.build_visible(tokens, documents, pattern_of(self.model))
+        rotary = table if documents is None else _at(table, documents.positions())
+        of_subset = partial(self._of_subset, table, tokens.shape[1])
+        return BlockInputs(rotary, visible, documents, subsets, of_subset)
+
+    def _of_subset(self, table: Rotary, length: int, subset: Subset) -> tuple[Rotary, Seen | None]:
+        return _at(table, subset.positions), subset.visible(length, pattern_of(self.model), self.build_visible)
+
+    def _table_for(self, tokens: Tensor) -> Rotary:
+        """Return the angles of all positions of tokens [b, s], cached until length or device change."""
+        length, device = tokens.shape[1], tokens.device
+        if self._table is None or self._table[0].shape[0] != length or self._table[0].device != device:
+            self._table = rotary_table(self.model, length, device)
+        return self._table
+
+
+def _at(table: Rotary, positions: Tensor) -> Rotary:
+    cos, sin = table
+    return at_positions(cos, positions), at_positions(sin, positions)

@@ -1,0 +1,246 @@
+"""Recomputation changes the saved tensors and no gradient. tests/layouts/ has it in other layouts."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_llama.devices import get_device
+from megatron_llama.model import recompute
+from megatron_llama.model.recompute import attach, recomputable
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan
+from megatron_llama.topology import build_topology
+from tests.layouts.table import DROPPING, WINDOW
+from tests.model.llamas import CPU
+from tests.oracle import make_plan, run_layout, worst
+from tests.ranks import run_ranks
+
+KINDS = ("elementwise", "selective", "full")
+SETTINGS = {
+    "fp32": (1, []),
+    "bf16, window": (1, ["trainer.precision=bf16", WINDOW]),
+    "tp2+sp, zero 3, random-LTD": (4, ["trainer.tp=2", "trainer.zero=3", DROPPING]),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_are_bit_identical(name: str) -> None:
+    ranks, overrides = SETTINGS[name]
+    expected = run_layout(ranks, *overrides, steps=2)
+    for kind in KINDS:
+        differences = worst(run_layout(ranks, *overrides, f"trainer.recompute={kind}", steps=2), expected)
+        assert set(differences.values()) == {0.0}, kind
+
+
+def test_wrong_recomputation_changes_gradients() -> None:
+    expected = run_layout(1, steps=1)
+    differences = worst(
+        run_layout(1, "trainer.recompute=elementwise", steps=1, tamper=_recompute_twice_as_much), expected
+    )
+    assert differences["losses"] == 0.0 and differences["first_grads"] > 0.1
+
+
+def _recompute_twice_as_much(_: ParallelModel) -> None:
+    unpack = recompute._Notes.unpack
+    recompute._Notes.unpack = staticmethod(  # type: ignore[method-assign, assignment]
+        lambda saved: unpack(saved) if isinstance(saved, Tensor) else 2 * unpack(saved)
+    )
+
+
+S, B, H, F_, HEADS, KV, D = 16, 2, 32, 64, 4, 2, 8
+NORMS, QKV, OUT, GATE_UP = 2 * S * B, S * B * (HEADS + 2 * KV) * D, S * B * HEADS * D, 2 * S * B * F_
+LSE, RESIDUAL, ROTATED = S * B * HEADS, S * B * H, S * B * (HEADS + KV) * D
+SAVED = {  # values that a block's graph holds, without its input and its output
+    "full": 0,
+    "selective": NORMS + QKV + OUT + RESIDUAL + GATE_UP,
+    "elementwise": NORMS + QKV + OUT + LSE + RESIDUAL + GATE_UP,
+    # and the outputs of both norms, rotated queries and keys, silu, SwiGLU; here merged heads are a view
+    "none": NORMS + QKV + OUT + LSE + RESIDUAL + GATE_UP + 2 * RESIDUAL + ROTATED + 2 * S * B * F_,
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_block_saves_no_more_than_it_has_to(kind: str) -> None:
+    saved = run_ranks(_saved_values, 1, make_plan(1, f"trainer.recompute={kind}"))[0]
+    assert saved == SAVED[kind]
+
+
+def _saved_values(rank: int, plan: Plan) -> int:
+    """fp32 values of storages that a block's forward pass makes and that outlive it."""
+    topology = build_topology(plan, rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
+        inputs = chunk.build_inputs(torch.zeros(B, S, dtype=torch.int64))
+        x = torch.randn(S, B, H, requires_grad=True)
+        with _Storages() as storages:
+            y = chunk.layers["1"](x, *inputs.of(1))
+        (y * y).sum().backward()  # the graph lives until here
+        return storages.values_at_exit - y.numel()
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the values of all storages that operators make inside the context and that are alive at its end."""
+
+    def __enter__(self) -> _Storages:
+        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self._made.update(
+            leaf.untyped_storage()
+            for leaf in tree_leaves(out)
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in before
+        )
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.values_at_exit = sum(storage.nbytes() for storage in self._made) // 4
+
+
+@recomputable
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@recomputable
+def columns(x: Tensor) -> Tensor:
+    """A tensor whose memory is not in the order of its dimensions."""
+    return (3 * x).t()
+
+
+@recomputable
+def reshaped(x: Tensor) -> Tensor:
+    """A view of its input."""
+    return x.view(-1)
+
+
+class Toy(nn.Module):
+    """A block whose forward is a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        attach(self, "elementwise", draws_random_numbers=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)  # type: ignore[no-any-return]
+
+
+def gradient(function: Any, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    function(leaf).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def views(x: Tensor) -> Tensor:
+    """Saves views of a recomputed tensor: parts, transposed, with strides and offsets."""
+    y = columns(x * x)
+    first, second = y.chunk(2, dim=1)
+    return first.t()[1:, ::2] * second.t()[1:, ::2] * y[0, 3]
+
+
+def chained(x: Tensor) -> Tensor:
+    """Recomputed tensors inside a recomputed function, and from one another."""
+    return double(double(x * x).sin()).sin() * columns(x).t()
+
+
+def freed(x: Tensor) -> Tensor:
+    """Notes whose tensors are freed at once; the allocator has their memory for the tensors that follow."""
+    for _ in range(50):
+        double(x.detach())
+    total = x
+    for _ in range(50):
+        total = total.sin() * x
+    return total
+
+
+def viewed_input(x: Tensor) -> Tensor:
+    return reshaped(x.exp()).sin() * double(x).view(-1)
+
+
+@pytest.mark.parametrize("function", [views, chained, freed, viewed_input])
+def test_saved_tensors_are_recomputed_exactly(function: Any) -> None:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(gradient(Toy(function), x), gradient(function, x))
+
+
+def test_a_freed_storage_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the weak reference its number is another storage's, and gradients are wrong."""
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(recompute, "StorageWeakRef", _Number)
+    assert not torch.equal(gradient(Toy(freed), x), gradient(freed, x))
+
+
+class _Number:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata = storage._cdata
+
+
+def test_a_view_of_an_input_is_saved_as_it_is() -> None:
+    packed = _packed(lambda x: reshaped(x * x).sin())
+    assert packed and all(isinstance(saved, Tensor) for saved in packed)
+    assert any(not isinstance(saved, Tensor) for saved in _packed(lambda x: double(x).sin()))
+
+
+def _packed(function: Any) -> list[Any]:
+    """Everything that autograd stores in a pass."""
+    packed, pack = [], recompute._Notes.pack
+
+    def observed(notes: recompute._Notes, tensor: Tensor) -> Any:
+        packed.append(pack(notes, tensor))
+        return packed[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute._Notes, "pack", observed)
+        Toy(function)(torch.randn(4, 4, requires_grad=True))
+    return packed
+
+
+def test_notes_end_with_the_block() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def unsaved(x: Tensor) -> Tensor:
+        inner = x.detach() + 1
+        held.append(weakref.ref(inner))
+        return x.sin() + double(inner)  # an addition saves nothing
+
+    output = Toy(unsaved)(torch.randn(4, requires_grad=True))
+    assert held[0]() is None, "a note keeps the input of a function whose output is not saved"
+    assert recompute._notes is None
+    with pytest.raises(ZeroDivisionError):
+        Toy(lambda x: 1 / 0)(output)
+    assert recompute._notes is None, "also after an error"
+
+
+def test_nothing_is_noted_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute._Notes, "add", lambda *_: pytest.fail("noted"))
+    with torch.no_grad():
+        Toy(double)(torch.ones(2))
+    double(torch.ones(2, requires_grad=True)).sum().backward()  # outside of a block
+
+
+def test_a_module_is_recomputed_through_its_hooks() -> None:
+    """Profiles and rehearsals attribute the work by these hooks."""
+
+    class Norm(nn.Module):
+        @recomputable
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rms_norm(x, x.shape[-1:])
+
+    norm, calls = Norm(), list[bool]()
+    norm.register_forward_hook(lambda *_: calls.append(torch._C._current_autograd_node() is not None))
+    gradient(Toy(lambda x: norm(x).sin()), torch.randn(2, 4))
+    assert calls == [False, True]
