@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import megatron_llama
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.launch.job_store import Board
@@ -270,7 +269,7 @@ def start_ranks(
 
 def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:
     """Start a Python process for a rank; return its process id."""
-    tree = str(Path(megatron_llama.__file__).parents[1])
+    tree = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile() as task:
         pickle.dump(sys.path, task)  # first: the rank can import all that this process can
