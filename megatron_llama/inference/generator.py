@@ -18,7 +18,7 @@ from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
 from megatron_llama.inference.sampling import Sampling, choose
 from megatron_llama.inference.saved_model import SavedModel
-from megatron_llama.model.attention import seen
+from megatron_llama.model.attention import attend, seen
 from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
@@ -164,6 +164,7 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
                 mcore_config(plan),
                 plan.stage_layers[0],
                 padded_vocab_size=plan.padded_vocab_size,
+                attend=attend,
                 build_visible=partial(seen, kernel=kernel, compiled=False),
             )
         llama.to_empty(device=torch_device).requires_grad_(False).eval()

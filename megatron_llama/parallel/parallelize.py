@@ -22,14 +22,14 @@ import torch.distributed as dist
 from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
 from megatron_llama.model import random_ltd, recompute
-from megatron_llama.model.attention import seen
+from megatron_llama.model.attention import attend, seen
 from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused
-from megatron_llama.model.mcore_config import mcore_config
+from megatron_llama.model.mcore_config import mcore_config, torch_dtype
 from megatron_llama.model.names import is_lora
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
@@ -136,12 +136,13 @@ def build_model(
                 mcore,
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
+                attend=attend,
                 build_visible=partial(seen, kernel=kernel, compiled=compiler is not None),
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
             )
             if plan.config.finetune.method == "lora":
-                add_lora(chunk, plan)
+                add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler)
         if compiler is not None and chunk.is_last and device.compile_backend() == INDUCTOR:
             chunk.lm_head.passes = fused(compiler.compile)
