@@ -128,7 +128,7 @@ def build_model(
     groups = data_groups(topology, torch_device.type, plan)
     kernel = attention_kernel(device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model))
     stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
-    chunks, compute_copies = list[Llama](), list[WorkingCopies | None]()
+    chunks, shards, compute_copies = list[Llama](), list[Shard](), list[WorkingCopies | None]()
     for stage in range(topology.pp_rank, stages, topology.pp):
         with torch.device("meta"):
             chunk = Llama(
@@ -147,17 +147,14 @@ def build_model(
         if compiler is not None and chunk.is_last and device.compile_backend() == INDUCTOR:
             chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, groups, plan)
-        compute_copies.append(allocate(chunk, torch_device, plan))
+        copies = allocate(chunk, torch_device, plan)
+        shards += shards_of(chunk, plan, topology, copies)
         chunks.append(chunk)
+        compute_copies.append(copies)
     if plan.config.finetune.lora_dropout:
         # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the
         # same activations, must drop the same ones.
         torch.manual_seed(trainer.seed + (topology.rank if plan.sp else topology.rank // topology.tp))
-    shards = [
-        shard
-        for chunk, copies in zip(chunks, compute_copies, strict=True)
-        for shard in shards_of(chunk, plan, topology, copies)
-    ]
     init_weights(shards, plan)
     replicated = ReplicatedGradients(plan, topology)
     return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compute_copies, compiler)
