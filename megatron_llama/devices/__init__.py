@@ -34,6 +34,11 @@ def device_named(name: str) -> Device:
     return device
 
 
+def find_device(name: str) -> Device | None:
+    """The device called ``name``, for its facts; None for ``auto``, which depends on the machine."""
+    return device_named(name) if name in NAMES else None
+
+
 def of(torch_device: torch.device) -> Device:
     """The kind of device that holds tensors on ``torch_device``."""
     return device_named(torch_device.type)
@@ -56,12 +61,14 @@ def get_device(name: str = "auto") -> Device:
 
 def ahead_of_time_environment(name: str) -> dict[str, str]:
     """The variables with which ``name`` compiles on a machine without it; none for ``auto``, which needs a device."""
-    return device_named(name).ahead_of_time_environment() if name in NAMES else {}
+    device = find_device(name)
+    return {} if device is None else device.ahead_of_time_environment()
 
 
 def async_tp_missing(name: str) -> str | None:
     """Why trainer.async_tp can't work on ``name``, which need not be here; None where it can, and for ``auto``."""
-    return device_named(name).async_tp_missing() if name in NAMES else None
+    device = find_device(name)
+    return None if device is None else device.async_tp_missing()
 
 
 def request_collectives(rank: int) -> Device | None:
@@ -84,6 +91,7 @@ __all__ = [
     "async_tp_missing",
     "async_tp_problem",
     "device_named",
+    "find_device",
     "get_device",
     "of",
     "request_collectives",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
+    from megatron_llama.plan.attention_pattern import Pattern
 
 INDUCTOR = "inductor"
 """torch.compile's default backend."""
@@ -128,11 +129,24 @@ class Device(ABC):
 
         torch.manual_seed(seed)
 
+    def kernel_type(self) -> type[Kernels]:
+        """The class of this device's kernels. Imports torch."""
+        from megatron_llama.devices.kernels import Kernels
+
+        return Kernels
+
     def kernels(self, compiled: bool) -> Kernels:
         """Kernels for eager or compiled blocks: one object per process and argument."""
-        from megatron_llama.devices import kernels
+        from megatron_llama.devices.kernels import shared_kernels
 
-        return kernels.COMPILED if compiled else kernels.EAGER
+        return shared_kernels(self.kernel_type(), self.attention, compiled, compiled and self.compiler == INDUCTOR)
+
+    def attention_kernel(self, pattern: Pattern, dtype: str, head_dim: int) -> str:
+        """Return ``attention``, or the name of the kernel that replaces it for a pattern, dtype or head.
+
+        Causal attention over whole sequences has other kernels (kernels.py).
+        """
+        return self.attention
 
     def request_collectives(self, rank: int) -> bool:
         """Ask the process of ``rank`` on this machine to write its last collectives. False if it cannot answer."""

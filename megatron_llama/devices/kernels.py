@@ -1,19 +1,36 @@
 """Kernels of a device: attention, loss and optimizer operations whose fastest form depends on the hardware.
 
-``Kernels`` is plain torch and correct on every device. A device overrides methods in its own package.
-``Device.kernels(compiled)`` returns one object per process, so that compiled blocks share their graphs.
+``Kernels`` is plain torch and correct on every device. A device overrides methods in its package. All blocks of a
+process share one object per device and mode, so torch.compile reuses the graph of one block for the next. Attention
+takes these paths:
+
+    sequences             CPU, compiled     CPU, eager       CUDA             other devices
+    whole                 C++ kernel (1)    chunks (2)       torch's SDPA     torch's SDPA
+    documents, window     C++ kernel (1)    tiles            varlen (3)       dense mask
+    block-sparse          tiles             tiles            tiles            dense mask
+    random-LTD subset of  dense mask        dense mask       dense mask       dense mask
+    window, block-sparse
+
+    (1) fp32 and bf16, heads a multiple of 32, at most 16,384 tokens, and a C++ compiler; else as eager.
+    (2) at lengths where it is faster (cpu/attention.py); else torch's SDPA.
+    (3) 16-bit formats, heads a multiple of 8 and at most 256; else tiles.
+
+SDPA, tiles and the dense mask are in attention.py; the others are in the packages of their devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.config.precision import STATE_BLOCK
+from megatron_llama.devices import attention
+from megatron_llama.devices.visibility import AttentionInputs, Documents, build_attention_inputs
+from megatron_llama.plan.attention_pattern import Pattern
 
 LEAST_SCALE = 1e-12
 """Scale of a block of zeros: the divisor must not be 0."""
@@ -38,23 +55,26 @@ class Levels(NamedTuple):
 
 
 class Kernels:
-    """Plain torch for every operation. ``compiled``: the blocks run through torch.compile."""
+    """Plain torch for every operation.
 
-    fuses_loss: bool = False
-    """Whether torch.compile fuses the elementwise operations of the loss, so that it needs no fp32 copy of logits."""
+    Args:
+        attention: ``Device.attention``.
+        compiled: whether the blocks run through torch.compile.
+        fuses_loss: whether Inductor fuses the elementwise operations of the loss, which then needs no fp32 logits.
+    """
 
-    def __init__(self, *, compiled: bool) -> None:
-        self.compiled = compiled
+    def __init__(self, *, attention: str = "tiles", compiled: bool = False, fuses_loss: bool = False) -> None:
+        self.attention, self.compiled, self.fuses_loss = attention, compiled, fuses_loss
 
     # Attention.
 
-    def visible(self, positions: Tensor, documents: Any, pattern: Any) -> Any:
-        """Return the attention inputs of a micro batch; None for causal attention over whole sequences."""
-        raise NotImplementedError
+    def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:
+        """Return the visible keys of tokens [b, s], for ``attend``. None: all earlier tokens of the sequence."""
+        return build_attention_inputs(tokens, documents, pattern, self.attention, self.compiled)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Any = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         """Return the attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return attention.attend(q, k, v, visible)
 
     # Loss and gradients.
 
@@ -122,4 +142,7 @@ class Kernels:
         return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-EAGER, COMPILED = Kernels(compiled=False), Kernels(compiled=True)
+@cache
+def shared_kernels(kind: type[Kernels], attention: str, compiled: bool, fuses_loss: bool) -> Kernels:
+    """Return one object of ``kind`` per process and arguments."""
+    return kind(attention=attention, compiled=compiled, fuses_loss=fuses_loss)

@@ -7,11 +7,13 @@ window and the next tokens need, however long a text becomes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, attend, sees
+from megatron_llama.devices.visibility import AttentionInputs, is_visible
 from megatron_llama.model.rotary import rotary_table
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.plan.shapes import head_dim, kv_heads_per_rank
@@ -25,10 +27,17 @@ class LayerCache:
         self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # not empty: 0 * NaN is NaN
         self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, what: Seen | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        what: AttentionInputs | None,
+        attend: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
         """Stores the keys and values [b, kv heads, s, d] of new tokens; attention of their queries [b, heads, s, d].
 
-        ``what`` they see where they are the first.
+        ``attend`` with ``what`` computes the first tokens of a sequence.
         """
         cache = self._cache
         if cache.from_the_start:
@@ -89,7 +98,7 @@ class KVCache:
         last, slots = self.positions[:, -1:], self._slots[: self.used]
         held = (last - (last - slots) % self.slots)[:, None]
         queries = self.positions[:, :, None]
-        seen = (held >= 0) & (held <= queries) & sees(queries, held, self.pattern)
+        seen = (held >= 0) & (held <= queries) & is_visible(queries, held, self.pattern)
         self.mask = seen[:, None]  # [b, 1, s, slots]
         return self
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, attend, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import Head
 from megatron_llama.model.offload import Offload
@@ -101,8 +101,9 @@ class Attention(nn.Module):
     equal).
     """
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str, kernels: Kernels) -> None:
         super().__init__()
+        self.attend = kernels.attend
         tp = mcore.tensor_model_parallel_size
         self.head_dim = head_dim(model)
         self.num_heads = model.num_attention_heads // tp
@@ -115,7 +116,9 @@ class Attention(nn.Module):
         self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
         self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
 
-    def forward(self, x: Tensor, rotary: Rotary, what: Seen | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary, what: AttentionInputs | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
         if self.recomputes_core and torch.is_grad_enabled():
@@ -129,7 +132,7 @@ class Attention(nn.Module):
         with self._again((out, lambda: _by_token(by_head))):
             return self.o_proj(out)[0]
 
-    def _core_attention(self, qkv: Tensor, rotary: Rotary, what: Seen | None) -> Tensor:
+    def _core_attention(self, qkv: Tensor, rotary: Rotary, what: AttentionInputs | None) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads."""
         q, k, v = self._heads(qkv)
         return _by_token(self._attend(rotate(q, *rotary), rotate(k, *rotary), v, what))
@@ -139,11 +142,12 @@ class Attention(nn.Module):
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         return qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
 
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, what: Seen | None, cache: LayerCache | None = None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, what: AttentionInputs | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """Queries, keys and values, each [s, b, heads, d], to [b, heads, s, d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        return attend(q, k, v, what) if cache is None else cache.attend(q, k, v, what)
+        return self.attend(q, k, v, what) if cache is None else cache.attend(q, k, v, what, self.attend)
 
 
 def _by_token(by_head: Tensor) -> Tensor:
@@ -180,10 +184,10 @@ class Block(nn.Module):
     * full: the whole block, of which only the input is kept (Chen et al. 2016, arXiv:1604.06174).
     """
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, recompute: str, kernels: Kernels) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.self_attn = Attention(model, mcore, recompute)
+        self.self_attn = Attention(model, mcore, recompute, kernels)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
         self.mlp = FeedForward(model, mcore, recompute)
         self.recompute = recompute
@@ -191,7 +195,7 @@ class Block(nn.Module):
         self.draws_random_numbers = False  # LoRA's dropout is the only source; model/lora.py sets it
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, what: AttentionInputs | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]; ``what`` the tokens see, all of them if None; ``cache`` is for generation."""
         in_graph = self.recompute in REMAKING and torch.compiler.is_compiling()
@@ -203,7 +207,7 @@ class Block(nn.Module):
         return self._forward(x, cos, sin, what, cache)
 
     def _forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, what: Seen | None = None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, what: AttentionInputs | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         normalized = self.input_layernorm(x)
         with self._again((normalized, lambda: self.input_layernorm(x))):
@@ -216,8 +220,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    ``offload``: what the blocks keep for the backward pass waits in the host's memory. ``kernel`` is
-    plan/attention_pattern.py's for documents and patterns; ``compiled`` says that the blocks are.
+    ``offload``: what the blocks keep for the backward pass waits in the host's memory. ``kernels`` are
+    the device's.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """
@@ -231,14 +235,13 @@ class Llama(nn.Module):
         padded_vocab_size: int,
         recompute: Callable[[int], str] = lambda layer: "none",
         offload: bool = False,
-        kernel: str = "tiles",
-        compiled: bool = False,
+        kernels: Kernels | None = None,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
-        self.kernel, self.compiled, self.offload = kernel, compiled, offload
+        self.kernels, self.offload = kernels or Kernels(), offload
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
         self._rotary: Rotary | None = None
@@ -251,12 +254,13 @@ class Llama(nn.Module):
                 config=mcore,
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
-        self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute(i)) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model, mcore, recompute(i), self.kernels) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
             # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
             tied = model.tie_word_embeddings and is_first
             self.lm_head = Head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
+            self.lm_head.kernels = self.kernels
         # ----------------------------------------------------------------------------------------------------
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder
@@ -298,16 +302,16 @@ class Llama(nn.Module):
         table = cos, sin = self._rotary_for(tokens) if cache is None else cache.rotary
         what = None
         if cache is None or cache.from_the_start:
-            what = seen(tokens, documents, pattern_of(self.model), self.kernel, self.compiled)
+            what = self.kernels.visible(tokens, documents, pattern_of(self.model))
         if documents is not None:
             positions = documents.positions()
             cos, sin = at_positions(cos, positions), at_positions(sin, positions)
-        offload = Offload(self.offload, cos, sin, *(() if what is None else (what.borders, what.mask)))
+        offload = Offload(self.offload, cos, sin, *(() if what is None else (what.cu_seqlens, what.mask)))
         for number, block in self.layers.items():
             subset = None if subsets is None else subsets.of(int(number))
             with offload.of(block):
                 if subset is not None:
-                    some = subset.seen(tokens.shape[1], pattern_of(self.model), self.kernel, self.compiled)
+                    some = subset.visible(tokens.shape[1], pattern_of(self.model), self.kernels.visible)
                     x = through(block, x, subset, table, some)
                 else:
                     x = block(x, cos, sin, what, None if cache is None else cache.layers[int(number)])

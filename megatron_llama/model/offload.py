@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_llama import devices
+
 
 class _Parked:
     """The storage of some kept tensors, in the host's memory and for a while on the device again."""
@@ -118,8 +120,8 @@ _streams: dict[torch.device, torch.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream for copies; None on a CPU, which has none."""
-    if device.type == "cpu":
+    """The stream for copies; None on a device without streams."""
+    if not devices.of(device).asynchronous:
         return None
     return _streams.setdefault(device, torch.Stream(device))
 

@@ -24,8 +24,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from megatron_llama.model.attention import Seen, mask_of, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import AttentionInputs, Documents, masked
 from megatron_llama.model.rotary import at_positions
 from megatron_llama.plan.attention_pattern import Pattern
 
@@ -62,16 +61,17 @@ class Subset:
         spread = y.flatten(0, 1).index_select(0, self.places.clamp(min=0))
         return torch.where((self.places >= 0).unsqueeze(1), spread, x.flatten(0, 1)).view_as(x)
 
-    def seen(self, length: int, pattern: Pattern, kernel: str, compiled: bool) -> Seen | None:
-        """What the tokens of the subset see of it, in sequences of ``length`` tokens.
+    def visible(
+        self, length: int, pattern: Pattern, build: Callable[..., AttentionInputs | None]
+    ) -> AttentionInputs | None:
+        """Return the subset's visible keys in sequences of ``length`` tokens. ``build`` is ``Kernels.visible``.
 
         Documents are as contiguous as before, so their kernels do. A window or blocks count positions that are no
         longer neighbours: these are computed behind a mask.
         """
         if pattern.leaves_out(length):
-            ids = None if self.documents is None else self.documents.ids
-            return Seen(pattern, "mask", mask=mask_of(self.positions, pattern, ids))
-        return seen(self.positions, self.documents, Pattern(), kernel, compiled)
+            return masked(self.positions, pattern, self.documents)
+        return build(self.positions, self.documents, Pattern())
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ def subsets(
     return Subsets(tuple(layers), length, rows, places, positions, parts > 1, theirs)
 
 
-def through(block: nn.Module, x: Tensor, subset: Subset, table: tuple[Tensor, Tensor], what: Seen | None) -> Tensor:
+def through(
+    block: nn.Module, x: Tensor, subset: Subset, table: tuple[Tensor, Tensor], what: AttentionInputs | None
+) -> Tensor:
     """x [s(/t), b, h], of which the subset has passed ``block``; ``table`` has the rotary angles of all positions."""
     cos, sin = (at_positions(angles, subset.positions) for angles in table)
     return subset.put_back(x, block(subset.select(x), cos, sin, what))

@@ -65,7 +65,7 @@ _ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""What scaled_dot_product_attention becomes. All else is operators of our own (model/attention.py)."""
+"""What scaled_dot_product_attention becomes. All else are operators of devices/."""
 
 
 def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

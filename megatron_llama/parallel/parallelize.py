@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
@@ -33,8 +32,6 @@ from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.parallel.working_copies import filled
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
-from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import Topology
 
 
@@ -115,6 +112,7 @@ def build_model(
     trainer = plan.config.trainer
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
+    kernels = device.kernels(compiled=compiler is not None)
     mcore = mcore_config(plan)
     groups = data_groups(topology, torch_device.type, plan)
     stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
@@ -128,10 +126,7 @@ def build_model(
                 padded_vocab_size=plan.padded_vocab_size,
                 recompute=plan.recompute,
                 offload="activations" in trainer.offload,
-                kernel=attention_kernel(
-                    device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
-                ),
-                compiled=compiler is not None,
+                kernels=kernels,
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
             )
@@ -142,7 +137,7 @@ def build_model(
             for block in chunk.layers.values():
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
-            if chunk.is_last and device.compiler == INDUCTOR:
+            if chunk.is_last and kernels.fuses_loss:
                 chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, groups, plan)
         allocate(chunk, torch_device, plan)

@@ -63,7 +63,7 @@ def _built(inside: ExitStack, world: int, overrides: list[str]) -> ParallelModel
     topology = build_topology(plan, 0)
     device = get_device("cpu")  # its code: no NCCL, no library
     inside.enter_context(no_driver())
-    inside.enter_context(fake_world(topology))
+    inside.enter_context(fake_world(topology, "cuda"))
     inside.enter_context(patch.object(parallelize, "init_weights", lambda *_: None))  # there are no values
     inside.enter_context(process_groups(plan, topology, device, CUDA))
     inside.enter_context(FakeTensors())

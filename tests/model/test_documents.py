@@ -9,9 +9,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_llama.data.batches import Batches
-from megatron_llama.devices import get_device
-from megatron_llama.model import attention, attention_tiles
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices import attention, get_device
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
@@ -63,7 +62,7 @@ def test_positions_and_borders_by_hand() -> None:
     documents = Documents.of(torch.tensor([[0, 0, 1, 2, 2, -1]]))
     assert documents.positions().tolist() == [[0, 1, 0, 0, 1, 0]]
     assert documents.lengths == ((2, 1, 2, 1),)
-    assert documents.borders.tolist() == [0, 2, 3, 5, 6, 6, 6]
+    assert documents.cu_seqlens.tolist() == [0, 2, 3, 5, 6, 6, 6]
 
 
 @pytest.mark.parametrize("kernel", ["tiles", "mask"])
@@ -208,7 +207,7 @@ def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]
         setattr(owner, name, noted)
 
     note(attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
-    note(attention_tiles, "_call", "_call")
+    note(attention, "_call", "_call")
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)

@@ -12,8 +12,8 @@ import torch
 
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import get_device
-from megatron_llama.model.attention import Seen, mask_of
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.visibility import AttentionInputs, Documents, dense_mask
 from megatron_llama.model.random_ltd import Subset, draw, subsets, through
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.parallel import build_model, process_groups
@@ -106,15 +106,15 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
             is_kept = torch.zeros(B, S, dtype=torch.bool).scatter_(1, kept[0], True)
             positions = torch.arange(S).expand(B, S) if documents is None else documents.positions()
             # A dropped token sees itself: a row of nothing would be NaN.
-            mask = mask_of(positions, pattern, DOCUMENTS if has else None) & is_kept[:, None, None, :]
+            mask = dense_mask(positions, pattern, DOCUMENTS if has else None) & is_kept[:, None, None, :]
             mask = mask | torch.eye(S, dtype=torch.bool)
             angles = [at_positions(half, positions) for half in table]
 
             def ours(x: torch.Tensor, kernel: str, subset: Subset = subset, block: Any = block) -> torch.Tensor:
-                return through(block, x, subset, table, subset.seen(S, pattern, kernel, False))  # noqa: B023
+                return through(block, x, subset, table, subset.visible(S, pattern, Kernels(attention=kernel).visible))  # noqa: B023
 
             def reference(x: torch.Tensor, block: Any = block) -> torch.Tensor:
-                y = block(x, *angles, Seen(pattern, "mask", mask=mask))  # noqa: B023
+                y = block(x, *angles, AttentionInputs(pattern, "mask", mask=mask))  # noqa: B023
                 return torch.where(is_kept.t().unsqueeze(-1), y, x)  # noqa: B023
 
             def with_gradient(function: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import INDUCTOR, Device, Peak
-from megatron_llama.devices.cpu.bf16_products import multiplies_bf16, multiply_in_fp32
-from megatron_llama.devices.processor import processor
-from megatron_llama.devices.products import product_rate
+from megatron_llama.devices.processor import processor, product_rate
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +54,7 @@ class Cpu(Device):
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
 
+        from megatron_llama.devices.cpu.products import multiplies_bf16, multiply_in_fp32
         from megatron_llama.devices.cpu.shared_memory import register
 
         asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is about nested threads
@@ -68,10 +67,10 @@ class Cpu(Device):
         register(self.backend)
         return torch.device("cpu")
 
-    def kernels(self, compiled: bool) -> Kernels:
-        from megatron_llama.devices.cpu import kernels
+    def kernel_type(self) -> type[Kernels]:
+        from megatron_llama.devices.cpu.kernels import CpuKernels
 
-        return kernels.COMPILED if compiled else kernels.EAGER
+        return CpuKernels
 
     def peak_flops(self, precision: str) -> Peak:
         """The best of a few matrix products with this rank's threads, while the other ranks do the same.

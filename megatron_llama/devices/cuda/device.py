@@ -19,12 +19,14 @@ from megatron_llama.devices.cuda.flight_recorder import (
     recorder_environment,
     remove_recordings,
 )
+from megatron_llama.plan.attention_pattern import Pattern, fits_varlen
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
     from megatron_llama.config import Config
+    from megatron_llama.devices.kernels import Kernels
 
 # Dense TFLOP/s from the makers' data sheets: (part of the device's name, bf16, fp32 as TF32 is off). First match wins.
 _PEAKS = (
@@ -117,6 +119,14 @@ class Cuda(Device):
         index = device_index(self.name, local_rank, torch.cuda.device_count())
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
+
+    def kernel_type(self) -> type[Kernels]:
+        from megatron_llama.devices.cuda.kernels import CudaKernels
+
+        return CudaKernels
+
+    def attention_kernel(self, pattern: Pattern, dtype: str, head_dim: int) -> str:
+        return "varlen" if fits_varlen(pattern, dtype, head_dim) else "tiles"
 
     def request_collectives(self, rank: int) -> bool:
         return ask_for_collectives(rank)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
@@ -162,7 +162,7 @@ class _Batches:
             kept = batch if self._mode is None else batch.on(self._mode.from_tensor)
             tensors = [kept.tokens, kept.labels, kept.loss_mask, kept.sizes]
             if kept.documents is not None:
-                tensors += [kept.documents.ids, kept.documents.borders]
+                tensors += [kept.documents.ids, kept.documents.cu_seqlens]
             if kept.subsets is not None:
                 tensors += [kept.subsets.rows, kept.subsets.places, kept.subsets.positions]
             self._watch.label(tensors, BATCH)

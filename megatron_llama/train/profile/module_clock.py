@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.llama import Llama
 from megatron_llama.plan.attention_pattern import pattern_of
 from megatron_llama.train.profile.clock import BACKWARD, FORWARD, REST, Clock, Zone
