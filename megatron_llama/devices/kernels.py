@@ -21,7 +21,6 @@ SDPA, tiles and the dense mask are in attention.py; the others are in the packag
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +141,10 @@ class Kernels:
         return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-@cache
+_SHARED: dict[tuple[object, ...], Kernels] = {}
+
+
 def shared_kernels(kind: type[Kernels], attention: str, compiled: bool, fuses_loss: bool) -> Kernels:
     """Return one object of ``kind`` per process and arguments."""
-    return kind(attention=attention, compiled=compiled, fuses_loss=fuses_loss)
+    kernels = kind(attention=attention, compiled=compiled, fuses_loss=fuses_loss)
+    return _SHARED.setdefault((kind, attention, compiled, fuses_loss), kernels)

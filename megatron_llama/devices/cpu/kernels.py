@@ -26,7 +26,8 @@ class CpuKernels(Kernels):
         inputs = super().visible(tokens, documents, pattern)
         if inputs is None or not self.compiled or pattern.group:
             return inputs
-        documents = Documents.whole(*tokens.shape, tokens.device) if documents is None else documents
+        if documents is None:
+            documents = Documents.whole(tokens.shape[0], tokens.shape[1], tokens.device)
         return inputs._replace(first_visible_key=first_visible_keys(documents, pattern.window))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
