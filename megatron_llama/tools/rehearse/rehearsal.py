@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_llama import devices
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.visibility import Documents
@@ -61,13 +62,13 @@ def rehearse(plan: Plan, rank: int) -> Rehearsal:
     """
     topology = build_topology(plan, rank)
     with fake_world(topology, plan.config.device.name):
-        return watch_rank(plan, topology, get_device("cpu"), fake=True)
+        return watch_rank(plan, topology, get_device(devices.HOST), fake=True)
 
 
 def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = False) -> Rehearsal:
     """A rank's second step, watched. With real tensors all ranks must call this."""
     start = time.perf_counter()
-    cpu = torch.device("cpu")
+    cpu = torch.device(devices.HOST)
     watch = Watch(plan.padded_vocab_size // plan.config.trainer.tp)
     with process_groups(plan, topology, device, cpu), ExitStack() as inside:
         data = build_data(plan, topology, cpu)
