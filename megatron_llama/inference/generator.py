@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,12 @@ from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
 from megatron_llama.inference.sampling import Sampling, choose
 from megatron_llama.inference.saved_model import SavedModel
-from megatron_llama.model.attention import attend, seen
 from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
-from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import build_topology
 
 OnToken = Callable[[int, int | None], None]
@@ -156,16 +152,12 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
     with process_groups(plan, topology, device, torch_device):
         # Without fully_shard, which would hold the weights twice.
         with torch.device("meta"):
-            kernel = attention_kernel(
-                device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
-            )
             llama = Llama(
                 plan.model,
                 mcore_config(plan),
                 plan.stage_layers[0],
                 padded_vocab_size=plan.padded_vocab_size,
-                attend=attend,
-                build_visible=partial(seen, kernel=kernel, compiled=False),
+                kernels=device.kernels(compiled=False),
             )
         llama.to_empty(device=torch_device).requires_grad_(False).eval()
         shards = shards_of(llama, plan, topology)

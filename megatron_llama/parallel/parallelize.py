@@ -14,16 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model import random_ltd, recompute
-from megatron_llama.model.attention import attend, seen
-from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
@@ -40,8 +37,6 @@ from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.parallel.working_copies import WorkingCopies, filled
 from megatron_llama.plan import Plan
-from megatron_llama.plan.attention_pattern import attention_kernel, pattern_of
-from megatron_llama.plan.shapes import head_dim
 from megatron_llama.topology import Topology
 
 
@@ -124,9 +119,9 @@ def build_model(
     trainer = plan.config.trainer
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
+    kernels = device.kernels(compiled=compiler is not None)
     mcore = mcore_config(plan)
     groups = data_groups(topology, torch_device.type, plan)
-    kernel = attention_kernel(device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model))
     stages = topology.pp * topology.vpp  # virtual stages; rank p has p, pp + p, 2 pp + p, ...
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[WorkingCopies | None]()
     for stage in range(topology.pp_rank, stages, topology.pp):
@@ -136,15 +131,14 @@ def build_model(
                 mcore,
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
-                attend=attend,
-                build_visible=partial(seen, kernel=kernel, compiled=compiler is not None),
+                kernels=kernels,
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
             )
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler)
-        if compiler is not None and chunk.is_last and device.compile_backend() == INDUCTOR:
+        if compiler is not None and chunk.is_last and kernels.fuses_loss:
             chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, groups, plan)
         copies = allocate(chunk, torch_device, plan)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config
+from megatron_llama.devices import find_device
 from megatron_llama.plan.batch_schedule import BatchSchedule, Position
 from megatron_llama.plan.epochs import Reading
 from megatron_llama.plan.shapes import StageParameters
@@ -116,11 +117,12 @@ class Plan:
 
     @property
     def narrow_gradients(self) -> bool:
-        """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is
-        added, on a CPU, where the optimizers widen them piece by piece (optim/piecewise_adam.py). LoRA's are small."""
-        on_cpu = self.config.device.name == "cpu" and "optimizer" not in self.config.trainer.offload
+        """Whether gradients stay in the compute dtype until the update. Only gradients of compute-dtype copies do, of
+        one micro batch, on a device whose optimizers read them. LoRA's are small."""
+        device = find_device(self.config.device.name)
+        keeps = device is not None and device.keeps_bf16_grads and "optimizer" not in self.config.trainer.offload
         plain = self.config.finetune.method != "lora" and not self.exchanges_signs
-        return self.working_copies and self.one_micro_batch and on_cpu and plain
+        return self.working_copies and self.one_micro_batch and keeps and plain
 
     @property
     def batches(self) -> BatchSchedule:

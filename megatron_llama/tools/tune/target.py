@@ -11,6 +11,7 @@ from megatron_llama.config import Problem
 from megatron_llama.config.cluster import ClusterConfig
 from megatron_llama.config.problems import nearest
 from megatron_llama.config.settings import Config
+from megatron_llama.devices import HOST
 from megatron_llama.plan import Plan
 from megatron_llama.plan.forecast.constants import fitted
 from megatron_llama.plan.forecast.hardware import Device, devices, find_device
@@ -23,7 +24,6 @@ from megatron_llama.system.units import GIB, gib, plural
 if TYPE_CHECKING:
     from megatron_llama.devices import Device as DeviceHere
 
-HOST = "cpu"
 SHARED_BYTES = 265 << 20
 """What the ranks of a host have in common: the code of torch and its libraries. Measured with torch 2.13."""
 PROCESS_BYTES = 100 << 20
