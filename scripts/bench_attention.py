@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.model.attention import attend, mask_of, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices import HOST, get_device
+from megatron_llama.devices.visibility import Documents, dense_mask
 from scripts.results import figure, markdown_table
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -90,7 +90,7 @@ def _rows(args: argparse.Namespace, found: Found) -> Iterator[list[str]]:
             borders = np.sort(np.random.default_rng(1).choice(np.arange(1, length), case.documents - 1, replace=False))
             sizes = np.diff([0, *borders, length])
             documents = Documents.of(torch.from_numpy(np.repeat(np.arange(case.documents), sizes))[None])
-            mask = mask_of(documents.positions(), case.pattern, documents.ids)
+            mask = dense_mask(documents.positions(), case.pattern, documents.ids)
             dense, ours = _costs(_dense(mask), _ours(case, documents), getattr(torch, args.dtype), length, args.repeats)
             found.setdefault(case.name, []).append((length, dense, ours))
             yield [
@@ -116,8 +116,9 @@ def _dense(mask: Tensor) -> Way:
 
 
 def _ours(case: Case, documents: Documents) -> Way:
-    what = seen(documents.ids, documents if case.documents > 1 else None, case.pattern, "tiles", compiled=False)
-    return lambda q, k, v: attend(q, k, v, what)
+    kernels = get_device(HOST).kernels(compiled=False)
+    visible = kernels.visible(documents.ids, documents if case.documents > 1 else None, case.pattern)
+    return lambda q, k, v: kernels.attend(q, k, v, visible)
 
 
 def _costs(dense: Way, ours: Way, dtype: torch.dtype, length: int, repeats: int) -> tuple[Cost, Cost]:

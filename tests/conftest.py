@@ -29,12 +29,13 @@ LONG_FOLDERS = ("checkpoint", "launch", "layouts", "finetuning", "inference", "d
 @pytest.fixture(autouse=True)
 def torchs_own_products() -> Iterator[None]:
     """A test that measures this process as a rank may choose how it multiplies; the next test is asked anew."""
-    from megatron_llama.devices import bf16_products, cpu
+    from megatron_llama.devices.cpu import device as cpu
+    from megatron_llama.devices.cpu import products
 
     yield
-    if bf16_products.multiply_in_fp32.cache_info().currsize:
-        bf16_products.multiply_in_fp32()._destroy()
-        bf16_products.multiply_in_fp32.cache_clear()
+    if products.multiply_in_fp32.cache_info().currsize:
+        products.multiply_in_fp32()._destroy()
+        products.multiply_in_fp32.cache_clear()
     cpu.multiplies_by_onednn.cache_clear()
     torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 

@@ -156,6 +156,19 @@ MAY_NAME_DEVICES = (
     "megatron_llama/config/settings.py",
     "megatron_llama/tools/import_nemo/",
 )
+# Where the CPU's name may stand too: benchmarks run programs on a device that the user names, and the planner's table
+# of hardware has a row for it. Elsewhere code asks the Device, or writes ``devices.HOST`` for the host's memory. Methods
+# such as ``.cpu()`` move a tensor there and are free.
+MAY_NAME_THE_CPU = (
+    *MAY_NAME_DEVICES,
+    "megatron_llama/optim/",
+    "megatron_llama/tools/bench/",
+    "megatron_llama/plan/forecast/hardware.py",
+    "megatron_llama/plan/forecast/this_machine.py",
+    "scripts/",
+)
+# Tools that replace or rate the host's device compare with its name; the trainer does not.
+MAY_COMPARE_WITH_THE_HOST = ("megatron_llama/devices/", "megatron_llama/tools/")
 PROGRAM = [ROOT / "train.py", *SOURCES, *sorted((ROOT / "scripts").glob("*.py"))]
 IN_CODE = re.compile(r"cuda|neuron|habana|(?<![a-z])hpu|nccl|hccl", re.IGNORECASE)
 # In prose the makers' names are free (CUDA, Trainium, Gaudi, NCCL); names as the program spells them are not.
@@ -185,6 +198,56 @@ def test_nobody_else_names_a_device(path: Path) -> None:
     if not path.relative_to(ROOT).as_posix().startswith(MAY_NAME_DEVICES):
         found = list(device_names(path.read_text(encoding="utf-8")))
         assert not found, f"ask the Device instead: {found}"
+
+
+def names_of_the_cpu(source: str) -> Iterator[str]:
+    """Strings that are the CPU's name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cpu(:\d+)?", node.value):
+            yield f"line {node.lineno}: {node.value!r}"
+
+
+def comparisons_with_the_host(source: str) -> Iterator[str]:
+    """Comparisons with ``devices.HOST``, which are questions for the Device."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            names = [
+                each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in ast.walk(node)
+            ]
+            if "HOST" in names:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", PROGRAM, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nobody_else_compares_with_the_cpu(path: Path) -> None:
+    name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    if not name.startswith(MAY_NAME_THE_CPU):
+        found = list(names_of_the_cpu(source))
+        assert not found, f"ask the Device, or write devices.HOST for the host's memory: {found}"
+    if not name.startswith(MAY_COMPARE_WITH_THE_HOST):
+        found = list(comparisons_with_the_host(source))
+        assert not found, f"ask the Device instead: {found}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if x.device.type == 'cpu': pass",
+        "y = x.to('cpu')",
+        "kernel = {'cpu': 'tiles'}[name]",
+        "z = torch.empty(1, device='cpu:0')",
+        "if x.device.type == HOST: pass",
+        "pinned = 'auto' if devices.HOST != name else ''",
+        "if name in (devices.HOST, 'auto'): pass",
+    ],
+)
+def test_a_comparison_with_the_cpu_would_be_seen(line: str) -> None:
+    assert [*names_of_the_cpu(line), *comparisons_with_the_host(line)]
+
+
+def test_host_memory_is_free() -> None:
+    line = "a = torch.empty(1, device=devices.HOST); b = a.cpu(); torch.cpu.synchronize()"
+    assert not [*names_of_the_cpu(line), *comparisons_with_the_host(line)]
 
 
 @pytest.mark.parametrize(

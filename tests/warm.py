@@ -13,7 +13,7 @@ import matplotlib.pyplot  # noqa: F401
 import megatron.core.transformer.transformer_block  # noqa: F401
 
 import megatron_llama.cli
-import megatron_llama.devices.cpu
+import megatron_llama.devices.cpu.kernels
 import megatron_llama.launch.start
 import megatron_llama.optim.schedules
 import megatron_llama.parallel

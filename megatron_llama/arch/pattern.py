@@ -11,7 +11,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from megatron_llama.config.model_settings import ModelConfig
-from megatron_llama.config.settings import ATTENTION_KERNELS
 
 LARGEST_FLASH_HEAD = 256
 """Widest head of FlashAttention's kernels; its width is a multiple of 8."""
@@ -113,14 +112,6 @@ def pattern_of(model: ModelConfig) -> Pattern:
     return Pattern(0, sparse.block, sparse.num_local_blocks, sparse.num_global_blocks)
 
 
-def attention_kernel(device: str, pattern: Pattern, dtype: str, head_dim: int) -> str:
-    """The kernel for documents and patterns on a device: one of the values of ``ATTENTION_KERNELS``.
-
-    Plain causal attention over whole sequences is torch's scaled_dot_product_attention, or on a CPU what
-    model/attention_chunks.py computes. FlashAttention's kernel for sequences of different lengths (varlen) has 16-bit
-    formats, heads of at most 256, and no blocks.
-    """
-    kernel = ATTENTION_KERNELS[device]
-    if kernel == "varlen" and (pattern.group or dtype == "float32" or head_dim > LARGEST_FLASH_HEAD or head_dim % 8):
-        return "tiles"
-    return kernel
+def fits_varlen(pattern: Pattern, dtype: str, head_dim: int) -> bool:
+    """Whether FlashAttention over sequences of different lengths takes a pattern, dtype (torch's name) and head."""
+    return not pattern.group and dtype != "float32" and head_dim <= LARGEST_FLASH_HEAD and head_dim % 8 == 0

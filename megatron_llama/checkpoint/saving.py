@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_llama import devices
 from megatron_llama.checkpoint.folder import discard, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.storage import save_part
@@ -112,7 +113,7 @@ class Saver:
         for name, tensor in tensors.items():
             for (_, source), (_, copy) in zip(tensor.parts, self._staging[name].parts, strict=True):
                 copy.copy_(source, non_blocking=True)
-        if self.device.type != "cpu":
+        if devices.of(self.device).asynchronous:
             torch.get_device_module(self.device).synchronize()
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -129,9 +130,9 @@ class Saver:
 
 def _host_like(tensor: Rectangles) -> Rectangles:
     """Host memory for a copy; pinned where it is filled from a device, which is several times as fast."""
-    pinned = tensor.parts[0][1].device.type != "cpu"
+    pinned = devices.of(tensor.parts[0][1].device).asynchronous
     parts = [
-        (offset, torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pinned))
+        (offset, torch.empty(part.shape, dtype=part.dtype, device=devices.HOST, pin_memory=pinned))
         for offset, part in tensor.parts
     ]
     return Rectangles(tensor.shape, parts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron_llama import devices
 from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
@@ -71,7 +72,7 @@ def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
     Only the same rank of as many ranks loads them, by their name.
     """
     states = [torch.get_rng_state()]
-    if device.type != "cpu":
+    if devices.of(device).is_accelerator:
         states.append(torch.get_device_module(device).get_rng_state())
     both = torch.cat(states)
     return {f"random.rank_{rank:05d}": Rectangles(tuple(both.shape), [((0,), both)])}
@@ -81,7 +82,7 @@ def set_random_state(both: torch.Tensor, device: torch.device) -> None:
     """Restores what ``random_state`` gave."""
     size = torch.get_rng_state().numel()
     torch.set_rng_state(both[:size].clone())
-    if device.type != "cpu":
+    if devices.of(device).is_accelerator:
         torch.get_device_module(device).set_rng_state(both[size:].clone())
 
 

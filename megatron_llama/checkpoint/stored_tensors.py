@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.names import Shape
+from megatron_llama.devices import HOST
 from megatron_llama.system import files
 
 # safetensors' names of the dtypes that we read or write
@@ -76,7 +77,7 @@ class Stored(ABC):
         offset: Shape,
         size: Shape,
         dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = HOST,
     ) -> torch.Tensor:
         """One rectangle of a tensor, in its stored dtype unless another is given. Raises CorruptFile."""
         tensor = self.tensors[name]

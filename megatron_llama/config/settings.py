@@ -28,15 +28,7 @@ from megatron_llama.config.limits import (
 from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.precision import EXCHANGES, PRECISIONS
 
-ACCELERATORS = ("cuda", "neuron", "hpu")
-DEVICES = ("auto", *ACCELERATORS, "cpu")  # in the order in which auto tries them
-ATTENTION_KERNELS = {"cuda": "varlen", "neuron": "mask", "hpu": "mask", "cpu": "tiles"}
-"""How a device computes attention inside documents and with patterns: varlen, FlashAttention over sequences of
-different lengths in one call; tiles, call by call, only what is seen; mask, the whole square behind a mask of one
-shape, for devices that compile each shape. arch/pattern.py says where a device takes another one."""
-INDUCTOR = "inductor"
-COMPILERS = {"cuda": INDUCTOR, "neuron": "neuron", "hpu": "hpu_backend", "cpu": INDUCTOR}
-"""torch.compile's backend on a device."""
+DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # in the order in which auto tries them
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 """PEFT's name of all of them."""

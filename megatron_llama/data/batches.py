@@ -28,7 +28,7 @@ from megatron_llama.data.graded_order import (
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, draw, subsets
 from megatron_llama.plan import Plan

@@ -1,12 +1,18 @@
-"""What Linux says of the machine's processor."""
+"""The machine's processor, from Linux's files, and the rate of matmuls on a device."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def processor() -> dict[str, str]:
@@ -35,3 +41,24 @@ def instruction_set() -> str:
     extensions = sorted((found.get("flags") or found.get("Features") or platform.processor()).split())
     extensions.append(os.environ.get("ATEN_CPU_CAPABILITY", ""))  # by which torch is told to use fewer
     return f"{platform.machine()}-{hashlib.sha256(' '.join(extensions).encode()).hexdigest()[:8]}"
+
+
+def product_rate(
+    size: int,
+    dtype: torch.dtype,
+    seconds: float,
+    device: str | torch.device = "cpu",
+    wait: Callable[[], object] = lambda: None,
+) -> float:
+    """FLOP/s of the best of the products of two matrices of ``size`` rows and columns that ``seconds`` have room for.
+    ``wait`` returns when the device has finished."""
+    import torch
+
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ b
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Host, Problem, hostfile_hosts, listed_hosts
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, get_device
+from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, find_device, get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.system.files import read_whole
@@ -61,7 +61,9 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     """
     grid = Grid.of(config.trainer)
     block, wanted = grid.block, grid.world_size
-    about_others = config.trainer.dp is not None or config.device.name not in ("auto", "cpu")
+    facts = find_device(config.device.name)
+    accelerator = config.device.name != "auto" and (facts is None or facts.is_accelerator)
+    about_others = config.trainer.dp is not None or accelerator
     if config.dry_run and context is None and about_others:
         # About devices that need not be here: asking for them would take seconds and say nothing.
         return World(config, wanted, None)

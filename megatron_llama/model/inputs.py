@@ -11,15 +11,12 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.random_ltd import Subset, Subsets
 from megatron_llama.model.rotary import Rotary, at_positions, rotary_table
 
-BuildVisible = Callable[[Tensor, Documents | None, Pattern], Seen | None]
-"""From tokens or positions [b, s], of which the shape counts, to attention's mask inputs."""
-build_visible: BuildVisible = partial(seen, kernel="tiles", compiled=False)
-"""For uncompiled blocks on a CPU."""
+BuildVisible = Callable[[Tensor, Documents | None, Pattern], AttentionInputs | None]
+"""``Kernels.visible``: from tokens or positions [b, s], of which the shape counts, to attention's mask inputs."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,14 @@ class BlockInputs:
     """Inputs of a chunk's blocks next to the activations."""
 
     rotary: Rotary
-    visible: Seen | None
+    visible: AttentionInputs | None
     """Mask inputs of attention; None if a token attends to all tokens up to itself."""
     documents: Documents | None = None
     subsets: Subsets | None = None
-    of_subset: Callable[[Subset], tuple[Rotary, Seen | None]] | None = None
+    of_subset: Callable[[Subset], tuple[Rotary, AttentionInputs | None]] | None = None
     """Rotary angles and mask inputs of a layer's subset."""
 
-    def of(self, layer: int) -> tuple[Rotary, Seen | None] | tuple[Rotary, Seen | None, Subset]:
+    def of(self, layer: int) -> tuple[Rotary, AttentionInputs | None] | tuple[Rotary, AttentionInputs | None, Subset]:
         """Return the inputs of a layer, by its global number; with random-LTD its subset comes third."""
         subset = None if self.subsets is None else self.subsets.of(layer)
         if subset is None:
@@ -88,7 +85,7 @@ class InputBuilder:
         of_subset = partial(self._of_subset, table, tokens.shape[1])
         return BlockInputs(rotary, visible, documents, subsets, of_subset)
 
-    def _of_subset(self, table: Rotary, length: int, subset: Subset) -> tuple[Rotary, Seen | None]:
+    def _of_subset(self, table: Rotary, length: int, subset: Subset) -> tuple[Rotary, AttentionInputs | None]:
         return _at(table, subset.positions), subset.visible(length, pattern_of(self.model), self.build_visible)
 
     def _table_for(self, tokens: Tensor) -> Rotary:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, sees
+from megatron_llama.devices.visibility import AttentionInputs, is_visible
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Attend, Llama
 from megatron_llama.model.rotary import rotary_table
@@ -33,7 +33,7 @@ class LayerCache:
         self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
 
     def attend(
-        self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Seen | None
+        self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: AttentionInputs | None
     ) -> torch.Tensor:
         """Store the keys and values [b, kv heads, s, d] of new tokens; return attention of their queries
         [b, heads, s, d].
@@ -99,7 +99,7 @@ class KVCache:
         last, slots = self.positions[:, -1:], self._slots[: self.used]
         held = (last - (last - slots) % self.slots)[:, None]
         queries = self.positions[:, :, None]
-        seen = (held >= 0) & (held <= queries) & sees(queries, held, self.pattern)
+        seen = (held >= 0) & (held <= queries) & is_visible(queries, held, self.pattern)
         self.mask = seen[:, None]  # [b, 1, s, slots]
         return self
 

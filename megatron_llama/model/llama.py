@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
-from megatron_llama.model.attention import Seen, attend
-from megatron_llama.model.inputs import BlockInputs, BuildVisible, InputBuilder, build_visible
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.visibility import AttentionInputs
+from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.model.rotary import Rotary, rotate
 
-Attend = Callable[[Tensor, Tensor, Tensor, Seen | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs | None], Tensor]
 """Attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
 
 
@@ -109,12 +110,12 @@ class Attention(nn.Module):
         self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
         self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
 
-    def forward(self, x: Tensor, rotary: Rotary, visible: Seen | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
         return self.o_proj(self.core_attention(qkv, rotary, visible))[0]
 
-    def core_attention(self, qkv: Tensor, rotary: Rotary, visible: Seen | None) -> Tensor:
+    def core_attention(self, qkv: Tensor, rotary: Rotary, visible: AttentionInputs | None) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads. Has no weights."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
@@ -167,7 +168,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
         self.mlp = FeedForward(model, mcore)
 
-    def forward(self, x: Tensor, rotary: Rotary, visible: Seen | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]. With ``visible=None`` a token attends to all tokens up to itself."""
         h = x + self.self_attn(self.input_layernorm(x), rotary, visible)
         return h + self.mlp(self.post_attention_layernorm(h))
@@ -176,7 +177,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
 
-    ``attend`` and ``build_visible`` are the device's attention: the kernel, and the builder of its mask inputs.
+    ``kernels`` are the device's.
 
     The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
     """
@@ -188,8 +189,7 @@ class Llama(nn.Module):
         layers: Sequence[int],
         *,
         padded_vocab_size: int,
-        attend: Attend = attend,
-        build_visible: BuildVisible = build_visible,
+        kernels: Kernels | None = None,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
@@ -197,7 +197,8 @@ class Llama(nn.Module):
         self.model = model
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
-        self.build_inputs = InputBuilder(model, build_visible)
+        kernels = kernels or Kernels()
+        self.build_inputs = InputBuilder(model, kernels.visible)
         if is_first:
             self.embed_tokens = VocabParallelEmbedding(
                 padded_vocab_size,
@@ -206,12 +207,13 @@ class Llama(nn.Module):
                 config=mcore,
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
-        self.layers = nn.ModuleDict({str(i): Block(model, mcore, attend) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model, mcore, kernels.attend) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
             # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
             tied = model.tie_word_embeddings and is_first
             self.lm_head = Head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
+            self.lm_head.kernels = kernels
         # ----------------------------------------------------------------------------------------------------
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder

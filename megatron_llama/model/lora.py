@@ -28,9 +28,7 @@ from torch import nn
 from megatron_llama.arch.names import is_saved_module
 from megatron_llama.config import FinetuneConfig
 from megatron_llama.model.llama import Block, Llama
-from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.model.quantized import quantize_layers
-from megatron_llama.plan import Plan
 
 
 class LoraLinear(nn.Module):
@@ -92,17 +90,18 @@ class LoraLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
-def add_lora(chunk: Llama, plan: Plan) -> None:
-    """Freezes a chunk on the meta device except for ``modules_to_save``, casts or quantizes the frozen weights to
-    ``frozen_dtype``, and adds A and B to the targets, not yet initialized."""
-    finetune = plan.config.finetune
+def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, quantized: str | None) -> None:
+    """Freeze a chunk on the meta device except for ``modules_to_save``, and add A and B to the targets, uninitialized.
+
+    The frozen weights are cast to ``frozen_dtype``; with ``quantized``, a kind of model/quantized.py, the frozen
+    matrices of blocks are quantized.
+    """
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_saved_module(name, finetune))
     for block in chunk.layers.values():
         _wrap(block, finetune)  # type: ignore[arg-type]
-        if plan.quantized:
-            quantize_layers(block, plan.quantized)
-    frozen_dtype = torch_dtype(plan.frozen_dtype)
+        if quantized is not None:
+            quantize_layers(block, quantized)
     for parameter in chunk.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen_dtype)

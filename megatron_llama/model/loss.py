@@ -20,14 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
-from megatron_llama.model.cpu_products import by_amx
-from megatron_llama.model.widening import add_widened
+from megatron_llama.devices.kernels import Kernels
 
 _ROWS_AT_ONCE = 2048
 """Rows of the weight whose gradient is added at once: their product is then still in the cache."""
-_MOST_BY_COLUMNS = 768
-"""Tokens of a chunk whose logits lie column by column where AMX units multiply. The weight's gradient, whose product
-reads them so, takes half the time; with more tokens the gradient of the hidden states takes twice the time."""
 _COLUMNS_AT_ONCE, _FEWEST_COLUMNS = 64, 16
 """Columns whose part of a row is read before the next row's: their cache lines hold parts of several rows. As many as
 divide the vocabulary's share; 16 take 5 % more time than 64."""
@@ -96,7 +92,7 @@ class Head(ColumnParallelLinear):
             skip_weight_param_allocation=tied,
         )
         self.vocab_size = vocab_size
-        self.passes = IN_PLACE
+        self.passes, self.kernels = IN_PLACE, Kernels()
 
     def forward(
         self,
@@ -118,14 +114,24 @@ class Head(ColumnParallelLinear):
         weight = self.weight if tied_weight is None else tied_weight
         labels, loss_weights = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
         wanted = x.requires_grad, weight.requires_grad
-        how = valid, wanted, self.tp_group, self.sequence_parallel, self.passes
+        how = valid, wanted, self.tp_group, self.sequence_parallel, self.passes, self.kernels
         if torch.is_grad_enabled():
             loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels, loss_weights, *how)
             return loss
         hidden = _gathered(x, self.tp_group) if self.sequence_parallel else x
         over, right = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None, torch.empty_like(loss_weights)
         losses, _ = _by_chunks(
-            hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, self.passes, None, False, right
+            hidden.flatten(0, 1),
+            weight,
+            labels,
+            loss_weights,
+            valid,
+            over,
+            self.passes,
+            self.kernels,
+            None,
+            False,
+            right,
         )
         return torch.stack(((losses * loss_weights).sum(), (right * loss_weights).sum()))
 
@@ -155,6 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         split: bool,
         passes: Passes,
+        kernels: Kernels,
     ) -> Tensor:
         ranks = dist.get_world_size(group)
         hidden = _gathered(x, group) if split else x
@@ -163,28 +170,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = None if grad_x is None else grad_x.flatten(0, 1)
         over = group if ranks > 1 else None
         losses, sums = _by_chunks(
-            hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, passes, rows, wanted[1]
+            hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, passes, kernels, rows, wanted[1]
         )
         if grad_x is not None and split:
             whole, grad_x = grad_x, torch.empty_like(x)
             dist.reduce_scatter_tensor(grad_x, whole, group=group)
         elif grad_x is not None and ranks > 1:
             dist.all_reduce(grad_x, group=group)
+        ctx.kernels = kernels
         ctx.save_for_backward(grad_x, None if sums is None else sums.to(weight.dtype))
         return (losses * loss_weights).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In place: the gradients were made for this. A second backward pass is refused by autograd.
-        as_made = is_one(grad)
+        as_made = ctx.kernels.is_one(grad)
         grads = (made if made is None or as_made else made.mul_(grad) for made in ctx.saved_tensors)
-        return *grads, None, None, None, None, None, None, None
-
-
-def is_one(factor: Tensor) -> bool:
-    """Whether a loss's gradient is 1, as it is where the loss is what is trained; False where the host would have to
-    wait for the answer."""
-    return factor.device.type == "cpu" and bool(factor == 1)
+        return *grads, None, None, None, None, None, None, None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -202,6 +204,7 @@ def _by_chunks(
     valid: int,
     group: dist.ProcessGroup | None,
     passes: Passes,
+    kernels: Kernels,
     grad_hidden: Tensor | None,
     trained: bool,
     right: Tensor | None = None,
@@ -213,7 +216,7 @@ def _by_chunks(
     """
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
     # Made once: pages of new memory cost as much as the softmax.
-    products = _empty_logits(hidden, size, weight.shape[0], passes)
+    products = kernels.logits_like(hidden, size, weight.shape[0])
     narrow = passes.wide and products.dtype != torch.float32
     scores = torch.empty_like(products, dtype=torch.float32) if narrow else products
     one_chunk = size == tokens
@@ -234,18 +237,10 @@ def _by_chunks(
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), own, out=sums)
         elif sums is not None:
-            _add_product(sums, grad_logits, own, is_first=start == 0)
+            _add_product(sums, grad_logits, own, kernels, is_first=start == 0)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
-
-
-def _empty_logits(hidden: Tensor, tokens: int, vocabulary: int, passes: Passes) -> Tensor:
-    """Memory for a chunk's logits [tokens, vocabulary/t], in the order in which it is fastest read and written."""
-    by_columns = hidden.device.type == "cpu" and by_amx(hidden.dtype) and not passes.wide
-    if by_columns and tokens <= _MOST_BY_COLUMNS:
-        return hidden.new_empty(vocabulary, tokens).t()
-    return hidden.new_empty(tokens, vocabulary)
 
 
 def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -289,7 +284,7 @@ def _softmax(
     return total.log() + largest - label
 
 
-def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, *, is_first: bool) -> None:
+def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, kernels: Kernels, *, is_first: bool) -> None:
     """Adds the weight's gradient of a chunk [vocabulary/t, h] to fp32 ``sums``, or puts it there if it is the first."""
     if hidden.dtype == torch.float32 and is_first:
         torch.mm(grad_logits.t(), hidden, out=sums)
@@ -303,4 +298,4 @@ def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, *, is_first:
         if is_first:
             rows.copy_(added)
         else:
-            add_widened(rows, added)
+            kernels.add_(rows, added)

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from megatron_llama import devices
 from megatron_llama.model.rotary import Rotary
 
 
@@ -135,8 +136,8 @@ _streams: dict[torch.device, torch.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream for copies; None on a CPU, which has none."""
-    if device.type == "cpu":
+    """The stream for copies; None on a device without streams."""
+    if not devices.of(device).asynchronous:
         return None
     return _streams.setdefault(device, torch.Stream(device))
 

@@ -26,8 +26,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.model.attention import Seen, mask_of
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import AttentionInputs, Documents, masked
 from megatron_llama.model.rotary import Rotary
 
 
@@ -63,7 +62,9 @@ class Subset:
         spread = y.flatten(0, 1).index_select(0, self.places.clamp(min=0))
         return torch.where((self.places >= 0).unsqueeze(1), spread, x.flatten(0, 1)).view_as(x)
 
-    def visible(self, length: int, pattern: Pattern, build: Callable[..., Seen | None]) -> Seen | None:
+    def visible(
+        self, length: int, pattern: Pattern, build: Callable[..., AttentionInputs | None]
+    ) -> AttentionInputs | None:
         """What the tokens of the subset see of it, in sequences of ``length`` tokens.
 
         ``build`` is the device's builder of mask inputs (model/inputs.py).
@@ -72,8 +73,7 @@ class Subset:
         longer neighbours: these are computed behind a mask.
         """
         if pattern.leaves_out(length):
-            ids = None if self.documents is None else self.documents.ids
-            return Seen(pattern, "mask", mask=mask_of(self.positions, pattern, ids))
+            return masked(self.positions, pattern, self.documents)
         return build(self.positions, self.documents, Pattern())
 
 
@@ -143,7 +143,11 @@ def attach(block: nn.Module) -> None:
 
 
 def _on_subset(
-    forward: Callable[..., Tensor], x: Tensor, rotary: Rotary, visible: Seen | None = None, subset: Subset | None = None
+    forward: Callable[..., Tensor],
+    x: Tensor,
+    rotary: Rotary,
+    visible: AttentionInputs | None = None,
+    subset: Subset | None = None,
 ) -> Tensor:
     """Run a block on its subset of x [s(/t), b, h]; the other tokens skip it."""
     if subset is None:

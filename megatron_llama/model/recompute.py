@@ -9,8 +9,8 @@ Recomputed values are bit-identical, as the same functions run on the same input
 Compiled blocks take torch's selective activation checkpointing, with a policy about operators. Uncompiled, it would run
 the whole block a second time and return the saved results. Then megatron-core's layers would repeat their collectives,
 which write into saved results. They would also gather the sequence for matmuls that are skipped. So uncompiled blocks
-use saved-tensor hooks. A ``@recomputable`` function notes how to compute its output, and autograd stores the note in place
-of the tensor.
+use saved-tensor hooks. A ``@recomputable`` function notes how to compute its output, and autograd stores the note in
+place of the tensor.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ _ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""Operators behind scaled_dot_product_attention. All other kernels are this package's own operators."""
+"""Operators behind scaled_dot_product_attention. All other kernels are operators of devices/."""
 
 
 def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config import ModelConfig
+from megatron_llama.devices import HOST
 from megatron_llama.model.recompute import recomputable
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -25,7 +26,7 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
     frequencies are interpolated.
     """
     dim = head_dim(model)
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=HOST).float() / dim
     frequencies = 1.0 / (model.rope_theta**exponents)
     scaling = model.rope_scaling
     if scaling is None:
@@ -45,7 +46,7 @@ def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple
 
     Computed on the CPU: every device gets the same bits.
     """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inverse_frequencies(model))
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=HOST), inverse_frequencies(model))
     table = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     return table.cos().to(device), table.sin().to(device)
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_llama import devices
 from megatron_llama.config.precision import EXCHANGE_BLOCK
 
 LARGEST = 127
@@ -147,7 +148,7 @@ class SumOverCopies:
 
     def __call__(self, shard: Tensor) -> None:
         """Sums ``shard`` [values] in place."""
-        if shard.device.type != "cpu":  # it may be freed while this stream still works on it
+        if devices.of(shard.device).asynchronous:  # it may be freed while this stream still works on it
             shard.record_stream(torch.accelerator.current_stream())
         ranks = self.group.size()
         tensors = zip(shard.split(self.sizes), self.pieces, strict=True)

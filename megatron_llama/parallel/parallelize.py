@@ -14,25 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron_llama.arch.names import is_lora
-from megatron_llama.arch.pattern import attention_kernel, pattern_of
-from megatron_llama.arch.shapes import head_dim
-from megatron_llama.config.settings import INDUCTOR
 from megatron_llama.devices import Device
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model import random_ltd, recompute
-from megatron_llama.model.attention import seen
-from megatron_llama.model.document_mask import Documents
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused
-from megatron_llama.model.mcore_config import mcore_config
+from megatron_llama.model.mcore_config import mcore_config, torch_dtype
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.data import allocate, data_groups, shard_chunk
@@ -126,11 +121,11 @@ def build_model(
     trainer = plan.config.trainer
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
+    kernels = device.kernels(compiled=compiler is not None)
     mcore = mcore_config(plan)
     groups = current_groups()
     exchange = data_groups(topology, torch_device.type, plan, groups)
-    kernel = attention_kernel(device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model))
-    chunks, compute_copies = list[Llama](), list[WorkingCopies | None]()
+    chunks, shards, compute_copies = list[Llama](), list[Shard](), list[WorkingCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
             chunk = Llama(
@@ -138,29 +133,26 @@ def build_model(
                 mcore,
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
-                build_visible=partial(seen, kernel=kernel, compiled=compiler is not None),
+                kernels=kernels,
                 is_first=stage == 0,
                 is_last=stage == len(plan.stage_layers) - 1,
             )
             if plan.config.finetune.method == "lora":
-                add_lora(chunk, plan)
+                add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler)
-        if compiler is not None and chunk.is_last and device.compile_backend() == INDUCTOR:
+        if compiler is not None and chunk.is_last and kernels.fuses_loss:
             chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, exchange, plan)
-        compute_copies.append(allocate(chunk, torch_device, plan))
+        copies = allocate(chunk, torch_device, plan)
+        shards += shards_of(chunk, plan, topology, copies)
         chunks.append(chunk)
+        compute_copies.append(copies)
     if plan.config.finetune.lora_dropout:
         # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the
         # same activations, must drop the same ones.
         others = [name for name in topology.sizes if name != "tp"]
         place = topology.rank if plan.sp else topology.grid.index(topology.rank, *others)
         torch.manual_seed(trainer.seed + place)
-    shards = [
-        shard
-        for chunk, copies in zip(chunks, compute_copies, strict=True)
-        for shard in shards_of(chunk, plan, topology, copies)
-    ]
     init_weights(shards, plan)
     replicated = ReplicatedGradients(plan, topology, groups)
     return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compute_copies, compiler)

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel.data import before_last_microbatch

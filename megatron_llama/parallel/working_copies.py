@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from megatron_llama import devices
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import torch_dtype
-from megatron_llama.model.widening import add_widened
 from megatron_llama.plan import Plan
 
 
@@ -72,7 +72,7 @@ class WorkingCopies:
             master.grad = grad if self._stay_narrow else grad.to(master.dtype)
         else:
             master.grad = master.grad.to(master.dtype)
-            add_widened(master.grad, grad)
+            devices.of(grad.device).kernels(compiled=False).add_(master.grad, grad)
         copy.grad = None
         if last:
             copy.untyped_storage().resize_(0)  # nothing else of this pass needs the weight

@@ -12,7 +12,8 @@ import yaml
 
 from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.problems import shown
-from megatron_llama.config.settings import ACCELERATORS, Config
+from megatron_llama.config.settings import Config
+from megatron_llama.devices import NAMES, device_named, find_device
 from megatron_llama.plan.stage_split import fault_of
 from megatron_llama.system.bounded_yaml import check_yaml
 from megatron_llama.system.files import read_whole
@@ -38,7 +39,9 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
     """
     config = copy.deepcopy(config)
     begun = list(_as_begun(config))
-    choose = _on_an_accelerator(config, fast_bf16) if config.device.name in ACCELERATORS else _on_a_cpu(config)
+    device = find_device(config.device.name)
+    on_accelerator = device is not None and device.is_accelerator
+    choose = _on_an_accelerator(config, fast_bf16) if on_accelerator else _on_a_cpu(config)
     return config, (*begun, *choose)
 
 
@@ -119,5 +122,6 @@ def _on_a_cpu(config: Config) -> Iterator[str]:
         chosen.append("trainer.compile=false")
     if chosen:
         yield f"{', '.join(chosen)}: for small runs on a CPU"
-        if config.device.name != "cpu":
-            yield f"no device is named, and device={' or '.join(ACCELERATORS)} would choose others"
+        if find_device(config.device.name) is None:
+            accelerators = [name for name in NAMES if device_named(name).is_accelerator]
+            yield f"no device is named, and device={' or '.join(accelerators)} would choose others"

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
-from megatron_llama.config.settings import COMPILERS, INDUCTOR, TrainerConfig
+from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.devices import INDUCTOR, find_device
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.stage_split import spread
 from megatron_llama.plan.storage import SHARDS
@@ -290,7 +291,8 @@ def _program(trainer: TrainerConfig, device: str) -> str:
         return "ours, overlapped"
     if not trainer.compile:
         return "ours"
-    return "ours, compiled" if COMPILERS.get(device, INDUCTOR) == INDUCTOR else "ours, other compiler"
+    found = find_device(device)
+    return "ours, compiled" if found is None or found.compiler == INDUCTOR else "ours, other compiler"
 
 
 def job_of_plan(plan: Plan) -> Job:

@@ -17,6 +17,7 @@ from megatron_llama.arch.shapes import StageParameters, loss_chunk
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
+from megatron_llama.devices import find_device
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import COPIES, PLAIN
@@ -137,7 +138,9 @@ def check_memory(
     neither is known nothing is checked. ``again`` plans another config and world, to find what fits."""
     stated = plan.config.device.memory_gib
     if stated is not None:
-        machine = Machine(int(stated * GIB), 1, "a device", accelerator=plan.config.device.name != "cpu")
+        device = find_device(plan.config.device.name)
+        accelerator = device is None or device.is_accelerator
+        machine = Machine(int(stated * GIB), 1, "a device", accelerator=accelerator)
     if machine is None:
         return []
     heaviest, needed = max(enumerate(stage_footprints(plan)), key=lambda stage: _sure(stage[1], machine))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.arch.pattern import Pattern, attention_kernel, pattern_of
+from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config.data_prefixes import weights_and_paths
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
-from megatron_llama.config.settings import ATTENTION_KERNELS, Config
+from megatron_llama.config.settings import Config
 from megatron_llama.corpus.epochs import samples_per_epoch
+from megatron_llama.devices import NAMES, device_named
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.units import gib
 
@@ -90,10 +91,10 @@ def _kernels(plan: Plan) -> str:
         "mask": f"mask, the whole square behind a dense mask of {gib(size)}, whose shape is always the same",
     }
     asked, pattern = plan.config.device.name, pattern_of(plan.model)
-    devices = ATTENTION_KERNELS if asked not in ATTENTION_KERNELS else [asked]
+    devices = [asked] if asked in NAMES else NAMES
     found: dict[str, list[str]] = {}
     for device in devices:
-        kernel = attention_kernel(device, pattern, plan.precision.compute_dtype, head_dim(plan.model))
+        kernel = device_named(device).attention_kernel(pattern, plan.precision.compute_dtype, head_dim(plan.model))
         found.setdefault(kernel, []).append(device)
     if len(found) == 1:
         return words[next(iter(found))]

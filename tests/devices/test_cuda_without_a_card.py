@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_llama.devices import cuda, get_device
+from megatron_llama.devices import get_device
+from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
@@ -62,7 +63,7 @@ def _built(inside: ExitStack, world: int, overrides: list[str]) -> ParallelModel
     topology = build_topology(plan, 0)
     device = get_device("cpu")  # its code: no NCCL, no library
     inside.enter_context(no_driver())
-    inside.enter_context(fake_world(topology))
+    inside.enter_context(fake_world(topology, "cuda"))
     inside.enter_context(patch.object(parallelize, "init_weights", lambda *_: None))  # there are no values
     inside.enter_context(process_groups(plan, topology, device, CUDA))
     inside.enter_context(FakeTensors())

@@ -156,6 +156,20 @@ def test_tokens_are_reported_as_they_come(folder: Path, greedy: list[list[int]])
     ]
 
 
+def test_the_model_is_plain_outside_of_a_cache(folder: Path) -> None:
+    def restored(made: Generator) -> list[bool]:
+        attentions = [block.self_attn for block in made.llama.layers.values()]
+        before = [attention.attend for attention in attentions]
+        cache = made.cache(1, 8)
+        with pytest.raises(ZeroDivisionError), cache.attached(made.llama):
+            assert all(attention.attend not in before for attention in attentions)
+            _ = 1 / 0
+        made.generate(PROMPTS[:1], GREEDY, 2)
+        return [attention.attend in before for attention in attentions]
+
+    assert all(with_generator(restored, folder)[0])
+
+
 def test_a_cache_that_forgets_would_be_seen(
     folder: Path, greedy: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

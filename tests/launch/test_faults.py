@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.devices.cpu import Cpu
+from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.launch import ssh, start, supervise
 from megatron_llama.launch.rank import describe, function_of, says_peer_lost
 from megatron_llama.launch.run_dir import rank_outputs

@@ -19,7 +19,7 @@ from typing import IO, Any
 import pytest
 import torch.distributed as dist
 
-from megatron_llama.devices import flight_recorder
+from megatron_llama.devices.cuda import flight_recorder
 from megatron_llama.launch import job_store, start, watchdog
 from megatron_llama.launch.job_store import Board, JobStore
 from megatron_llama.launch.start import Rank, Share, start_ranks

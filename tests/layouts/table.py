@@ -17,7 +17,7 @@ SHORT = PIECES.replace("reshape", "truncate")
 EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2", "optim.lr=0.0001"]
 # Gathers and scatters inside products, on a CPU by tests/parallel/symmetric_memory.py.
 ASYNC_TP = ["trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true", "trainer.async_tp=true"]
-# Through the kernel of compiled blocks (model/attention_cpu.py), which wants heads of 32; its blocks are of 128 tokens.
+# Through the kernel of compiled blocks (devices/cpu/attention.py): heads of 32, blocks of 128 tokens.
 COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["model.head_dim=32", "data.seq_length=144"]
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are

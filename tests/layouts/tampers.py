@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_llama.model.attention as attention
-import megatron_llama.model.attention_cpu as attention_cpu
 import megatron_llama.model.loss as loss
+from megatron_llama.devices import HOST, attention, device_named
+from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.parallel.pipeline import Counts
@@ -72,13 +72,14 @@ def passes_of_the_compiled_loss(model: ParallelModel) -> None:
     chunks_of_12(model)
     if model.chunks[-1].is_last:
         model.chunks[-1].lm_head.passes = loss.fused(lambda function, what: function)
+        model.chunks[-1].lm_head.kernels = device_named(HOST).kernels(compiled=True)
 
 
 def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
     chunks_of_12(model)
     add = loss._add_product
-    loss._add_product = lambda sums, grad_logits, hidden, *, is_first: (
-        len(hidden) == 12 and add(sums, grad_logits, hidden, is_first=is_first)
+    loss._add_product = lambda sums, grad_logits, hidden, kernels, *, is_first: (
+        len(hidden) == 12 and add(sums, grad_logits, hidden, kernels, is_first=is_first)
     )
 
 
@@ -125,14 +126,14 @@ def window_of_one_token_more(model: ParallelModel) -> None:
 
 def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
     """Of the window; the forward pass stays right."""
-    call = attention_cpu._call
+    call = cpu_attention._call
 
     def changed(name: str, tensors: list[torch.Tensor], *rest: Any) -> None:
         *shape, first = rest
         earlier = (first - 1).clamp(min=0) if name == "attention_backward" else first
         call(name, tensors, *shape, earlier)
 
-    attention_cpu._call = changed
+    cpu_attention._call = changed
 
 
 def blocks_without_global_ones(model: ParallelModel) -> None:

@@ -13,14 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.arch.pattern import Keys, Pattern, attention_kernel
-from megatron_llama.config.settings import ATTENTION_KERNELS, DEVICES
-from megatron_llama.model import attention, attention_chunks, attention_tiles
-from megatron_llama.model.attention import attend, mask_of, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.arch.pattern import Keys, Pattern
+from megatron_llama.devices import HOST, NAMES, attention, device_named
+from megatron_llama.devices.cpu import attention as cpu_attention
+from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
 from tests.model.flash import flash_on_cpu
 
-Call = attention_tiles._Kernel
+Call = attention._Kernel
+attend = device_named(HOST).kernels(compiled=False).attend
+CUDA = device_named("cuda")
+CUDA.kernels(compiled=False)  # adds varlen to the kernels of documents
 LENGTH = 96
 PLAIN, WINDOW, BLOCKS = Pattern(), Pattern(window=20), Pattern(block=4, local_blocks=4, global_blocks=1)
 PATTERNS = {
@@ -92,18 +94,18 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 ) -> None:
     kernel, compiled, call = WAYS[way]
     if PATTERNS[pattern].group and kernel == "varlen":
-        assert attention_kernel("cuda", PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
+        assert CUDA.attention_kernel(PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
         return
     masked = Call.PRODUCTS if call is Call.FLASH else call  # FlashAttention takes no mask
-    monkeypatch.setattr(attention_tiles, "_kernel", lambda q, mask: call if mask is None else masked)
+    monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
     for seed in range(4):
         dtype = torch.bfloat16 if seed == 3 else torch.float32
         heads, kv_heads = ((4, 2), (6, 1), (3, 3))[seed % 3]
         q, k, v, grad = inputs(seed, dtype, heads, kv_heads)
         documents, what = layout(seed), PATTERNS[pattern]
         tokens = torch.zeros(2, LENGTH)
-        expected = reference(q, k, v, grad, mask_of(documents.positions(), what, documents.ids))
-        out = attend(q, k, v, seen(tokens, documents, what, kernel, compiled))
+        expected = reference(q, k, v, grad, dense_mask(documents.positions(), what, documents.ids))
+        out = attend(q, k, v, build_attention_inputs(tokens, documents, what, kernel, compiled))
         found = out, *torch.autograd.grad(out, (q, k, v), grad)
         assert {x.dtype for x in found} == {dtype}
         assert off(found, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-6), f"seed {seed}"
@@ -114,15 +116,15 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 def test_whole_sequences_with_a_pattern(kernel: str) -> None:
     for compiled in (False, True):
         q, k, v, grad = inputs(1, torch.float32, 4, 2)
-        expected = reference(q, k, v, grad, mask_of(torch.arange(LENGTH).expand(2, -1), WINDOW))
-        out = attend(q, k, v, seen(torch.zeros(2, LENGTH), None, WINDOW, kernel, compiled))
+        expected = reference(q, k, v, grad, dense_mask(torch.arange(LENGTH).expand(2, -1), WINDOW))
+        out = attend(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), None, WINDOW, kernel, compiled))
         assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
 
 
 def test_mask_by_hand() -> None:
     def drawn(pattern: Pattern, ids: list[int]) -> list[str]:
         documents = Documents.of(torch.tensor([ids]))
-        rows = mask_of(documents.positions(), pattern, documents.ids)[0, 0]
+        rows = dense_mask(documents.positions(), pattern, documents.ids)[0, 0]
         return ["".join("x" if mark else "." for mark in row) for row in rows.tolist()]
 
     assert drawn(PLAIN, [0, 0, 1, 2, 2, -1]) == ["x.....", "xx....", "..x...", "...x..", "...xx.", ".....x"]
@@ -139,9 +141,9 @@ def test_a_wrong_border_is_seen(way: str) -> None:
     kernel, compiled, _ = WAYS[way]
     q, k, v, grad = inputs(0, torch.float32, 4, 2)
     right, wrong = (Documents.of((torch.arange(LENGTH) >= border).long().expand(2, -1)) for border in (40, 41))
-    expected = reference(q, k, v, grad, mask_of(right.positions(), PLAIN, right.ids))
+    expected = reference(q, k, v, grad, dense_mask(right.positions(), PLAIN, right.ids))
     for documents, differs in ((right, False), (wrong, True)):
-        out = attend(q, k, v, seen(torch.zeros(2, LENGTH), documents, PLAIN, kernel, compiled))
+        out = attend(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), documents, PLAIN, kernel, compiled))
         found = off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
         assert found > 1e-2 if differs else found < 1e-6
 
@@ -165,7 +167,9 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("kernel", ["tiles", "mask", "plain"])
 def test_no_kernel_repeats_key_and_value_heads(kernel: str) -> None:
     q, k, v, _ = inputs(1, torch.float32, 6, 2)
-    what = None if kernel == "plain" else seen(torch.zeros(2, LENGTH), layout(1), PLAIN, kernel, False)
+    what = (
+        None if kernel == "plain" else build_attention_inputs(torch.zeros(2, LENGTH), layout(1), PLAIN, kernel, False)
+    )
     with Calls() as calls:
         attend(q, k, v, what).sum().backward()
     assert calls.attention and not calls.names & {"repeat", "repeat_interleave", "index_select", "gather"}
@@ -177,7 +181,7 @@ def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> 
     """Scores of all calls, a causal one's by half, over those that the mask lets through."""
     q, k, v, _ = inputs(1, torch.float32, 1, 1, rows=1)
     computed = 0.0
-    call = attention_tiles._call
+    call = attention._call
 
     def count(queries: Tensor, keys: Tensor, values: Tensor, which: Keys) -> tuple[Tensor, Tensor]:
         nonlocal computed
@@ -186,23 +190,21 @@ def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> 
 
     documents = layout(1, rows=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_tiles, "_call", count)
-        attend(q, k, v, seen(torch.zeros(1, LENGTH), documents, pattern, "tiles", False))
+        patch.setattr(attention, "_call", count)
+        attend(q, k, v, build_attention_inputs(torch.zeros(1, LENGTH), documents, pattern, "tiles", False))
     let_through = sum(pattern.span(n) * n / 2 for n in documents.lengths[0])
     # A span counts the scores on the edge of what is seen by half.
-    assert 0 < mask_of(documents.positions(), pattern, documents.ids).sum() - let_through <= LENGTH / 2
+    assert 0 < dense_mask(documents.positions(), pattern, documents.ids).sum() - let_through <= LENGTH / 2
     assert computed <= share * let_through
 
 
 def test_who_takes_which_kernel() -> None:
-    assert set(ATTENTION_KERNELS) == set(DEVICES) - {"auto"}
-    assert [attention_kernel(name, PLAIN, "bfloat16", 128) for name in ("cpu", "cuda", "hpu", "neuron")] == [
-        "tiles", "varlen", "mask", "mask",
-    ]  # fmt: skip
+    kernels = {name: device_named(name).attention_kernel(PLAIN, "bfloat16", 128) for name in NAMES}
+    assert kernels == {"cpu": "tiles", "cuda": "varlen", "hpu": "mask", "neuron": "mask"}
     # FlashAttention's kernels have no fp32, no odd heads and no blocks.
     others = [(PLAIN, "float32", 128), (PLAIN, "bfloat16", 20), (PLAIN, "bfloat16", 264), (BLOCKS, "bfloat16", 128)]
-    assert {attention_kernel("cuda", *other) for other in others} == {"tiles"}
-    assert attention_kernel("cuda", WINDOW, "bfloat16", 128) == "varlen"
+    assert {CUDA.attention_kernel(*other) for other in others} == {"tiles"}
+    assert CUDA.attention_kernel(WINDOW, "bfloat16", 128) == "varlen"
 
 
 def test_other_documents_make_no_other_graph() -> None:
@@ -216,8 +218,8 @@ def test_other_documents_make_no_other_graph() -> None:
     for seed in range(4):
         q, k, v, grad = inputs(seed, torch.float32, 4, 2)
         documents = layout(seed)
-        expected = reference(q, k, v, grad, mask_of(documents.positions(), WINDOW, documents.ids))
-        out = compiled(q, k, v, seen(torch.zeros(2, LENGTH), documents, WINDOW, "tiles", True))
+        expected = reference(q, k, v, grad, dense_mask(documents.positions(), WINDOW, documents.ids))
+        out = compiled(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), documents, WINDOW, "tiles", True))
         assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
     assert len(graphs) == 1
 
@@ -228,8 +230,8 @@ def test_the_operator_keeps_torchs_rules() -> None:
     q, k, v, _ = inputs(1, torch.float32, 4, 2)
     documents = layout(1)
     for kernel in ("tiles", "varlen"):
-        borders = documents.borders.clone() if kernel == "varlen" else None
-        arguments = (q, k, v, documents.host_borders, borders, kernel, [0, 0, 0, 0])
+        borders = documents.cu_seqlens.clone() if kernel == "varlen" else None
+        arguments = (q, k, v, documents.host_cu_seqlens, borders, kernel, [0, 0, 0, 0])
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(attention._operator, arguments, test_utils=tests)
 
@@ -243,7 +245,7 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
         return
     if call is not None:
         masked = Call.PRODUCTS if call is Call.FLASH else call
-        monkeypatch.setattr(attention_tiles, "_kernel", lambda q, mask: call if mask is None else masked)
+        monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
     documents, device = layout(1, rows=1), "cpu" if call else "cuda"
     with FakeTensorMode():
         q, k, v = (
@@ -258,7 +260,7 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
     assert lse.shape == (1, 4, LENGTH) and lse.dtype == torch.float32
 
 
-CHUNKED = attention_chunks.FASTER[20]
+CHUNKED = cpu_attention.FASTER[20]
 
 
 def chunked_inputs(dtype: torch.dtype, heads: int, kv_heads: int, length: int = CHUNKED) -> tuple[Tensor, ...]:
@@ -286,7 +288,7 @@ def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]
 def test_chunks_are_as_exact_as_torchs_kernel(
     dtype: torch.dtype, heads: int, kv_heads: int, at_once: int, amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_chunks, "SCORES", at_once)
+    monkeypatch.setattr(cpu_attention, "SCORES", at_once)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     q, k, v, grad = chunked_inputs(dtype, heads, kv_heads)
     expected = in_fp64(q, k, v, grad)
@@ -312,7 +314,7 @@ def test_units_for_bf16_round_nothing_in_products_of_bf16_numbers(monkeypatch: p
     found = []
     for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        found.append(attention_chunks._backward(grad, q.detach(), k.detach(), v.detach()))
+        found.append(cpu_attention.causal_attention_backward(grad, q.detach(), k.detach(), v.detach()))
     for one, other in zip(*found, strict=True):
         assert off((one,), (other,)) < 1e-4
         assert (one != other).float().mean() < 0.01
@@ -331,23 +333,23 @@ def test_chunks_make_a_row_alone_what_it_is_beside_others() -> None:
 
 def test_who_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def goes(length: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-        return attention_chunks.is_faster(torch.empty(1, 1, length, 8, dtype=dtype, device=device))
+        return cpu_attention.is_faster(torch.empty(1, 1, length, 8, dtype=dtype, device=device))
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(attention_chunks, "by_onednn", lambda: False)
-    first, last = attention_chunks.FASTER[0], attention_chunks.FASTER[-1]
+    monkeypatch.setattr(cpu_attention, "by_onednn", lambda: False)
+    first, last = cpu_attention.FASTER[0], cpu_attention.FASTER[-1]
     for dtype in (torch.float32, torch.bfloat16):
         assert [goes(length, dtype) for length in (first - 1, first, last, last + 1)] == [False, True, True, False]
-    monkeypatch.setattr(attention_chunks, "by_onednn", lambda: True)
+    monkeypatch.setattr(cpu_attention, "by_onednn", lambda: True)
     lengths = (first - 1, first, last, last + 1)
     assert [goes(length) for length in lengths] == [True, True, True, False]
     for wide in (False, True):
-        monkeypatch.setattr(attention_chunks, "in_512_bits", lambda wide=wide: wide)
+        monkeypatch.setattr(cpu_attention, "in_512_bits", lambda wide=wide: wide)
         assert [goes(length, torch.bfloat16) for length in lengths] == [True, True, True, wide]
     assert not goes(1) and not goes(1, torch.bfloat16)
     assert not goes(512, torch.float16) and not goes(512, device="meta")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(attention_chunks, "by_onednn", lambda: False)
+    monkeypatch.setattr(cpu_attention, "by_onednn", lambda: False)
     assert [goes(length, torch.bfloat16) for length in (first - 1, last, last + 1)] == [True, True, False]
     assert not goes(first - 1), "in fp32 the units are of no use"
 
@@ -381,6 +383,6 @@ def test_chunks_are_one_operator_in_a_graph_and_for_the_counter() -> None:
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * CHUNKED**2 * 8
     assert all(map(torch.equal, torch.autograd.grad(found, (q, k, v), grad), grads))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attention_chunks.causal_attention, (q, k, v), test_utils=tests)
+    torch.library.opcheck(cpu_attention.causal_attention, (q, k, v), test_utils=tests)
     inputs = grad, *(x.detach() for x in (q, k, v))
-    torch.library.opcheck(attention_chunks._backward, inputs, test_utils=tests)
+    torch.library.opcheck(cpu_attention.causal_attention_backward, inputs, test_utils=tests)

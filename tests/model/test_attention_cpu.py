@@ -13,12 +13,13 @@ from torch._inductor.codecache import CppCodeCache
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.model import attention_cpu
-from megatron_llama.model.attention import attend, mask_of, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices import HOST, device_named
+from megatron_llama.devices.cpu import attention as cpu_attention
+from megatron_llama.devices.visibility import Documents, dense_mask
 from tests.compiled import needs_compiler
 
 pytestmark = needs_compiler
+EAGER, COMPILED = (device_named(HOST).kernels(compiled) for compiled in (False, True))
 LENGTH = 300
 """Three blocks of queries, of which the last is not whole."""
 WINDOW, SPARSE = Pattern(window=50), Pattern(block=4, local_blocks=4, global_blocks=1)
@@ -41,8 +42,8 @@ def documents(length: int = LENGTH) -> Documents:
 
 
 def first_seen(pattern: Pattern, those: Documents | None, length: int) -> Tensor | None:
-    what = seen(torch.zeros(2, length, dtype=torch.int64), those, pattern, "tiles", compiled=True)
-    return None if what is None else what.first
+    visible = COMPILED.visible(torch.zeros(2, length, dtype=torch.int64), those, pattern)
+    return None if visible is None else visible.first_visible_key
 
 
 def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -55,8 +56,8 @@ def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tupl
 
 def dense(pattern: Pattern, those: Documents | None, length: int) -> Tensor:
     if those is None:
-        return mask_of(torch.arange(length).expand(2, length), pattern)
-    return mask_of(those.positions(), pattern, those.ids)
+        return dense_mask(torch.arange(length).expand(2, length), pattern)
+    return dense_mask(those.positions(), pattern, those.ids)
 
 
 def errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
@@ -65,11 +66,11 @@ def errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[floa
 
 
 def of_ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: Tensor | None = None) -> tuple[Tensor, ...]:
-    out = attention_cpu.attend(q, k, v, first)[0]
+    out = cpu_attention.attend(q, k, v, first)[0]
     return out, *torch.autograd.grad(out, (q, k, v), grad)
 
 
-@pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
+@pytest.mark.parametrize("dtype", cpu_attention.DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 64), (6, 1, 32), (3, 3, 128), (2, 1, 96), (1, 1, 256)])
 @pytest.mark.parametrize("length", [1, 31, 64, 129, LENGTH])
 def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d: int, length: int) -> None:
@@ -91,7 +92,7 @@ def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: 
     assert max(ours) < most
 
 
-@pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
+@pytest.mark.parametrize("dtype", cpu_attention.DTYPES)
 @pytest.mark.parametrize("pattern", [Pattern(), WINDOW, Pattern(window=1), Pattern(window=LENGTH - 1)], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_sees_documents_and_windows(dtype: torch.dtype, pattern: Pattern, packed: bool) -> None:
@@ -108,7 +109,7 @@ def test_sees_documents_and_windows(dtype: torch.dtype, pattern: Pattern, packed
 
 def test_log_sum_exp_is_that_of_the_scores() -> None:
     q, k, v, _ = inputs()
-    _, lse = attention_cpu.attend(q, k, v, None)
+    _, lse = cpu_attention.attend(q, k, v, None)
     scores = (q.double() @ k.double().repeat_interleave(2, dim=1).mT) * 64**-0.5
     expected = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf).logsumexp(-1)
     assert torch.allclose(lse.double(), expected, atol=1e-5)
@@ -126,7 +127,7 @@ def test_what_is_not_a_number_is_seen() -> None:
     """By those who see the token, and by no one else."""
     q, k, v, _ = inputs(torch.bfloat16)
     k.detach()[0, 0, 140] = torch.nan
-    out = attention_cpu.attend(q, k, v, None)[0]
+    out = cpu_attention.attend(q, k, v, None)[0]
     assert out[0, :2, 140:].isnan().all() and not out[0, 2:].isnan().any() and not out[1].isnan().any()
 
 
@@ -148,7 +149,7 @@ def test_a_row_alone_is_what_it_is_beside_others(packed: bool) -> None:
         assert torch.equal(one[1:, heads:], other)
 
 
-@pytest.mark.parametrize("dtype", attention_cpu.DTYPES)
+@pytest.mark.parametrize("dtype", cpu_attention.DTYPES)
 def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
     q, k, v, grad = inputs(dtype)
     expected = of_ours(q, k, v, grad)
@@ -172,7 +173,7 @@ def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
 
 
 def test_bf16_goes_in_fp32_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cpu, "_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu_attention, "_multiplies_bf16", lambda: False)
     q, k, v, grad = inputs(torch.bfloat16)
     found = of_ours(q, k, v, grad)
     assert {x.dtype for x in found} == {torch.bfloat16}
@@ -185,17 +186,17 @@ def test_refuses_what_it_would_misread() -> None:
     first = torch.zeros(2, LENGTH, dtype=torch.int32)
     for changed in ((q, k.bfloat16(), v), (q, k[:, :, 1:], v), (q, k, v[..., :32]), (q[:, :3], k, v)):
         with pytest.raises(ValueError, match=r"queries float32 \[2, .* do not go with keys"):
-            attention_cpu.attend(*changed, None)
+            cpu_attention.attend(*changed, None)
     for wrong in (first.long(), first[:1]):
         with pytest.raises(ValueError, match=r"has to be int32 \[2, 300\]"):
-            attention_cpu.attend(q, k, v, wrong)
+            cpu_attention.attend(q, k, v, wrong)
 
 
 @pytest.fixture
 def no_library() -> Iterator[None]:
-    attention_cpu._library.cache_clear()
+    cpu_attention._library.cache_clear()
     yield
-    attention_cpu._library.cache_clear()
+    cpu_attention._library.cache_clear()
 
 
 @pytest.mark.usefixtures("no_library")
@@ -205,16 +206,16 @@ def test_where_it_can_not_be_compiled_torchs_kernel_serves(monkeypatch: pytest.M
 
     monkeypatch.setattr(CppCodeCache, "load", fails)
     with pytest.warns(UserWarning, match=r"torch's kernel: .* could not be compiled \(C\+\+ compile error\)"):
-        assert not attention_cpu.serves(inputs()[0])
+        assert not cpu_attention.serves(inputs()[0])
 
 
 def test_whom_it_serves() -> None:
     def serves(d: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu", length: int = 8) -> bool:
-        return attention_cpu.serves(torch.empty(1, 1, length, d, dtype=dtype, device=device))
+        return cpu_attention.serves(torch.empty(1, 1, length, d, dtype=dtype, device=device))
 
     assert serves() and serves(32) and serves(128, torch.bfloat16)
     assert not serves(16) and not serves(80) and not serves(dtype=torch.float16) and not serves(device="meta")
-    longest = attention_cpu.LONGEST
+    longest = cpu_attention.LONGEST
     assert serves(length=longest) and not serves(length=longest + 1)
 
 
@@ -234,10 +235,10 @@ def test_compiled_blocks_go_through_it(pattern: Pattern, packed: bool, d: int, o
         return graph.forward
 
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
-    compiled = torch.compile(attend, backend=keep, dynamic=False, fullgraph=True)
-    found = compiled(q, k, v, seen(tokens, those, pattern, "tiles", compiled=True))
+    compiled = torch.compile(COMPILED.attend, backend=keep, dynamic=False, fullgraph=True)
+    found = compiled(q, k, v, COMPILED.visible(tokens, those, pattern))
     assert ["cpu_attention" in graph.code for graph in graphs] == [ours]
-    eager = attend(q, k, v, seen(tokens, those, pattern, "tiles", compiled=False))
+    eager = EAGER.attend(q, k, v, EAGER.visible(tokens, those, pattern))
     assert torch.allclose(found, eager, atol=1e-5)
     pairs = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, eager)), strict=True)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
@@ -249,10 +250,10 @@ def test_the_operator_keeps_torchs_rules() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     first = first_seen(WINDOW, documents(), LENGTH)
     for given in (None, first):
-        torch.library.opcheck(attention_cpu.attend, (q, k, v, given), test_utils=tests)
-    out, lse = attention_cpu.attend(q, k, v, first)
+        torch.library.opcheck(cpu_attention.attend, (q, k, v, given), test_utils=tests)
+    out, lse = cpu_attention.attend(q, k, v, first)
     kept = (x.detach() for x in (grad, q, k, v, out, lse))
-    torch.library.opcheck(attention_cpu._backward, (*kept, first), test_utils=tests)
+    torch.library.opcheck(cpu_attention._backward, (*kept, first), test_utils=tests)
     with FlopCounterMode(display=False) as counter:
         of_ours(q, k, v, grad)
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * LENGTH**2 * 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_llama.data.batches import Batches
-from megatron_llama.devices import get_device
-from megatron_llama.model import attention, attention_tiles
-from megatron_llama.model.attention import seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices import attention, get_device
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
@@ -65,7 +63,7 @@ def test_positions_and_borders_by_hand() -> None:
     documents = Documents.of(torch.tensor([[0, 0, 1, 2, 2, -1]]))
     assert documents.positions().tolist() == [[0, 1, 0, 0, 1, 0]]
     assert documents.lengths == ((2, 1, 2, 1),)
-    assert documents.borders.tolist() == [0, 2, 3, 5, 6, 6, 6]
+    assert documents.cu_seqlens.tolist() == [0, 2, 3, 5, 6, 6, 6]
 
 
 @pytest.mark.parametrize("kernel", ["tiles", "mask"])
@@ -82,7 +80,7 @@ def _logits(rank: int, plan: Plan, kernel: str) -> tuple[torch.Tensor | None, li
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         for chunk in model.chunks:
-            chunk.build_inputs.build_visible = partial(seen, kernel=kernel, compiled=False)
+            chunk.build_inputs.build_visible = Kernels(attention=kernel).visible
         tokens, documents = packed()
         together = _whole(model.logits(tokens, documents))
         alone = []
@@ -210,7 +208,7 @@ def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]
         setattr(owner, name, noted)
 
     note(attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
-    note(attention_tiles, "_call", "_call")
+    note(attention, "_call", "_call")
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from megatron_llama.devices import HOST, device_named
 from megatron_llama.model import loss
 from megatron_llama.model.loss import IN_PLACE, Passes, fused
 from tests.ranks import run_ranks
@@ -69,29 +70,34 @@ def test_logits_column_by_column(vocabulary: int, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     hidden, weight = (torch.randn(*size).bfloat16() for size in ((24, 16), (vocabulary, 16)))
     labels, weights, passes = torch.randint(vocabulary, (24,)), torch.rand(24) / 24, fused(as_it_is)
+    kernels = device_named(HOST).kernels(compiled=True)
     monkeypatch.setattr(loss, "loss_chunk", lambda _: 10)
     found = []
     for units in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
-        assert loss._empty_logits(hidden, 10, vocabulary, passes).stride() == ((1, 10) if units else (vocabulary, 1))
+        assert kernels.logits_like(hidden, 10, vocabulary).stride() == ((1, 10) if units else (vocabulary, 1))
         gradient = torch.empty_like(hidden)
-        losses, sums = loss._by_chunks(hidden, weight, labels, weights, vocabulary - 2, None, passes, gradient, True)
+        losses, sums = loss._by_chunks(
+            hidden, weight, labels, weights, vocabulary - 2, None, passes, kernels, gradient, True
+        )
         assert sums is not None
         found.append((losses, sums, gradient.float()))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
+    eager = device_named(HOST).kernels(compiled=False)
     for dtype, tokens, others in (
-        (torch.float32, 10, passes),
-        (torch.bfloat16, 769, passes),
-        (torch.bfloat16, 10, IN_PLACE),
+        (torch.float32, 10, kernels),
+        (torch.bfloat16, 769, kernels),
+        (torch.bfloat16, 10, eager),
     ):
-        assert loss._empty_logits(hidden.to(dtype), tokens, vocabulary, others).is_contiguous()
+        assert others.logits_like(hidden.to(dtype), tokens, vocabulary).is_contiguous()
 
 
 def _gradients_of_multiples(rank: int) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(6, 1, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     how = torch.randint(20, (6,)), torch.full((6,), 1 / 6), 20, (True, True), dist.group.WORLD, False, IN_PLACE
+    how = *how, device_named(HOST).kernels(compiled=False)
     once, four = (
         torch.autograd.grad(factor * loss._LinearCrossEntropy.apply(x, weight, *how), (x, weight)) for factor in (1, 4)
     )

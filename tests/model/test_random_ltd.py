@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import get_device
-from megatron_llama.model.attention import Seen, mask_of, seen
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.visibility import AttentionInputs, Documents, dense_mask
 from megatron_llama.model.random_ltd import Subset, draw, subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.parallel import build_model, process_groups
@@ -107,17 +106,17 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
             is_kept = torch.zeros(B, S, dtype=torch.bool).scatter_(1, kept[0], True)
             positions = torch.arange(S).expand(B, S) if documents is None else documents.positions()
             # A dropped token sees itself: a row of nothing would be NaN.
-            mask = mask_of(positions, pattern, DOCUMENTS if has else None) & is_kept[:, None, None, :]
+            mask = dense_mask(positions, pattern, DOCUMENTS if has else None) & is_kept[:, None, None, :]
             mask = mask | torch.eye(S, dtype=torch.bool)
             angles = [at_positions(half, positions) for half in table]
 
             def ours(x: torch.Tensor, kernel: str, subset: Subset = subset, block: Any = block) -> torch.Tensor:
                 rotary = tuple(at_positions(half, subset.positions) for half in table)  # noqa: B023
-                build = partial(seen, kernel=kernel, compiled=False)
+                build = Kernels(attention=kernel).visible
                 return block(x, rotary, subset.visible(S, pattern, build), subset)  # noqa: B023
 
             def reference(x: torch.Tensor, block: Any = block) -> torch.Tensor:
-                y = block(x, tuple(angles), Seen(pattern, "mask", mask=mask))  # noqa: B023
+                y = block(x, tuple(angles), AttentionInputs(pattern, "mask", mask=mask))  # noqa: B023
                 return torch.where(is_kept.t().unsqueeze(-1), y, x)  # noqa: B023
 
             def with_gradient(function: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,17 +69,27 @@ SAVED = {  # values that a block's graph holds, without its input and its output
 
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_block_saves_no_more_than_it_has_to(kind: str) -> None:
-    saved = run_ranks(_saved_values, 1, make_plan(1, f"trainer.recompute={kind}"))[0]
+    saved = run_ranks(_saved_values, 1, make_plan(1, f"trainer.recompute={kind}"), False)[0]
     assert saved == SAVED[kind]
 
 
-def _saved_values(rank: int, plan: Plan) -> int:
-    """fp32 values of storages that a block's forward pass makes and that outlive it."""
+def test_merged_heads_are_recomputed_where_they_are_a_copy() -> None:
+    saved = run_ranks(_saved_values, 1, make_plan(1, "trainer.recompute=elementwise"), True)[0]
+    assert saved == NORMS + OUT + RESIDUAL + GATE_UP
+
+
+def _saved_values(rank: int, plan: Plan, heads_first: bool) -> int:
+    """fp32 values of storages that a block's forward pass makes and that outlive it.
+
+    With ``heads_first`` attention is an operator that saves its output, whose memory is [b, heads, s, d].
+    """
     topology = build_topology(plan, rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
         inputs = chunk.build_inputs(torch.zeros(B, S, dtype=torch.int64))
         x = torch.randn(S, B, H, requires_grad=True)
+        if heads_first:
+            chunk.layers["1"].self_attn.attend = lambda q, k, v, visible: q.contiguous().exp()
         with _Storages() as storages:
             y = chunk.layers["1"](x, *inputs.of(1))
         (y * y).sum().backward()  # the graph lives until here

@@ -83,6 +83,15 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.parametrize("recompute", ["elementwise", "selective", "full"])
+def test_blocks_that_recompute_share_a_graph(cache: Path, recompute: str) -> None:
+    (graphs,) = compiled(cache, f"trainer.recompute={recompute}", world=1, batches=1)
+    loss = [("loss", "training"), ("gradient of the loss", "training")]
+    assert [(graph.what, graph.mode) for graph in graphs] == [("block", "training"), *loss, ("block", "validation")]
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_what_is_new_says_why(cache: Path) -> None:
     compiled(cache, "trainer.tp=2", "trainer.pp=2", batches=1)  # it is there where the test above has run
     (graphs,) = compiled(cache, "trainer.tp=1", world=1, batches=1)

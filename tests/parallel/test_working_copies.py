@@ -9,7 +9,7 @@ import torch
 
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
-from megatron_llama.model import widening
+from megatron_llama.devices.cpu import kernels
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import COPIES, SHARDS
@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 )
 def test_to_the_bit(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_plan(ranks, *layout).storage.kind == COPIES
-    monkeypatch.setattr(widening, "PIECE", 50)  # which divides no weight
+    monkeypatch.setattr(kernels, "ADDED_AT_ONCE", 50)  # which divides no weight
     found = run_layout(ranks, *layout, steps=2)
     stored = Plan.storage.fget  # type: ignore[attr-defined]
     apart = {"keeps_bf16_grads": False, "frees_embedding": False}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import Device, get_device
-from megatron_llama.devices.products import product_rate
+from megatron_llama.devices.processor import product_rate
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase

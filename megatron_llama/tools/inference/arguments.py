@@ -194,11 +194,12 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
     ``auto`` is float32 on a CPU, since one without bf16 units multiplies bf16 several times slower, else bfloat16.
     Raises ConfigError, in terms of --tp, where the model can't be split so.
     """
+    from megatron_llama.devices import device_named
     from megatron_llama.plan import resolve
     from megatron_llama.tools.inference.saved_model import restated
 
     if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
+        dtype = "bfloat16" if device_named(device).is_accelerator else "float32"
     # sp: a single token can't be split along the sequence.
     trainer = TrainerConfig(tp=tp, sp=False, global_batch_size=1, steps=0, precision=PRECISIONS[dtype])
     data = DataConfig(name="none", mock=True, seq_length=1)

@@ -7,18 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_llama.arch.pattern import attention_kernel, pattern_of
-from megatron_llama.arch.shapes import head_dim
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
-from megatron_llama.model.attention import seen
 from megatron_llama.model.kv_cache import KVCache
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
@@ -156,15 +152,12 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
     with process_groups(plan, topology, device, torch_device):
         # Without fully_shard, which would hold the weights twice.
         with torch.device("meta"):
-            kernel = attention_kernel(
-                device.name, pattern_of(plan.model), plan.precision.compute_dtype, head_dim(plan.model)
-            )
             llama = Llama(
                 plan.model,
                 mcore_config(plan),
                 plan.stage_layers[0],
                 padded_vocab_size=plan.padded_vocab_size,
-                build_visible=partial(seen, kernel=kernel, compiled=False),
+                kernels=device.kernels(compiled=False),
             )
         llama.to_empty(device=torch_device).requires_grad_(False).eval()
         shards = shards_of(llama, plan, topology)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
+from megatron_llama.devices import find_device
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.text_table import text_table
 from megatron_llama.tools.mock_run import MOCK_RUN
@@ -185,7 +186,9 @@ def _report(plan: Plan, passes: Passes, ideal: Timeline, real: Timeline | None, 
         bubbles.append(("measured", f"{real.bubble:.1%}"))
     yield from (f"  {row}" for row in text_table(bubbles, left=1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if real is not None and plan.config.device.name == "cpu" and plan.world_size > cores:
+    device = find_device(plan.config.device.name)
+    shares_cores = device is not None and not device.is_accelerator
+    if real is not None and shares_cores and plan.world_size > cores:
         yield f"{plan.world_size} ranks share {cores} cores here: what waits in the picture may wait for a core."
 
 

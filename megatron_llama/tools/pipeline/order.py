@@ -11,7 +11,7 @@ import torch
 
 from megatron_llama import cli
 from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
+from megatron_llama.devices import HOST, get_device
 from megatron_llama.launch.world import find_world
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
@@ -50,7 +50,7 @@ def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
 
 
 def _rank(plan: Plan, rank: int) -> RankRecord:
-    topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
+    topology, device, cpu = build_topology(plan, rank), get_device(HOST), torch.device(HOST)
     with fake_world(topology), process_groups(plan, topology, device, cpu):
         data = build_data(plan, topology, cpu)
         model = build_model(plan, topology, device, cpu)

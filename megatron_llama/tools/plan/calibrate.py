@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def calibrate(path: Path | None = None) -> int:
     """Measures and writes the file of this host; returns the exit status."""
-    from megatron_llama.devices import get_device
+    from megatron_llama.devices import HOST, get_device
     from megatron_llama.launch.start import Share, start_ranks
 
     by_ranks: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def calibrate(path: Path | None = None) -> int:
             by_ranks[str(ranks)] = json.loads((Path(folder) / "measured.json").read_text())
     import torch
 
-    device = get_device("cpu")
+    device = get_device(HOST)
     machine = Machine(
         version=VERSION,
         host=socket.gethostname(),
@@ -78,10 +78,10 @@ def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
 
 def _measure(plans: dict[str, Plan], folder: Path, plan: Plan) -> None:
     """What each rank does; the first one writes."""
-    from megatron_llama.devices import get_device
+    from megatron_llama.devices import HOST, get_device
     from megatron_llama.tools.plan.measure_machine import MEASUREMENTS, MESSAGES, measure
 
-    device, rank = get_device("cpu"), int(os.environ["RANK"])
+    device, rank = get_device(HOST), int(os.environ["RANK"])
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), ranks)
     if rank:

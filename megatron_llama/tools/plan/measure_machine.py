@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.data.batches import build_data
-from megatron_llama.devices import Device
-from megatron_llama.model.attention import attend
+from megatron_llama.devices import HOST, Device, get_device
 from megatron_llama.model.llama import RMSNorm
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.rotary import rotary_table, rotate
@@ -147,7 +146,7 @@ def _attention(sequences: int, tokens: int, dtype: torch.dtype) -> float:
 
     def core(*qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = (y.permute(1, 2, 0, 3) for y in qkv)
-        return attend(q, k, v, None).permute(2, 0, 1, 3).reshape(tokens, -1)
+        return get_device(HOST).kernels(compiled=False).attend(q, k, v).permute(2, 0, 1, 3).reshape(tokens, -1)
 
     return _forward_backward(core, inputs)
 
@@ -157,7 +156,7 @@ def _pieces(plan: Plan, tokens: int, dtype: torch.dtype) -> float:
     model = replace(plan.model, hidden_size=WIDTH, num_attention_heads=8, num_key_value_heads=8, head_dim=WIDTH // 8)
     norm = RMSNorm(WIDTH, 1e-5, dtype)
     torch.nn.init.ones_(norm.weight)
-    angles = rotary_table(model, tokens, torch.device("cpu"))
+    angles = rotary_table(model, tokens, torch.device(HOST))
     stream = torch.randn(tokens, 1, WIDTH, dtype=dtype)
     heads = torch.randn(tokens, 1, 8, WIDTH // 8, dtype=dtype)
     wide = torch.randn(tokens, 1, 2 * 4 * WIDTH, dtype=dtype)

@@ -5,8 +5,7 @@ tensors                 FakeTensorMode: shapes, dtypes and storages, but no valu
 other ranks' groups     are not made: a world of 16,384 ranks costs what one of 128 does
 the data-parallel mesh  is made outside the mode, because it computes with the values of its ranks
 initial weights         are left empty: drawing them costs time, and there are no values
-attention               on a mask where the plan's device does so: the CPU's own kernel goes tile by tile; and whole
-                        sequences by chunks on a CPU only
+kernels                 plain torch, unless the plan's device is the host. Documents go through a dense mask or tiles
 quantization            the same: only the size of its result is needed
 values read by the host are answered: 1.0 for a loss, a norm, a count of updates; 0 for counts of tokens and flags
 the data                made up (``data.mock``), with the run's shapes
@@ -27,24 +26,29 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_llama.arch.pattern import attention_kernel
 from megatron_llama.config.precision import quantized_bytes
-from megatron_llama.config.settings import ATTENTION_KERNELS
-from megatron_llama.model import attention_chunks, attention_cpu, loss
+from megatron_llama.devices import HOST, INDUCTOR, Device, device_named, find_device
+from megatron_llama.devices.kernels import Kernels
 from megatron_llama.parallel import parallelize, shards
 from megatron_llama.topology import Topology
 
 
 @contextmanager
-def fake_world(topology: Topology, device: str = "cpu") -> Iterator[None]:
+def fake_world(topology: Topology, device: str = HOST) -> Iterator[None]:
     """A world of which only this rank is there. The process group ends with ``parallel.process_groups``.
 
     ``device`` is the name of the plan's device.
     """
-    attention_device = device if ATTENTION_KERNELS.get(device) == "mask" else "cpu"  # varlen needs the device itself
     _clear_sharding_prop_cache()  # DTensor's answers would bring the meshes of an earlier world in this process
     dist.init_process_group("fake", store=FakeStore(), rank=topology.rank, world_size=topology.world_size)
     new_group = dist.new_group
+    planned = find_device(device)
+    kind = device_named(HOST).kernel_type() if device == HOST else Kernels
+    masked = planned is not None and planned.attention == "mask"
+
+    def kernels(self: Device, compiled: bool) -> Kernels:
+        attention = "mask" if masked else "tiles"  # varlen needs its device
+        return kind(attention=attention, compiled=compiled, fuses_loss=compiled and self.compiler == INDUCTOR)
 
     def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and topology.rank not in ranks:
@@ -57,10 +61,8 @@ def fake_world(topology: Topology, device: str = "cpu") -> Iterator[None]:
         patch.object(device_mesh, "new_group", own_group),
         patch.object(parallelize, "data_groups", _without_modes(parallelize.data_groups)),
         patch.object(parallelize, "initial_values", lambda piece, model, seed: torch.empty(piece.size)),
-        patch.object(parallelize, "attention_kernel", lambda _, *rest: attention_kernel(attention_device, *rest)),
-        patch.object(attention_chunks, "is_faster", attention_chunks.is_faster if device == "cpu" else lambda _: False),
-        patch.object(loss, "is_one", lambda _: False),  # fake numbers can't be read
-        patch.object(attention_cpu, "serves", attention_cpu.serves if device == "cpu" else lambda _: False),
+        patch.object(Device, "kernels", kernels),
+        patch.object(kind, "is_one", lambda self, factor: False),  # fake numbers have no value
         patch.object(shards, "quantize", _quantized_size),
     ):
         yield

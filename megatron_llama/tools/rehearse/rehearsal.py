@@ -15,9 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_llama import devices
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import Device, get_device
-from megatron_llama.model.document_mask import Documents
+from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
@@ -59,13 +60,13 @@ def rehearse(plan: Plan, rank: int) -> Rehearsal:
     """
     topology = build_topology(plan, rank)
     with fake_world(topology, plan.config.device.name):
-        return watch_rank(plan, topology, get_device("cpu"), fake=True)
+        return watch_rank(plan, topology, get_device(devices.HOST), fake=True)
 
 
 def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = False) -> Rehearsal:
     """A rank's second step, watched. With real tensors all ranks must call this."""
     start = time.perf_counter()
-    cpu = torch.device("cpu")
+    cpu = torch.device(devices.HOST)
     watch = Watch(plan.padded_vocab_size // plan.config.trainer.tp)
     with process_groups(plan, topology, device, cpu), ExitStack() as inside:
         data = build_data(plan, topology, cpu)
@@ -158,7 +159,7 @@ class _Batches:
             kept = batch if self._mode is None else batch.on(self._mode.from_tensor)
             tensors = [kept.tokens, kept.labels, kept.loss_mask, kept.sizes]
             if kept.documents is not None:
-                tensors += [kept.documents.ids, kept.documents.borders]
+                tensors += [kept.documents.ids, kept.documents.cu_seqlens]
             if kept.subsets is not None:
                 tensors += [kept.subsets.rows, kept.subsets.places, kept.subsets.positions]
             self._watch.label(tensors, BATCH)

@@ -57,8 +57,8 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("megatron_llama.optim", (), TEMPORARY),
     ("torch.optim", (), TEMPORARY),
     ("megatron_llama.model.rotary", ("rotary_table", "at_positions"), TABLES),
-    ("megatron_llama.model.document_mask", ("positions", "whole"), TABLES),
-    ("megatron_llama.model.attention", ("mask_of",), TABLES),
+    ("megatron_llama.devices.visibility", ("positions", "whole"), TABLES),
+    ("megatron_llama.devices.visibility", ("dense_mask",), TABLES),
 )
 _MOST_FRAMES = 40
 _AFTER_NAME = {"self_attn": ATTENTION, "mlp": FEED_FORWARD, "input_layernorm": NORMS, "post_attention_layernorm": NORMS}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_llama.config import Problem
 from megatron_llama.config.problems import nearest
 from megatron_llama.config.settings import Config
+from megatron_llama.devices import HOST
 from megatron_llama.plan import Plan
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.memory import USABLE
@@ -22,7 +23,6 @@ from megatron_llama.tools.settings import ClusterConfig
 if TYPE_CHECKING:
     from megatron_llama.devices import Device as DeviceHere
 
-HOST = "cpu"
 SHARED_BYTES = 265 << 20
 """What the ranks of a host have in common: the code of torch and its libraries. Measured with torch 2.13."""
 PROCESS_BYTES = 100 << 20

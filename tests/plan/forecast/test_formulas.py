@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_llama.config.settings import COMPILERS, DEVICES, INDUCTOR
+from megatron_llama.config.settings import DEVICES
+from megatron_llama.devices import INDUCTOR, NAMES, device_named
 from megatron_llama.plan import resolve
 from megatron_llama.plan.job import Job, Shape, job_of_plan
 from megatron_llama.plan.memory import footprint, kept_by_layer, under_way
@@ -129,14 +130,13 @@ def test_async_tp_hides_communication_and_takes_memory_for_two_pieces() -> None:
 
 
 def test_inductors_loss_takes_no_copy_of_the_logits() -> None:
-    assert set(COMPILERS) == set(DEVICES) - {"auto"}
     words = {"model.vocab_size": 32_000, "data.seq_length": 1024, "trainer.micro_batch_size": 1}
 
     def logits(device: str, precision: str, compiled: bool) -> int:
         more = {"device.name": device, "trainer.precision": precision, "trainer.compile": compiled}
         return footprint(job_of_plan(resolve(make(**words, **more), 1)), 0).logits
 
-    chunk, inductor = 512 * 32_000, [name for name in DEVICES if COMPILERS.get(name, INDUCTOR) == INDUCTOR]
+    chunk, inductor = 512 * 32_000, ["auto", *(name for name in NAMES if device_named(name).compiler == INDUCTOR)]
     assert {"auto", "cpu"} < set(inductor) < set(DEVICES)
     for device in DEVICES:
         spared = logits(device, "bf16", False) - logits(device, "bf16", True)

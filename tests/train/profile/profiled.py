@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import get_device
-from megatron_llama.model import attention_chunks
+from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
@@ -85,7 +85,7 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
         counter = FlopCounterMode(display=False)
         if count:
             # What recomputes scores in the backward pass counts a product more.
-            by_torch = patch.object(attention_chunks, "is_faster", lambda _: False)
+            by_torch = patch.object(cpu_attention, "is_faster", lambda _: False)
             with by_torch, sdpa_kernel(SDPBackend.MATH), counter:
                 training_step(steps + 1, plan, model, optimizer, batches, finite)
         parameters = sum(part.numel() for shard in model.shards for part in shard.owned(shard.values))

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from megatron_llama.cli import main as launch
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
-from megatron_llama.model import attention_cpu
-from megatron_llama.model.attention_chunks import is_faster
-from megatron_llama.model.cpu_products import by_amx
+from megatron_llama.devices.cpu import attention as attention_cpu
+from megatron_llama.devices.cpu.products import by_amx
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
@@ -71,7 +70,7 @@ def _attention(task: Task, dtype: torch.dtype) -> str:
     q = torch.empty(1, 1, task.seq_length, wide or task.model["hidden_size"] // heads, dtype=dtype, device=task.device)
     if task.mode == "compiled" and attention_cpu.serves(q):
         return "its own FlashAttention for CPUs"
-    if not is_faster(q):
+    if not attention_cpu.is_faster(q):
         return "scaled_dot_product_attention"
     return "by chunks" if not by_amx(dtype) else "scaled_dot_product_attention forward, by chunks backward"
 

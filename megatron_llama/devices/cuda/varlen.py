@@ -12,21 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.model.document_mask import Lengths
+from megatron_llama.arch.pattern import Pattern
+from megatron_llama.devices.visibility import Lengths
 
 aten = torch.ops.aten
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, borders: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
     """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], log-sum-exp of the scores [b, heads, s], fp32).
 
-    ``borders`` [documents + 1 or more] are where documents begin and end among the tokens of all rows, int32, on the
-    device. ``window``: a token sees this many tokens, itself included; 0: all of its document that precede it.
+    ``cu_seqlens`` [documents + 1 or more] are where documents begin and end among the tokens of all rows, int32, on the
+    device. The pattern has no blocks.
     """
-    starts, longest = _starts(lengths, borders)
+    starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (q, k, v)]
     found = aten._flash_attention_forward(
-        *flat, starts, starts, longest, longest, 0.0, not window, False, **_window(window)
+        *flat, starts, starts, longest, longest, 0.0, not pattern.window, False, **_window(pattern.window)
     )
     return _whole(found[0], q), found[1].unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1).contiguous()
 
@@ -39,11 +42,11 @@ def backward(
     out: Tensor,
     lse: Tensor,
     lengths: Lengths,
-    borders: Tensor,
-    window: int,
+    cu_seqlens: Tensor | None,
+    pattern: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of ``forward``'s output, and its results."""
-    starts, longest = _starts(lengths, borders)
+    starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (grad, q, k, v, out)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     found = aten._flash_attention_backward(
@@ -54,16 +57,17 @@ def backward(
         longest,
         longest,
         0.0,
-        not window,
+        not pattern.window,
         *no_dropout,
-        **_window(window),
+        **_window(pattern.window),
     )
     return _whole(found[0], q), _whole(found[1], k), _whole(found[2], v)
 
 
-def _starts(lengths: Lengths, borders: Tensor) -> tuple[Tensor, int]:
-    """(borders of the documents that there are, tokens of the longest)."""
-    return borders.narrow(0, 0, 1 + sum(map(len, lengths))), max(map(max, lengths))
+def _starts(lengths: Lengths, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+    """Return the boundaries without repetitions, and the tokens of the longest document."""
+    assert cu_seqlens is not None
+    return cu_seqlens.narrow(0, 0, 1 + sum(map(len, lengths))), max(map(max, lengths))
 
 
 def _window(window: int) -> dict[str, Any]:

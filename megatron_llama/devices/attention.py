@@ -1,25 +1,31 @@
-"""Attention call by call: each computes queries and keys of one document that see each other.
+"""Attention in plain torch: causal, with a dense mask, or by tiles for documents and patterns.
 
-The calls of a document (``Pattern.tiles``) need not have all keys of a query. A kernel returns the log-sum-exp of its
-scores with its output, so outputs for parts of the keys are merged exactly: they are means with weights exp(scores),
-and the log-sum-exp is the logarithm of the weights' sum (Milakov & Gimelshein 2018, arXiv:1805.02867). In the backward
-pass the final log-sum-exp and output make each part's gradient that of the whole.
+Whole sequences without a pattern are torch's causal scaled_dot_product_attention, whose fused kernels take grouped
+heads. A dense mask computes the whole square. Tiles compute the visible rectangles and little else. Uncompiled, tiles
+take the documents' lengths from the host. Inside a compiled block they are one operator that reads the lengths when it
+runs, so that other documents need no other graph. No kernel repeats key and value heads in memory.
 
-A call is FlashAttention: the CPU's, the GPU's, or where there is none for the dtype plain products, whose scores are
-those of one call.
+A tile is one call, for queries and keys of one document. The calls of a document (``Pattern.tiles``) need not have all
+keys of a query. A call returns the log-sum-exp of its scores with its output, so outputs for parts of the keys are
+merged exactly: they are means with weights exp(scores), and the log-sum-exp is the logarithm of the weights' sum
+(Milakov & Gimelshein 2018, arXiv:1805.02867). In the backward pass the final log-sum-exp and output make each part's
+gradient a part of the whole one. A call is the CPU's FlashAttention or the GPU's. For other dtypes it is plain matmuls
+with all scores of the call in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, Keys, Part, Pattern
-from megatron_llama.model.document_mask import Lengths
+from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
 aten = torch.ops.aten
 
@@ -28,6 +34,27 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor of x's shape [b, heads, s, d] that lies in memory as [s, b, heads, d], as the layers want it."""
     b, heads, s, d = x.shape
     return torch.empty(s, b, heads, d, dtype=dtype or x.dtype, device=x.device).permute(1, 2, 0, 3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None) -> Tensor:
+    """Return the attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
+    if visible is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    if visible.mask is not None:
+        # scaled_dot_product_attention with a mask has no grouped heads: loop over the members of a group.
+        members = q.unflatten(1, (k.shape[1], -1)).unbind(2)
+        outs = [F.scaled_dot_product_attention(member, k, v, attn_mask=visible.mask) for member in members]
+        return torch.stack(outs, dim=2).flatten(1, 2)
+    return attend_documents(q, k, v, visible, visible.kernel)
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs, kernel: str) -> Tensor:
+    """Return the attention inside documents, by the ``kernel`` of that name in ``KERNELS``."""
+    if visible.lengths is None:
+        pattern = [*astuple(visible.pattern)]
+        out, _ = _operator(q, k, v, visible.host_cu_seqlens, visible.cu_seqlens, kernel, pattern)
+        return out
+    return _Attention.apply(q, k, v, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
 
 
 class _Document(NamedTuple):
@@ -59,7 +86,9 @@ def _tokens(x: Tensor, start: int, stop: int) -> Tensor:
     return x.narrow(2, start, stop - start)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, pattern: Pattern) -> tuple[Tensor, Tensor]:
+def tiles_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
     """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], fp32 log-sum-exp of scores [b, heads, s])."""
     outs, lses = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     for document in _documents(lengths):
@@ -74,10 +103,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, pattern: Pattern)
     return outs, lses
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, pattern: Pattern
+def tiles_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    cu_seqlens: Tensor | None,
+    pattern: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of ``forward``'s output, and its results."""
+    """Return the gradients of q, k and v, from the output's gradient and the results of ``tiles_forward``."""
     # A gradient that is a sum over calls is summed in fp32.
     summed = any(pattern.leaves_out(length) for row in lengths for length in row)
     grads = tuple(empty_like(x, torch.float32 if summed else None) for x in (q, k, v))
@@ -227,3 +264,103 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         size = scores.shape[-2:]
         scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
     return scores if mask is None else scores + mask
+
+
+class DocumentKernel(NamedTuple):
+    """Attention inside documents with a pattern."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Lengths, Tensor | None, Pattern], tuple[Tensor, Tensor]]
+    """(q, k, v, lengths, cu_seqlens, pattern) to (output [b, heads, s, d], fp32 log-sum-exp [b, heads, s])."""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(output's gradient, q, k, v, output, log-sum-exp, lengths, cu_seqlens, pattern) to gradients of q, k and v."""
+
+
+KERNELS = {"tiles": DocumentKernel(tiles_forward, tiles_backward)}
+"""Kernels by name. A device's package adds its own."""
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, kernel: str, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
+    """(attention [b, heads, s, d], log-sum-exp of the scores [b, heads, s], fp32)."""
+    return KERNELS[kernel].forward(q, k, v, lengths, cu_seqlens, pattern)
+
+
+def _backward(
+    grad: Tensor, saved: Sequence[Tensor], lengths: Lengths, cu_seqlens: Tensor | None, kernel: str, pattern: Pattern
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. ``saved`` are these, the output and the log-sum-exp."""
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels require a contiguous last dim
+    return KERNELS[kernel].backward(grad, *saved, lengths, cu_seqlens, pattern)
+
+
+class _Attention(torch.autograd.Function):
+    """Uncompiled."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        out, lse = _forward(q, k, v, *how)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_backward(grad, ctx.saved_tensors, *ctx.how), None, None, None, None
+
+
+@torch.library.custom_op("megatron_llama::attention", mutates_args=())
+def _operator(
+    q: Tensor, k: Tensor, v: Tensor, host_cu_seqlens: Tensor, cu_seqlens: Tensor | None, kernel: str, pattern: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Inside compiled blocks. ``pattern`` are Pattern's numbers."""
+    return _forward(q, k, v, _lengths(host_cu_seqlens, q), cu_seqlens, kernel, Pattern(*pattern))
+
+
+@torch.library.custom_op("megatron_llama::attention_backward", mutates_args=())
+def _operator_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    host_cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
+    kernel: str,
+    pattern: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(grad, (q, k, v, out, lse), _lengths(host_cu_seqlens, q), cu_seqlens, kernel, Pattern(*pattern))
+
+
+def _lengths(cu_seqlens: Tensor, q: Tensor) -> Lengths:
+    """Return the documents' lengths from ``cu_seqlens`` [tokens + 1], the last of which are repeated."""
+    rows, length, found = q.shape[0], q.shape[2], []
+    ends = [end for end in cu_seqlens.unique_consecutive().tolist() if end]
+    for row in range(rows):
+        own = [end - row * length for end in ends if row * length < end <= (row + 1) * length]
+        found.append(tuple(end - start for start, end in zip([0, *own], own, strict=False)))
+    return tuple(found)
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_operator_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, host_cu_seqlens, cu_seqlens, *ctx.how = inputs
+    ctx.save_for_backward(q, k, v, *output, host_cu_seqlens, cu_seqlens)
+
+
+def _operator_gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, host_cu_seqlens, cu_seqlens = ctx.saved_tensors
+    return *_operator_backward(grad, *saved, host_cu_seqlens, cu_seqlens, *ctx.how), None, None, None, None
+
+
+_operator.register_autograd(_operator_gradient, setup_context=_keep)

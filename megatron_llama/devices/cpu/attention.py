@@ -1,0 +1,339 @@
+"""Causal attention on a CPU: a C++ kernel for compiled blocks, and matmuls by chunks for whole sequences elsewhere.
+
+torch's FlashAttention for CPUs multiplies bf16 in its backward pass as fp32, and calls a library's large matmuls in
+both passes. Both kernels here are for a CPU's caches. Neither repeats key and value heads.
+
+The C++ kernel (attention_cpu.cpp) is FlashAttention in both passes. It keeps blocks in the cache and multiplies them by
+torch's small matmuls (brgemm), which use the processor's bf16 units. It takes documents and a window, and computes
+little of the hidden part. Scores, weights and sums are fp32. Weights and the gradients of scores are rounded to the
+tensors' dtype before a matmul. A thread takes a key and value head of one sequence with its query heads, or one query
+head. The first call compiles the kernel with Inductor's compiler, into Inductor's cache: seconds, once for a kind of
+processor.
+
+The matmuls by chunks need no compiler. A chunk of queries and its visible keys is two batched matmuls in the forward
+pass and five in the backward pass. Its softmax is one operator on scores that are still in the cache. Keys behind the
+chunk's last query are not computed. The queries of a group of heads are rows of one matrix. The backward pass needs
+queries, keys and values alone: it recomputes the softmax (as in Dao et al. 2022, arXiv:2205.14135). Scores and the
+gradients of the weights are fp32 matmuls, as in torch's kernel, and so is the output. The other three matmuls of the
+backward pass are in the tensors' dtype. With AMX units, bf16 tensors go through torch's kernel in the forward pass, and
+the fp32 matmuls of the backward pass run on these units.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron_llama.devices.attention import empty_like
+from megatron_llama.devices.cpu.cpp import load_cpp
+from megatron_llama.devices.cpu.products import by_amx, by_onednn, exact_in, in_512_bits
+
+aten = torch.ops.aten
+DTYPES = torch.float32, torch.bfloat16
+HEAD = 32
+"""Numbers of a head, of which there must be a multiple: two vectors of fp32 of the widest processors."""
+LONGEST = 16384
+"""Tokens of a sequence. In the backward pass a thread has memory for ten tensors of a head's size, half of them fp32;
+where query heads go apart there are two more in fp32 for each of them."""
+
+
+def serves(q: Tensor) -> bool:
+    """Whether the kernel takes queries [b, heads, s, d], of which there are as many as keys."""
+    fits = q.shape[3] % HEAD == 0 and q.shape[2] <= LONGEST
+    return q.device.type == "cpu" and q.dtype in DTYPES and fits and _compiles()
+
+
+@torch.compiler.assume_constant_result  # Dynamo can't look into it
+def _compiles() -> bool:
+    return _library() is not None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernel; None, with a warning, where it can't be had."""
+    # One file for the compiler, as Inductor keeps it by its text.
+    files = [Path(__file__).with_name(name).read_text() for name in ("attention_cpu_blocks.h", "attention_cpu.cpp")]
+    source = "".join(files).replace("#pragma once", "").replace('#include "attention_cpu_blocks.h"', "")
+    library = load_cpp(source, "attention goes through torch's kernel: ours for CPUs could not be compiled")
+    if library is None:
+        return None
+    library.multiplies.restype = ctypes.c_bool
+    return library if library.multiplies(False) else None
+
+
+@torch.library.custom_op("megatron_llama::cpu_attention", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], fp32 log-sum-exp of scores [b, heads, s]).
+
+    ``first`` [b, s], int32, is the first key that each query sees, which never falls; None for 0. It sees all from
+    there to its own.
+    """
+    kv = q.shape[0], k.shape[1], *q.shape[2:]
+    if not (k.shape == v.shape == kv and q.dtype == k.dtype == v.dtype and q.shape[1] % k.shape[1] == 0):
+        raise ValueError(f"queries {_said(q)} do not go with keys {_said(k)} and values {_said(v)}")
+    if first is not None and (first.dtype != torch.int32 or first.shape != (q.shape[0], q.shape[2])):
+        raise ValueError(f"first is {_said(first)}, and has to be int32 {[q.shape[0], q.shape[2]]}")
+    inputs = [_as_taken(x) for x in (q, k, v)]
+    out, lse = empty_like(inputs[0]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    _call("attention_forward", [*inputs, out, lse], q.shape, k.shape[1], first)
+    return _in(q.dtype, out), lse
+
+
+@torch.library.custom_op("megatron_llama::cpu_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of ``attend``'s output, and its results."""
+    inputs = [_as_taken(x) for x in (grad, q, k, v, out)]
+    dq, dk, dv = (empty_like(x) for x in inputs[1:4])
+    _call("attention_backward", [*inputs, lse, dq, dk, dv], q.shape, k.shape[1], first)
+    return _in(q.dtype, dq), _in(q.dtype, dk), _in(q.dtype, dv)
+
+
+def _said(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _multiplies_bf16() -> bool:
+    """Whether products of bf16 are faster than those of fp32."""
+    library = _library()
+    assert library is not None
+    return torch.cpu._is_avx512_bf16_supported() and library.multiplies(True)
+
+
+def _as_taken(x: Tensor) -> Tensor:
+    """x, or a copy: the kernel reads a head's numbers as neighbours, bf16 ones by pairs, and where there are no
+    instructions for bf16 it wants fp32."""
+    if x.dtype == torch.bfloat16 and not _multiplies_bf16():
+        x = x.float()
+    apart = x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
+    return empty_like(x).copy_(x) if apart else x
+
+
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x if x.dtype == dtype else empty_like(x, dtype).copy_(x)
+
+
+def _call(name: str, tensors: list[Tensor], q: torch.Size, kv_heads: int, first: Tensor | None) -> None:
+    """A function of attention_cpu.cpp, whose end says what it takes."""
+    strides = [stride for x in tensors for stride in x.stride()[:3]]
+    first = None if first is None else first.contiguous()
+    getattr(_library(), name)(
+        ctypes.c_bool(tensors[0].dtype == torch.bfloat16),
+        (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors)),
+        (ctypes.c_int64 * len(strides))(*strides),
+        ctypes.c_void_p(None if first is None else first.data_ptr()),
+        (ctypes.c_int64 * 5)(q[0], q[1], kv_heads, q[2], q[3]),
+        ctypes.c_float(q[3] ** -0.5),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *qkv, first = inputs
+    ctx.save_for_backward(*qkv, *output, first)
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(grad, *ctx.saved_tensors), None
+
+
+attend.register_autograd(_gradient, setup_context=_keep)
+
+
+def _flops(q: tuple[int, ...], products: int) -> int:
+    """Of products for the whole square of scores, as torch counts scaled_dot_product_attention."""
+    return 2 * products * math.prod(q) * q[2]
+
+
+@register_flop_formula(torch.ops.megatron_llama.cpu_attention)
+def _forward_flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return _flops(q, 2)
+
+
+@register_flop_formula(torch.ops.megatron_llama.cpu_attention_backward)
+def _backward_flops(_: tuple[int, ...], q: tuple[int, ...], *__: Any, **___: Any) -> int:
+    return _flops(q, 5)
+
+
+CHUNK = 128
+"""Tokens whose queries go together. Of their scores with their own keys half are computed in vain."""
+FASTER = range(384, 768)
+"""Lengths of the sequences for which this is faster than torch's kernel where MKL multiplies: from 768 on that takes
+256 queries at a time, where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
+FASTER_BY_ONEDNN, FASTER_IN_512_BITS = range(16, 768), range(16, 8193)
+"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then, in both dtypes (Zen 4); and
+for bf16 where the units have 512 bits (Zen 5). Longer ones than 8,192 were not measured."""
+FASTER_BY_AMX = range(16, 768)
+"""The same for bf16 where there are AMX units, which torch's forward pass uses well and its backward pass does not."""
+SCORES = 2**20
+"""Scores that are in memory at once, 4 MiB that stay in the cache; more where a chunk of one kv head has more."""
+
+
+def is_faster(q: Tensor) -> bool:
+    """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
+    if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if by_amx(q.dtype):
+        return q.shape[2] in FASTER_BY_AMX
+    if not by_onednn():
+        return q.shape[2] in FASTER
+    return q.shape[2] in (FASTER_IN_512_BITS if q.dtype == torch.bfloat16 and in_512_bits() else FASTER_BY_ONEDNN)
+
+
+@torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+    if by_amx(q.dtype):
+        return empty_like(q).copy_(aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
+    queries, keys, values = (_by_kv_head(x, k.shape[1], torch.float32) for x in (q, k, v))
+    scale, out, memory = q.shape[3] ** -0.5, torch.empty_like(queries), _Memory(torch.float32)
+    for chunk in _chunks(queries, keys):
+        weights = _weights(queries, keys, chunk, scale, memory)
+        out[chunk.heads, chunk.rows] = weights @ values[chunk.heads, : chunk.seen]
+    return _by_head(out, q)
+
+
+@torch.library.custom_op("megatron_llama::causal_attention_backward", mutates_args=())
+def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output."""
+    scale, kv_heads = q.shape[3] ** -0.5, k.shape[1]
+    queries, keys, values, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, v, grad))
+    wide_queries, wide_keys, wide_values, wide_grads = (x.float() for x in (queries, keys, values, grads))
+    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
+    memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
+    with exact_in(q.dtype):
+        for chunk in _chunks(wide_queries, wide_keys):
+            some, rows, seen = chunk.heads, chunk.rows, chunk.seen
+            weights = _weights(wide_queries, wide_keys, chunk, scale, memory)
+            # Scaled here, and with it all that is linear in it.
+            by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, scale, second)
+            factors = _narrowed(weights, narrow)
+            dv[some, :seen].baddbmm_(factors.mT, grads[some, rows])
+            by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
+            factors = _narrowed(by_score, narrow)
+            dq[some, rows] = factors @ keys[some, :seen]
+            dk[some, :seen].baddbmm_(factors.mT, queries[some, rows])
+    return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
+
+
+class _Chunk(NamedTuple):
+    heads: slice
+    """Of all rows of the batch."""
+    rows: slice
+    """Of the queries of a kv head."""
+    seen: int
+    """Keys that its last token sees."""
+    hidden: Tensor
+    """0 where a query sees a key of the chunk's own tokens, else -inf [rows, tokens]."""
+
+
+def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
+    """The chunks of queries [kv heads, s * group, d]."""
+    kv_heads, length = keys.shape[:2]
+    group = queries.shape[1] // length
+    at_once = max(1, SCORES // (group * CHUNK * length))
+    places = torch.arange(CHUNK)
+    hidden = torch.zeros(CHUNK * group, CHUNK)
+    hidden.masked_fill_(places > places.repeat_interleave(group).unsqueeze(-1), -math.inf)
+    for first in range(0, kv_heads, at_once):
+        heads = slice(first, min(first + at_once, kv_heads))
+        for stop in range(length, 0, -CHUNK):  # the largest first, as _Memory wants
+            start = max(0, stop - CHUNK)
+            tokens = stop - start
+            yield _Chunk(heads, slice(start * group, stop * group), stop, hidden[: tokens * group, :tokens])
+
+
+class _Memory:
+    """For one tensor after another, of which the first is the largest. New pages would cost as much as a softmax."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._whole: Tensor | None = None
+
+    def of(self, *shape: int) -> Tensor:
+        """A tensor with any values, which takes the place of the one before it."""
+        if self._whole is None:
+            self._whole = torch.empty(shape, dtype=self.dtype)
+        return self._whole.view(-1)[: math.prod(shape)].view(shape)
+
+
+def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, scale: float, memory: _Memory) -> Tensor:
+    """The softmax of a chunk's scores [kv heads, rows, keys], fp32."""
+    scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, scale, memory)
+    scores[..., -chunk.hidden.shape[1] :] += chunk.hidden
+    return torch.softmax(scores, -1, out=scores)
+
+
+def _product(one: Tensor, other: Tensor, scale: float, memory: _Memory) -> Tensor:
+    out = memory.of(one.shape[0], one.shape[1], other.shape[2])
+    return torch.baddbmm(out, one, other, beta=0, alpha=scale, out=out)
+
+
+def _narrowed(x: Tensor, memory: _Memory) -> Tensor:
+    """x in the memory's dtype, which may be its own."""
+    return x if x.dtype == memory.dtype else memory.of(*x.shape).copy_(x)
+
+
+def _by_kv_head(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """x [b, heads, s, d] as [b * kv heads, s * group, d]: a copy. A token's queries of a group are neighbours."""
+    apart = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+    return apart.to(dtype, memory_format=torch.contiguous_format, copy=True).flatten(0, 1).flatten(1, 2)
+
+
+def _by_head(x: Tensor, like: Tensor) -> Tensor:
+    """The reverse, in the dtype and with the shape of ``like``; in memory as the layers want it."""
+    b, heads, s, _ = like.shape
+    group = x.shape[1] // s
+    out = empty_like(like)
+    out.unflatten(1, (-1, group)).transpose(2, 3).copy_(x.view(b, heads // group, s, group, x.shape[2]))
+    return out
+
+
+@causal_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return empty_like(q)
+
+
+@causal_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _causal_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return causal_attention_backward(grad, *ctx.saved_tensors)
+
+
+causal_attention.register_autograd(_causal_gradient, setup_context=_keep_inputs)
+
+
+@register_flop_formula(torch.ops.megatron_llama.causal_attention)
+def _causal_forward_flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return _flops(q, 2)
+
+
+@register_flop_formula(torch.ops.megatron_llama.causal_attention_backward)
+def _causal_backward_flops(_: tuple[int, ...], q: tuple[int, ...], *__: Any, **___: Any) -> int:
+    return _flops(q, 5)
