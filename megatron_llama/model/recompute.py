@@ -65,7 +65,7 @@ _ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""What scaled_dot_product_attention becomes. All else are operators of devices/."""
+"""Operators of scaled_dot_product_attention. Other kernels have operators in devices/."""
 
 
 def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
