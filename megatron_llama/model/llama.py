@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.kv_cache import KVCache, LayerCache
 from megatron_llama.model.loss import Head
@@ -235,13 +235,13 @@ class Llama(nn.Module):
         padded_vocab_size: int,
         recompute: Callable[[int], str] = lambda layer: "none",
         offload: bool = False,
-        kernels: Kernels | None = None,
+        kernels: Kernels = EAGER,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
-        self.kernels, self.offload = kernels or Kernels(), offload
+        self.kernels, self.offload = kernels, offload
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
         self._rotary: Rotary | None = None

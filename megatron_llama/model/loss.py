@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.plan.shapes import loss_chunk
 
 _ROWS_AT_ONCE = 2048
@@ -92,7 +92,7 @@ class Head(ColumnParallelLinear):
             skip_weight_param_allocation=tied,
         )
         self.vocab_size = vocab_size
-        self.passes, self.kernels = IN_PLACE, Kernels()
+        self.passes, self.kernels = IN_PLACE, EAGER
 
     def forward(
         self,
