@@ -156,9 +156,9 @@ MAY_NAME_DEVICES = (
     "megatron_llama/config/settings.py",
     "megatron_llama/tools/import_nemo/",
 )
-# Where the CPU's name may stand too: benchmarks run programs on a device that the user names, and the planner's table
-# of hardware has a row for it. Elsewhere code asks the Device, or writes ``devices.HOST`` for the host's memory. Methods
-# such as ``.cpu()`` move a tensor there and are free.
+# More files that may name the CPU: benchmarks run programs on a device that the user names, and the planner's table of
+# hardware has a row for it. Other code asks the Device, or writes ``devices.HOST`` for the host's memory. A method such
+# as ``.cpu()`` moves a tensor there: it is no question about a device, so it is allowed.
 MAY_NAME_THE_CPU = (
     *MAY_NAME_DEVICES,
     "megatron_llama/optim/",

@@ -7,7 +7,7 @@ runs, so that other documents need no other graph. No kernel repeats key and val
 
 A tile is one call, for queries and keys of one document. The calls of a document (``Pattern.tiles``) need not have all
 keys of a query. A call returns the log-sum-exp of its scores with its output, so outputs for parts of the keys are
-merged exactly: they are means with weights exp(scores), and the log-sum-exp is the logarithm of the weights' sum
+merged exactly. An output is a mean with weights exp(scores), and the log-sum-exp is the logarithm of the weights' sum
 (Milakov & Gimelshein 2018, arXiv:1805.02867). In the backward pass the final log-sum-exp and output make each part's
 gradient a part of the whole one. A call is the CPU's FlashAttention or the GPU's. For other dtypes it is plain matmuls
 with all scores of the call in memory.

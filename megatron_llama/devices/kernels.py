@@ -141,6 +141,8 @@ class Kernels:
         return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
+EAGER = Kernels()
+"""The default where no device is given: plain torch, uncompiled."""
 _SHARED: dict[tuple[object, ...], Kernels] = {}
 
 

@@ -28,7 +28,7 @@ class Documents:
     ids: Tensor
     """Number of the document of each token [b, s], int64. Padding tokens have a separate number."""
     lengths: Lengths
-    """The same as lengths, on the host: reading them does not wait for the device."""
+    """Tokens of each document, on the host: reading them does not wait for the device."""
     cu_seqlens: Tensor
     """Boundaries of the documents among the tokens of all rows [b * s + 1], int32: 0 first. The last one is repeated,
     so that the shape is always the same."""
@@ -52,7 +52,7 @@ class Documents:
         return cls(ids, ((length,),) * rows, cu_seqlens.to(device), cu_seqlens)
 
     def on(self, move: Callable[[Tensor], Tensor]) -> Documents:
-        """The same on a device to which ``move`` takes tensors."""
+        """Return a copy on the device to which ``move`` takes tensors."""
         return Documents(move(self.ids), self.lengths, move(self.cu_seqlens), self.host_cu_seqlens)
 
     def positions(self) -> Tensor:
@@ -125,8 +125,8 @@ def is_visible(queries: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
     if pattern.window:
         return queries - keys < pattern.window
     if pattern.group:
-        kept = keys % pattern.group >= pattern.group - pattern.block * pattern.global_blocks
-        return kept | (queries // pattern.group == keys // pattern.group)
+        is_global = keys % pattern.group >= pattern.group - pattern.block * pattern.global_blocks
+        return is_global | (queries // pattern.group == keys // pattern.group)
     return torch.ones_like(queries - keys, dtype=torch.bool)
 
 

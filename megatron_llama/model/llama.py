@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
@@ -189,7 +189,7 @@ class Llama(nn.Module):
         layers: Sequence[int],
         *,
         padded_vocab_size: int,
-        kernels: Kernels | None = None,
+        kernels: Kernels = EAGER,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
@@ -197,7 +197,6 @@ class Llama(nn.Module):
         self.model = model
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
-        kernels = kernels or Kernels()
         self.build_inputs = InputBuilder(model, kernels.visible)
         if is_first:
             self.embed_tokens = VocabParallelEmbedding(

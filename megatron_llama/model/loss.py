@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import EAGER, Kernels
 
 _ROWS_AT_ONCE = 2048
 """Rows of the weight whose gradient is added at once: their product is then still in the cache."""
@@ -92,7 +92,7 @@ class Head(ColumnParallelLinear):
             skip_weight_param_allocation=tied,
         )
         self.vocab_size = vocab_size
-        self.passes, self.kernels = IN_PLACE, Kernels()
+        self.passes, self.kernels = IN_PLACE, EAGER
 
     def forward(
         self,

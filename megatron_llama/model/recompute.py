@@ -165,7 +165,7 @@ _ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""Operators behind scaled_dot_product_attention. All other kernels are operators of devices/."""
+"""Operators of scaled_dot_product_attention. Other kernels have operators in devices/."""
 
 
 def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -103,15 +103,15 @@ def _said(x: Tensor) -> str:
 
 
 def _multiplies_bf16() -> bool:
-    """Whether products of bf16 are faster than those of fp32."""
+    """Whether bf16 matmuls are faster than fp32 matmuls."""
     library = _library()
     assert library is not None
     return torch.cpu._is_avx512_bf16_supported() and library.multiplies(True)
 
 
 def _as_taken(x: Tensor) -> Tensor:
-    """x, or a copy: the kernel reads a head's numbers as neighbours, bf16 ones by pairs, and where there are no
-    instructions for bf16 it wants fp32."""
+    """Return x, or a copy: the kernel reads a head's values as neighbours, bf16 values by pairs. On a processor without
+    bf16 instructions it requires fp32."""
     if x.dtype == torch.bfloat16 and not _multiplies_bf16():
         x = x.float()
     apart = x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
@@ -123,7 +123,7 @@ def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _call(name: str, tensors: list[Tensor], q: torch.Size, kv_heads: int, first: Tensor | None) -> None:
-    """A function of attention_cpu.cpp, whose end says what it takes."""
+    """Call a function of attention_cpu.cpp. The end of that file lists the arguments."""
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     first = None if first is None else first.contiguous()
     getattr(_library(), name)(
@@ -160,7 +160,7 @@ attend.register_autograd(_gradient, setup_context=_keep)
 
 
 def _flops(q: tuple[int, ...], products: int) -> int:
-    """Of products for the whole square of scores, as torch counts scaled_dot_product_attention."""
+    """Return the FLOPs of matmuls over the whole square of scores, as torch counts scaled_dot_product_attention."""
     return 2 * products * math.prod(q) * q[2]
 
 
@@ -214,18 +214,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.library.custom_op("megatron_llama::causal_attention_backward", mutates_args=())
 def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output."""
+    """Return the gradients of q, k and v, from the output's gradient."""
     scale, kv_heads = q.shape[3] ** -0.5, k.shape[1]
     queries, keys, values, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, v, grad))
-    wide_queries, wide_keys, wide_values, wide_grads = (x.float() for x in (queries, keys, values, grads))
+    queries_fp32, keys_fp32, values_fp32, grads_fp32 = (x.float() for x in (queries, keys, values, grads))
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
     memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
     with exact_in(q.dtype):
-        for chunk in _chunks(wide_queries, wide_keys):
+        for chunk in _chunks(queries_fp32, keys_fp32):
             some, rows, seen = chunk.heads, chunk.rows, chunk.seen
-            weights = _weights(wide_queries, wide_keys, chunk, scale, memory)
+            weights = _weights(queries_fp32, keys_fp32, chunk, scale, memory)
             # Scaled here, and with it all that is linear in it.
-            by_weight = _product(wide_grads[some, rows], wide_values[some, :seen].mT, scale, second)
+            by_weight = _product(grads_fp32[some, rows], values_fp32[some, :seen].mT, scale, second)
             factors = _narrowed(weights, narrow)
             dv[some, :seen].baddbmm_(factors.mT, grads[some, rows])
             by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
@@ -237,13 +237,13 @@ def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> 
 
 class _Chunk(NamedTuple):
     heads: slice
-    """Of all rows of the batch."""
+    """Range among the kv heads of all rows of the batch."""
     rows: slice
-    """Of the queries of a kv head."""
+    """Range among the queries of a kv head."""
     seen: int
-    """Keys that its last token sees."""
+    """Keys that are visible to its last token."""
     hidden: Tensor
-    """0 where a query sees a key of the chunk's own tokens, else -inf [rows, tokens]."""
+    """0 where a query attends to a key of the chunk's tokens, else -inf [rows, tokens]."""
 
 
 def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
@@ -300,7 +300,7 @@ def _by_kv_head(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _by_head(x: Tensor, like: Tensor) -> Tensor:
-    """The reverse, in the dtype and with the shape of ``like``; in memory as the layers want it."""
+    """The reverse, in the dtype and with the shape of ``like``; in memory as the layers read it."""
     b, heads, s, _ = like.shape
     group = x.shape[1] // s
     out = empty_like(like)

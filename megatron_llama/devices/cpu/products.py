@@ -48,8 +48,8 @@ def in_512_bits() -> bool:
 
 @contextmanager
 def exact_in(dtype: torch.dtype) -> Iterator[None]:
-    """Products of fp32 tensors whose numbers are of ``dtype``: AMX units multiply them as bf16 and sum in fp32, which
-    rounds nothing and takes half the time."""
+    """Multiply fp32 tensors whose values fit ``dtype``: AMX units multiply them as bf16 and sum in fp32. Nothing is
+    rounded, in half the time."""
     products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision
     if by_amx(dtype):
@@ -61,7 +61,7 @@ def exact_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def multiplies_bf16() -> bool:
-    """Whether torch has fast products of bf16 matrices for this processor."""
+    """Whether torch has fast bf16 matmuls for this processor."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -72,22 +72,22 @@ def multiply_in_fp32() -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is replaced
         for name in (*_IN_PLACE, *_PRODUCTS, *_ATTENTION):
-            library.impl(name, _widened(name), "CPU", with_keyset=True, allow_override=True)
+            library.impl(name, _upcast_operator(name), "CPU", with_keyset=True, allow_override=True)
     return library
 
 
-def _widened(name: str) -> Any:
+def _upcast_operator(name: str) -> Any:
     """torch's operator, in fp32 for bf16 tensors."""
     torchs = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if args[0].dtype != torch.bfloat16:
             return torchs.call_boxed(keys, *args, **kwargs)
-        wide = {key: _wide(value) for key, value in kwargs.items()}
+        in_fp32 = {key: _to_fp32(value) for key, value in kwargs.items()}
         target = args[0] if name in _IN_PLACE else kwargs.get("out")
         if "out" in kwargs:
-            wide["out"] = torch.empty(0)
-        found = torchs.call_boxed(keys, *map(_wide, args), **wide)
+            in_fp32["out"] = torch.empty(0)
+        found = torchs.call_boxed(keys, *map(_to_fp32, args), **in_fp32)
         if target is not None:
             return target.resize_(found.shape).copy_(found)
         if name == _ATTENTION[0]:
@@ -97,6 +97,6 @@ def _widened(name: str) -> Any:
     return product
 
 
-def _wide(x: Any) -> Any:
+def _to_fp32(x: Any) -> Any:
     """x, in fp32 if it is a bf16 tensor."""
     return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x
