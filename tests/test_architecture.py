@@ -22,9 +22,9 @@ ROOMS = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall((ROOT / "docs/t
 ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 # Modules that stand lower than the room they lie in, because a plan and data_prep need them: they import no torch.
 LOW_MODULES = {room for room in ROW if room.startswith("data.")}
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
-# Names that a stranger expects in more than one folder: a package's face, and a tool's command line.
-REPEATED_NAMES = {"__init__.py", "cli.py"}
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 60
+# Names that a stranger expects in more than one folder: the face of a package, a command line, an interface.
+REPEATED_NAMES = {"__init__.py", "cli.py", "base.py"}
 
 SOURCES = sorted([*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 

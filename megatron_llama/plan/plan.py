@@ -85,8 +85,8 @@ class Plan:
 
     @property
     def exchanges_signs(self) -> bool:
-        """Whether the optimizer sums over the data-parallel ranks by itself, later as signs of momenta (1-bit Adam)."""
-        return self.config.optim.name == "onebit_adam"
+        """Whether data-parallel ranks exchange signs of momenta after ``optim.freeze_step`` (1-bit Adam)."""
+        return self.config.optim.row.exchanges_signs
 
     @property
     def plain_parameters(self) -> bool:
@@ -117,9 +117,9 @@ class Plan:
     @property
     def narrow_gradients(self) -> bool:
         """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is
-        added, on a CPU, where the optimizers widen them piece by piece (optim/piecewise_adam.py). LoRA's are small."""
+        added, on a CPU, where the optimizers upcast them by chunks (optim/adam.py). LoRA's are small."""
         on_cpu = self.config.device.name == "cpu" and "optimizer" not in self.config.trainer.offload
-        plain = self.config.finetune.method != "lora" and not self.exchanges_signs
+        plain = self.config.finetune.method != "lora" and not self.config.optim.row.sums_gradients
         return self.working_copies and self.one_micro_batch and on_cpu and plain
 
     @property

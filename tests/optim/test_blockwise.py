@@ -11,12 +11,14 @@ import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import get_device
 from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
+from megatron_llama.optim.adam import adam_update, adamw_update
 from megatron_llama.optim.blockwise import BlockwiseState, Levels
-from megatron_llama.optim.low_precision import LowPrecisionOptimizer
+from megatron_llama.optim.low_precision import ElementwiseOptimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
@@ -141,9 +143,10 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     kind = {"adamw": torchao.AdamW8bit, "adam": torchao.Adam8bit}[name]
     reference = kind([theirs], **settings, block_size=STATE_BLOCK)
-    ours = LowPrecisionOptimizer(
+    ours = ElementwiseOptimizer(
         [{"params": [mine], **settings}],
-        name,
+        OPTIMIZERS[name],
+        {"adamw": adamw_update, "adam": adam_update}[name],
         {mine: [Piece("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
         state_dtype=torch.float32,
         stochastic=False,
@@ -153,7 +156,7 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for step in range(12):
         gradient = torch.randn(48, 128, generator=torch.Generator().manual_seed(step))
         mine.grad, theirs.grad = gradient.clone(), gradient * 0.5
-        ours.step(gradient_factor=torch.tensor(0.5))
+        ours.step(factor=torch.tensor(0.5))
         reference.step()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         for moment in ("exp_avg", "exp_avg_sq"):

@@ -103,6 +103,7 @@ NOT_FUSED = (
     "settings",
     [
         ["optim.name=adamw"],
+        ["trainer.precision=bf16", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
         *[[*what, f"device={device}"] for what in NOT_FUSED for device in ("cpu", "neuron")],
         *[["trainer.offload=[optimizer]", f"optim.name={name}"] for name in ("adamw", "sgd")],
     ],
