@@ -29,7 +29,8 @@ LONG_FOLDERS = ("checkpoint", "launch", "layouts", "finetuning", "inference", "d
 @pytest.fixture(autouse=True)
 def torchs_own_products() -> Iterator[None]:
     """A test that measures this process as a rank may choose how it multiplies; the next test is asked anew."""
-    from megatron_llama.devices import bf16_products, cpu
+    from megatron_llama.devices.cpu import bf16_products
+    from megatron_llama.devices.cpu import device as cpu
 
     yield
     if bf16_products.multiply_in_fp32.cache_info().currsize:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import tests.warm  # noqa: F401  before the first fork
 from megatron_llama.devices.cpu import DEVICE
-from megatron_llama.devices.shared_memory import register
+from megatron_llama.devices.cpu.shared_memory import register
 
 
 class RankFailed(AssertionError):

@@ -12,7 +12,7 @@ import matplotlib.backends.backend_agg  # noqa: F401  draws loss.png
 import matplotlib.pyplot  # noqa: F401
 import megatron.core.transformer.transformer_block  # noqa: F401
 
-import megatron_llama.devices.cpu
+import megatron_llama.devices.cpu.kernels
 import megatron_llama.launch.cli
 import megatron_llama.launch.start
 import megatron_llama.optim.schedules

@@ -1,4 +1,7 @@
-"""The interface of a device. A new device is a module beside this one, with a subclass of ``Device``."""
+"""The interface of a device. A new device is a package next to this file, with a subclass of ``Device``.
+
+Facts about a device are class attributes, so a plan reads them without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,44 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.settings import COMPILERS
 from megatron_llama.devices.processor import instruction_set
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama.plan import Plan
-    from megatron_llama.topology import Topology
+    from megatron_llama.config import Config
+    from megatron_llama.devices.kernels import Kernels
+
+INDUCTOR = "inductor"
+"""torch.compile's default backend."""
+
+
+class PipelineRank(Protocol):
+    """The place of a rank in the pipeline, as ``Topology`` has it."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+
+    @property
+    def vpp(self) -> int:
+        """Chunks of layers per stage."""
 
 
 class Peak(NamedTuple):
@@ -41,6 +70,20 @@ class Device(ABC):
     """Whether the machine determines the number of devices; the world is then made of those that are visible."""
     forkable: bool
     """Whether ranks may be forked from a parent that has imported torch."""
+    compiler: str
+    """Backend of torch.compile."""
+    attention: str
+    """Kernel for documents and attention patterns.
+
+    * varlen: one call of FlashAttention over sequences of different lengths.
+    * tiles: one call per visible rectangle.
+    * mask: the whole square with a dense mask of one shape, for devices that compile each shape.
+    """
+    asynchronous: bool = True
+    """Whether the host runs ahead of the device. Reading a value on the host then waits, and memory in use by a queued
+    operation must not be freed."""
+    keeps_bf16_grads: bool = False
+    """Whether the optimizer's kernels read bf16 gradients of fp32 weights, so that no fp32 copy is needed."""
     pins_memory: bool = False
     """Whether it copies from pinned host memory while it computes; batches are then built there."""
     variable_prefixes: tuple[str, ...] = ()
@@ -69,8 +112,8 @@ class Device(ABC):
         return {}
 
     @abstractmethod
-    def environment(self, plan: Plan) -> dict[str, str]:
-        """Variables to set before a rank imports torch. Variables that the user has set win."""
+    def environment(self, config: Config) -> dict[str, str]:
+        """Variables to set before a rank imports torch, for a resolved config. Variables that the user has set win."""
 
     @abstractmethod
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
@@ -85,7 +128,24 @@ class Device(ABC):
 
         torch.manual_seed(seed)
 
-    def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
+    def kernels(self, compiled: bool) -> Kernels:
+        """Kernels for eager or compiled blocks: one object per process and argument."""
+        from megatron_llama.devices import kernels
+
+        return kernels.COMPILED if compiled else kernels.EAGER
+
+    def request_collectives(self, rank: int) -> bool:
+        """Ask the process of ``rank`` on this machine to write its last collectives. False if it cannot answer."""
+        return False
+
+    def last_collectives(self, rank: int) -> str:
+        """The unfinished collectives of a rank and the last finished one, as lines. Empty until they are written."""
+        return ""
+
+    def forget_collectives(self, rank: int) -> None:  # noqa: B027  nothing to remove by default
+        """Remove the files of ``request_collectives``."""
+
+    def pipeline_transfers(self, topology: PipelineRank) -> AbstractContextManager[None]:
         """A context in which pipeline stages can exchange tensors. A collective: all ranks enter it together.
 
         The default leaves it to the process group's send and recv.
@@ -133,10 +193,6 @@ class Device(ABC):
         """Makes the compiler put a group's gathers and scatters into the products beside them. A collective of the
         group. Raises ConfigError where the group's devices can't do that."""
         raise ConfigError([async_tp_problem(str(self.async_tp_missing()))])
-
-    def compile_backend(self) -> str:
-        """torch.compile's backend."""
-        return COMPILERS[self.name]
 
     def compile_environment(self, folder: Path) -> dict[str, str]:
         """Variables that put the caches of the device's compilers under ``folder``, which ranks, runs and machines may

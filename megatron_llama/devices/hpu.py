@@ -16,7 +16,7 @@ from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.plan import Plan
+    from megatron_llama.config import Config
 
 ROOT = Path("/")  # of the driver's files
 PACKAGE = "habana_frameworks"
@@ -63,6 +63,8 @@ class Hpu(Device):
     backend = "hccl"
     is_accelerator = True
     forkable = False  # an acquired card does not survive a fork
+    compiler = "hpu_backend"
+    attention = "mask"
     variable_prefixes = ("HABANA_", "PT_HPU_", "HLS_")
     interface_variable = "HCCL_SOCKET_IFNAME"
 
@@ -85,7 +87,7 @@ class Hpu(Device):
             found["devices"] = ", ".join(f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards))
         return found
 
-    def environment(self, plan: Plan) -> dict[str, str]:
+    def environment(self, config: Config) -> dict[str, str]:
         return {"PT_HPU_LAZY_MODE": "0"}  # torch.compile needs it, and the bridge reads it when torch is imported
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:

@@ -39,7 +39,7 @@ def route(device: torch.device) -> None:
     """Makes megatron-core run on ``device``. On CUDA, only silences two warnings in the forward of a parallel linear,
     each of which would be a graph break."""
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    # About CUDA_DEVICE_MAX_CONNECTIONS, which devices/cuda.py sets.
+    # About CUDA_DEVICE_MAX_CONNECTIONS, which devices/cuda/device.py sets.
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     # About a missing tp_group, which RowParallelLinear does not pass on. Only rank 0 warns, so it alone would compile
     # other graphs than the rest.

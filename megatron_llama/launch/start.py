@@ -53,7 +53,7 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     """The variables that must be set before a rank imports torch, without those that the user has set.
 
     Raises ConfigError where the compile cache can't be created."""
-    variables = device.environment(plan)
+    variables = device.environment(plan.config)
     if plan.config.trainer.compile:
         cache = Path(str(plan.config.trainer.compile_cache))
         try:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from time import monotonic, sleep
 from typing import Protocol
 
-from megatron_llama.devices.flight_recorder import ask_for_collectives, collectives, remove_recordings
+from megatron_llama.devices import request_collectives
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import POLL_SECONDS, report
@@ -152,9 +152,10 @@ class Watch:
         """Where the ranks are, with the stacks of those that still write them."""
         for rank in ranks:
             rank.ask_for_stacks()
-        recorded = [rank.number for rank in ranks if ask_for_collectives(rank.number)]
+        recorders = {rank.number: device for rank in ranks if (device := request_collectives(rank.number))}
         for _ in range(round(_ANSWER_SECONDS / POLL_SECONDS)):
-            if all(rank.stopped or rank.stacks() for rank in ranks) and all(map(collectives, recorded)):
+            recorded = all(device.last_collectives(number) for number, device in recorders.items())
+            if recorded and all(rank.stopped or rank.stacks() for rank in ranks):
                 break
             sleep(POLL_SECONDS)
         sleep(POLL_SECONDS)  # stacks are not written in one call
@@ -162,9 +163,10 @@ class Watch:
         for rank in ranks:
             stacks = rank.stacks()
             fault = _STOPPED if rank.stopped else "" if stacks else _SILENT
-            if last := collectives(rank.number):
-                stacks = f"{stacks}\n\nIts last collectives, the first of them finished:\n{last}".strip()
-            remove_recordings(rank.number)
+            if device := recorders.get(rank.number):
+                if last := device.last_collectives(rank.number):
+                    stacks = f"{stacks}\n\nIts last collectives, the first of them finished:\n{last}".strip()
+                device.forget_collectives(rank.number)
             found.append(self._position(rank, self._seconds(rank), fault, stacks))
         return found
 

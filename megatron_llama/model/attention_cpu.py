@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron_llama.devices.cpp import load_cpp
+from megatron_llama.devices.cpu.cpp import load_cpp
 from megatron_llama.model.attention_tiles import empty_like
 
 DTYPES = torch.float32, torch.bfloat16

@@ -22,7 +22,7 @@ def by_amx(dtype: torch.dtype) -> bool:
 
 @torch.compiler.assume_constant_result  # Dynamo can't read it
 def by_onednn() -> bool:
-    """Whether oneDNN multiplies in fp32: the switch that devices/cpu.py turns where that pays."""
+    """Whether oneDNN multiplies in fp32: the switch that devices/cpu/device.py turns where that pays."""
     precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     return precision == "bf16"
 

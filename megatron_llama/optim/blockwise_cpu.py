@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_llama.config.precision import STATE_BLOCK
-from megatron_llama.devices.cpp import load_cpp
+from megatron_llama.devices.cpu.cpp import load_cpp
 
 
 @cache

@@ -85,7 +85,7 @@ class Compiler:
         assert self.plan.config.trainer.compile_cache is not None, "resolve derives it"
         self._notes = Path(self.plan.config.trainer.compile_cache) / "graphs"
         self._backends: dict[str, Callable[..., Any]] = {}
-        self._compile = torch._dynamo.lookup_backend(self.device.compile_backend())
+        self._compile = torch._dynamo.lookup_backend(self.device.compiler)
         self._overlap = overlap_products(self.device) if self.plan.config.trainer.async_tp else None
         # Compile the backward graph with the forward one, not at the first backward pass, so that both are ready after
         # one forward; and cache graphs with a custom backward (parallel/traceable_linear.py).

@@ -142,7 +142,7 @@ def build_model(
             for block in chunk.layers.values():
                 make_traceable(block)
                 block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
-            if chunk.is_last and device.compile_backend() == INDUCTOR:
+            if chunk.is_last and device.compiler == INDUCTOR:
                 chunk.lm_head.passes = fused(compiler.compile)
         shard_chunk(chunk, groups, plan)
         allocate(chunk, torch_device, plan)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.devices import bf16_products, cpu
+from megatron_llama.devices.cpu import bf16_products
+from megatron_llama.devices.cpu import device as cpu
 
 BF16 = torch.bfloat16
 ROUNDED_ONCE = 2**-8

@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_llama.devices import cuda, get_device
+from megatron_llama.devices import get_device
+from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
 from megatron_llama.parallel.async_tp import Overlap, overlap_products

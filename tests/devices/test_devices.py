@@ -12,7 +12,9 @@ import torch.distributed._symmetric_memory as symmetric
 from torch._inductor import config as inductor
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import async_tp_missing, cpu, cuda, get_device
+from megatron_llama.devices import async_tp_missing, get_device
+from megatron_llama.devices.cpu import device as cpu
+from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.plan import resolve
 from tests.config.helpers import make
 from tests.ranks import run_ranks
@@ -83,7 +85,7 @@ def test_the_ranks_of_a_machine_share_its_cores(
         monkeypatch.delenv("OMP_NUM_THREADS")
     device = get_device("cpu")
     # The world, ranks of other machines included, says nothing about this one.
-    assert device.environment(resolve(make(**{"trainer.global_batch_size": 48}), 16)) == {}
+    assert device.environment(resolve(make(**{"trainer.global_batch_size": 48}), 16).config) == {}
     for local_ranks in (1, 3, 16):
         assert device.enter(0, local_ranks) == torch.device("cpu")
     assert threads == expected, "what the user sets wins"
@@ -156,12 +158,12 @@ def test_the_seed_reaches_torch() -> None:
 
 
 def test_variables_of_a_gpu_follow_from_the_layout() -> None:
-    plain = cuda.DEVICE.environment(resolve(make(), 1))
+    plain = cuda.DEVICE.environment(resolve(make(), 1).config)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
-    full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2))
+    full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2).config)
     assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     # fully_shard's collectives would wait in the one queue for the products that they should run beside.
-    sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4))
+    sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4).config)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sharded
 
 

@@ -101,7 +101,7 @@ def test_more_ranks_than_cards_is_the_users_mistake(machine: Path) -> None:
 
 
 def test_variables(tmp_path: Path) -> None:
-    assert DEVICE.environment(resolve(make(), 1)) == {"PT_HPU_LAZY_MODE": "0"}
+    assert DEVICE.environment(resolve(make(), 1).config) == {"PT_HPU_LAZY_MODE": "0"}
     assert DEVICE.ahead_of_time_environment() == {}
     variables = DEVICE.compile_environment(tmp_path)
     folder, emptied, _, shared = variables["PT_HPU_RECIPE_CACHE_CONFIG"].split(",")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import get_device, neuron
+from megatron_llama.devices import get_device
+from megatron_llama.devices.neuron import device as neuron
 from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import make
 from tests.devices.helpers import FAKES, trainium, write
@@ -152,7 +153,7 @@ def test_memory_and_peak_are_those_of_a_logical_core(machine: Path, monkeypatch:
     ],
 )
 def test_the_hardware_rounds_only_where_the_precision_says_so(precision: str, stochastic: bool) -> None:
-    variables = DEVICE.environment(plan_in(precision))
+    variables = DEVICE.environment(plan_in(precision).config)
     assert variables.pop("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION") == "1"
     expected = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "1234"}
     assert variables == (expected if stochastic else {})

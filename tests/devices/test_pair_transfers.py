@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 import tests.oracle
-from megatron_llama.devices import cpu, cuda, hpu, shared_memory
-from megatron_llama.devices.pair_transfers import PairTransfers, point_to_point_works, send_recv_or_pairs
+from megatron_llama.devices import hpu
+from megatron_llama.devices.cpu import device as cpu
+from megatron_llama.devices.cpu import shared_memory
+from megatron_llama.devices.cuda import device as cuda
+from megatron_llama.devices.neuron.pair_transfers import PairTransfers, point_to_point_works, send_recv_or_pairs
 from megatron_llama.topology import Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import TOLERANCE, oracle, run_layout, worst

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.devices import cpu, processor
+from megatron_llama.devices import processor
+from megatron_llama.devices.cpu import device as cpu
 
 ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
 

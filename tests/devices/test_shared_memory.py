@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_llama.devices import shared_memory
-from megatron_llama.devices.shared_memory import SharedMemoryGroup
+from megatron_llama.devices.cpu import shared_memory
+from megatron_llama.devices.cpu.shared_memory import SharedMemoryGroup
 from megatron_llama.launch.rank_process import _PEER_LOST
 from tests.ranks import RankFailed, run_ranks
 

@@ -19,7 +19,7 @@ from typing import IO
 import pytest
 import torch.distributed as dist
 
-from megatron_llama.devices import flight_recorder
+from megatron_llama.devices.cuda import flight_recorder
 from megatron_llama.launch import board, job_store, start, watchdog
 from megatron_llama.launch.board import Board
 from megatron_llama.launch.job_store import JobStore

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from megatron_llama.devices.cpu import Cpu
-from megatron_llama.devices.cuda import Cuda
+from megatron_llama.devices.cpu.device import Cpu
+from megatron_llama.devices.cuda.device import Cuda
 
 _KEPT = ExitStack()
 """What stays replaced until the process ends. Forked ranks only."""

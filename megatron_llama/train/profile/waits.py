@@ -117,7 +117,7 @@ def _starting(
 
 def _name(kind: str, group: dist.ProcessGroup, axes: Mapping[str, str]) -> str:
     # megatron-core uses the world's group for one direction between two stages. Devices without send and recv have
-    # groups of their own for the same purpose (devices/pair_transfers.py).
+    # separate groups for the same purpose (PairTransfers).
     axis = "pp" if kind in ("send", "recv") else axis_of(group, axes) or "pp"
     return f"{axis} {kind}"
 

@@ -53,7 +53,8 @@ class _SeesTorch(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Have the devices find the stand-in driver's files, and say "cpu" where they would make torch's device."""
-    from megatron_llama.devices import hpu, neuron
+    from megatron_llama.devices import hpu
+    from megatron_llama.devices.neuron import device as neuron
 
     def on_the_cpu() -> Any:
         import torch

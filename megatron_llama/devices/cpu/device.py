@@ -12,15 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device, Peak
-from megatron_llama.devices.bf16_products import multiplies_bf16, multiply_in_fp32
+from megatron_llama.devices.base import INDUCTOR, Device, Peak
+from megatron_llama.devices.cpu.bf16_products import multiplies_bf16, multiply_in_fp32
 from megatron_llama.devices.processor import processor
 from megatron_llama.devices.products import product_rate
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.plan import Plan
+    from megatron_llama.config import Config
+    from megatron_llama.devices.kernels import Kernels
 
 
 class Cpu(Device):
@@ -30,6 +31,10 @@ class Cpu(Device):
     backend = "gloo_shared_memory"
     is_accelerator = False
     forkable = True
+    compiler = INDUCTOR
+    attention = "tiles"
+    asynchronous = False
+    keeps_bf16_grads = True
 
     def probe(self) -> str | None:
         return None
@@ -45,13 +50,13 @@ class Cpu(Device):
         name = processor().get("model name")
         return {} if name is None else {"processor": name}
 
-    def environment(self, plan: Plan) -> dict[str, str]:
+    def environment(self, config: Config) -> dict[str, str]:
         return {}  # a rank's number of threads depends on the ranks of its machine, which ``enter`` knows
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
 
-        from megatron_llama.devices.shared_memory import register
+        from megatron_llama.devices.cpu.shared_memory import register
 
         asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is about nested threads
         threads = int(asked) if asked.isdecimal() and int(asked) else max(1, self.count() // local_ranks)
@@ -62,6 +67,11 @@ class Cpu(Device):
             multiply_in_fp32()
         register(self.backend)
         return torch.device("cpu")
+
+    def kernels(self, compiled: bool) -> Kernels:
+        from megatron_llama.devices.cpu import kernels
+
+        return kernels.COMPILED if compiled else kernels.EAGER
 
     def peak_flops(self, precision: str) -> Peak:
         """The best of a few matrix products with this rank's threads, while the other ranks do the same.

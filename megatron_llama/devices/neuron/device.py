@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.config import ConfigError, Problem
-from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing
+from megatron_llama.config import PRECISIONS, ConfigError, Problem
+from megatron_llama.devices.base import Device, Peak, PipelineRank, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.plan import Plan
-    from megatron_llama.topology import Topology
+    from megatron_llama.config import Config
 
 ROOT = Path("/")  # of the driver's files
 PACKAGE = "torch_neuronx"
@@ -99,6 +98,8 @@ class Neuron(Device):
     backend = "neuron"
     is_accelerator = True
     forkable = False  # the runtime refuses a forked process
+    compiler = "neuron"
+    attention = "mask"
     variable_prefixes = ("NEURON_", "XLA_")
 
     def probe(self) -> str | None:
@@ -120,12 +121,12 @@ class Neuron(Device):
             found["devices"] = f"{len(chips)} chips"
         return found
 
-    def environment(self, plan: Plan) -> dict[str, str]:
+    def environment(self, config: Config) -> dict[str, str]:
         # A graph that does not compile must be an error: run by operations, it would only look like a slow run.
         variables = {"TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1"}
-        if plan.precision.stochastic:
+        if PRECISIONS[str(config.trainer.precision)].stochastic:
             variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = "1"
-            variables["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = str(plan.config.trainer.seed)
+            variables["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = str(config.trainer.seed)
         return variables
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
@@ -143,9 +144,9 @@ class Neuron(Device):
         torch.manual_seed(seed)
         torch.neuron.manual_seed_all(seed)  # type: ignore[attr-defined]
 
-    def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
+    def pipeline_transfers(self, topology: PipelineRank) -> AbstractContextManager[None]:
         """Probes send and recv first: some releases of the process group lack them."""
-        from megatron_llama.devices.pair_transfers import send_recv_or_pairs
+        from megatron_llama.devices.neuron.pair_transfers import send_recv_or_pairs
 
         return send_recv_or_pairs(topology, torch_device())
 

@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices.base import Device, Peak, async_tp_problem, device_index
-from megatron_llama.devices.flight_recorder import recorder_environment
+from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index
+from megatron_llama.devices.cuda.flight_recorder import (
+    ask_for_collectives,
+    collectives,
+    recorder_environment,
+    remove_recordings,
+)
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama.plan import Plan
+    from megatron_llama.config import Config
 
 # Dense TFLOP/s from the makers' data sheets: (part of the device's name, bf16, fp32 as TF32 is off). First match wins.
 _PEAKS = (
@@ -53,6 +58,8 @@ class Cuda(Device):
     backend = "nccl"
     is_accelerator = True
     forkable = False  # a CUDA context does not survive a fork
+    compiler = INDUCTOR
+    attention = "varlen"
     pins_memory = True
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"
@@ -92,14 +99,15 @@ class Cuda(Device):
             found["devices"] = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
         return found
 
-    def environment(self, plan: Plan) -> dict[str, str]:
+    def environment(self, config: Config) -> dict[str, str]:
         variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}
-        if plan.config.trainer.tp > 1 and plan.dp == 1 and not plan.config.trainer.compile:
+        trainer = config.trainer
+        if trainer.tp > 1 and trainer.dp == 1 and not trainer.compile:
             # megatron-core's linears overlap communication by the order in which kernels are launched, which one
             # queue keeps. It would also put fully_shard's collectives in line with the products that they should run
             # beside, so with data parallelism the default stands; and compiled blocks don't use those linears.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        if plan.config.trainer.deterministic:
+        if trainer.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         return variables
 
@@ -109,6 +117,15 @@ class Cuda(Device):
         index = device_index(self.name, local_rank, torch.cuda.device_count())
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
+
+    def request_collectives(self, rank: int) -> bool:
+        return ask_for_collectives(rank)
+
+    def last_collectives(self, rank: int) -> str:
+        return collectives(rank)
+
+    def forget_collectives(self, rank: int) -> None:
+        remove_recordings(rank)
 
     def peak_flops(self, precision: str) -> Peak:
         import torch

@@ -1,0 +1,5 @@
+"""NVIDIA GPUs, with their kernels and the reader of NCCL's flight recorder."""
+
+from megatron_llama.devices.cuda.device import DEVICE
+
+__all__ = ["DEVICE"]

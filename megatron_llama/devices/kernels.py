@@ -1,0 +1,125 @@
+"""Kernels of a device: attention, loss and optimizer operations whose fastest form depends on the hardware.
+
+``Kernels`` is plain torch and correct on every device. A device overrides methods in its own package.
+``Device.kernels(compiled)`` returns one object per process, so that compiled blocks share their graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_llama.config.precision import STATE_BLOCK
+
+LEAST_SCALE = 1e-12
+"""Scale of a block of zeros: the divisor must not be 0."""
+
+
+class Levels(NamedTuple):
+    """Values of the 256 codes of an 8-bit state, on a device."""
+
+    values: Tensor
+    """fp32 [256], ascending."""
+    boundaries: Tensor
+    """fp32 [256]: the smallest value that is rounded to a higher level than this one. Infinite for the last."""
+    lowest: Tensor
+    """uint8 [65536]: the lowest code of fp32 values by their upper 16 bits. The only other code is the next one. A
+    binary search among the boundaries takes seven times as long on a CPU."""
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Return the codes of ``values`` in [-1, 1], int32 [number of values]. NaN gets an arbitrary code."""
+        flat = values.flatten()
+        codes = self.lowest.index_select(0, flat.view(torch.int32) >> 16 & 0xFFFF).int()
+        return codes + (flat >= self.boundaries.index_select(0, codes))
+
+
+class Kernels:
+    """Plain torch for every operation. ``compiled``: the blocks run through torch.compile."""
+
+    fuses_loss: bool = False
+    """Whether torch.compile fuses the elementwise operations of the loss, so that it needs no fp32 copy of logits."""
+
+    def __init__(self, *, compiled: bool) -> None:
+        self.compiled = compiled
+
+    # Attention.
+
+    def visible(self, positions: Tensor, documents: Any, pattern: Any) -> Any:
+        """Return the attention inputs of a micro batch; None for causal attention over whole sequences."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Any = None) -> Tensor:
+        """Return the attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    # Loss and gradients.
+
+    def logits_like(self, hidden: Tensor, tokens: int, rows: int) -> Tensor:
+        """Return empty memory for logits [tokens, rows] of ``hidden`` [n, h] in the layout of the fastest matmuls."""
+        return hidden.new_empty(tokens, rows)
+
+    def is_one(self, factor: Tensor) -> bool:
+        """Whether a scalar is 1. False if the host would have to wait for its value."""
+        return False
+
+    def add_(self, total: Tensor, part: Tensor) -> None:
+        """Add ``part`` to ``total`` in place. ``part`` may be bf16 where ``total`` is fp32."""
+        total += part
+
+    # Optimizer.
+
+    def norms(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """Return the 2-norm of each row of each part, flattened, in fp32.
+
+        A whole matrix would lose precision on a CPU, where torch adds the squares one by one. It would also depend on
+        the layout.
+        """
+        return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts]
+
+    def rows_at_once(self, width: int) -> int:
+        """Return the number of rows of ``width`` values that an update casts to fp32 together."""
+        return max(1, (1 << 24) // max(1, width))  # each operation is a launch, so few and large ones
+
+    def read_block(self, codes: Tensor, scales: Tensor, levels: Levels) -> Tensor:
+        """Return the fp32 values of an 8-bit state: uint8 ``codes`` [rows, columns] with a scale per STATE_BLOCK."""
+        values = levels.values.index_select(0, codes.flatten().int()).view(codes.shape)
+        return values.unflatten(1, (-1, STATE_BLOCK)).mul_(scales.unsqueeze(-1)).flatten(1)
+
+    def write_block(
+        self, values: Tensor, levels: Levels, codes: Tensor, scales: Tensor, unless: Tensor | None = None
+    ) -> None:
+        """Quantize fp32 ``values`` [rows, columns] into ``codes`` and ``scales``.
+
+        A non-finite value makes its whole block non-finite. Where ``unless`` (bool scalar) is true, codes and scales
+        keep their bits.
+        """
+        blocks = values.unflatten(1, (-1, STATE_BLOCK))
+        new_scales = blocks.abs().amax(-1).clamp_(min=LEAST_SCALE)
+        new_codes = levels.nearest(blocks / new_scales.unsqueeze(-1)).view(values.shape).to(torch.uint8)
+        codes.copy_(new_codes if unless is None else torch.where(unless, codes, new_codes))
+        scales.copy_(new_scales if unless is None else torch.where(unless, scales, new_scales))
+
+    def adam(
+        self,
+        groups: list[dict[str, Any]],
+        name: str,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        bf16_grads: bool = False,
+    ) -> torch.optim.Optimizer:
+        """Return the fastest exact ``adam`` or ``adamw``.
+
+        ``bf16_grads``: gradients of fp32
+        weights are bf16."""
+        assert not bf16_grads, "Device.keeps_bf16_grads is false: no gradient stays in bf16"
+        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
+        return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+EAGER, COMPILED = Kernels(compiled=False), Kernels(compiled=True)
