@@ -13,7 +13,7 @@ from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.model.names import Shape
 from megatron_llama.optim import Optimizer
-from megatron_llama.optim.blockwise import BlockwiseState, Levels
+from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 from megatron_llama.parallel import Shard
 
 SCALE = ".scale"
@@ -57,7 +57,7 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]
             read += stored.load_into(_by_name(_tensors(kind, shard, values), owned=False))
             state[:] = values
         else:
-            quantized = BlockwiseState(state, Levels.on(state.device, signed=kind not in optimizer.row.unsigned_states))
+            quantized = BlockwiseState(state, levels_on(state.device, signed=kind not in optimizer.row.unsigned_states))
             read += stored.load_into(_by_name(_tensors(kind, shard, quantized), owned=False))
             state.copy_(quantized[:])
     return names, read

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.optimizers import OptimizerRow
+from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model.names import Piece
 from megatron_llama.plan import Plan
 
@@ -82,11 +83,10 @@ class OptimizerInputs:
     """The rectangles of Hugging Face tensors that each parameter consists of."""
     in_blocks: AbstractSet[Tensor]
     """The matrices whose states are in 8 bits, by blocks."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the host runs ahead of the device, so that reading a value there means waiting."""
-        return self.plan.config.device.name != "cpu"
+    kernels: Kernels
+    """Kernels of the device that holds the parameters."""
+    asynchronous: bool
+    """Whether the host runs ahead of this device, so that it would wait to read a value."""
 
     @property
     def row(self) -> OptimizerRow:

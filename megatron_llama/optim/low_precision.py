@@ -25,19 +25,17 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.optimizers import OptimizerRow
+from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model.mcore_config import torch_dtype
 from megatron_llama.model.names import Piece, keep_rows
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
-from megatron_llama.optim.blockwise import BlockwiseState, Levels
+from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 
 WEIGHT = "weight"
 """The name of the weights' stream of noise. The streams of states have the states' names."""
 SINGLE_TENSOR: dict[str, Any] = {"foreach": False, "fused": False, "maximize": False}
 """Options of torch's functions. The last bits of a fused kernel depend on a value's position in its tensor, and so on
 the layout."""
-# Values per block: few enough for a CPU's cache; on accelerators, where each operation is a launch, as many as are
-# small compared with the model.
-_CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
 
 Formula = Callable[[Sequence[Tensor], Tensor, Tensor, Group], None]
 """Updates (weight, *states), all fp32, in place, from the gradient, the number of updates before, and the group."""
@@ -52,7 +50,6 @@ class ElementwiseOptimizer(ShardOptimizer):
         row: names the states.
         state_dtype: dtype of the states, except for the states of the matrices ``in_blocks``, which are in 8 bits.
         stochastic: round bf16 stochastically, with noise from ``seed``, instead of to nearest.
-        compiled: passed to ``BlockwiseState``.
         asynchronous: the host runs ahead of the device and would wait to read ``skip``.
     """
 
@@ -69,23 +66,23 @@ class ElementwiseOptimizer(ShardOptimizer):
         stochastic: bool,
         seed: int,
         in_blocks: AbstractSet[Tensor] = frozenset(),
-        compiled: bool = False,
+        kernels: Kernels,
         asynchronous: bool = False,
     ) -> None:
         super().__init__(groups, {})
         self.rectangles, self.stochastic, self.seed = rectangles, stochastic, seed
-        self._states, self._formula = row.states, formula
+        self._states, self._formula, self._kernels = row.states, formula, kernels
         self.skips_on_device = asynchronous
         devices = {matrix.device for matrix in in_blocks}
         levels = {
-            (name, at): Levels.on(at, signed=name not in row.unsigned_states) for at in devices for name in row.states
+            (name, at): levels_on(at, signed=name not in row.unsigned_states) for at in devices for name in row.states
         }
         for weight in rectangles:
             state = self.state[weight]
             state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
             for name in self._states:
                 if weight in in_blocks:
-                    state[name] = BlockwiseState(weight, levels[name, weight.device], compiled=compiled)
+                    state[name] = BlockwiseState(weight, levels[name, weight.device], self._kernels)
                 else:
                     state[name] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
 
@@ -100,8 +97,7 @@ class ElementwiseOptimizer(ShardOptimizer):
     def _update(self, weight: Tensor, group: Group, factor: Tensor | None, skip: Tensor | None) -> None:
         state = self.state[weight]
         tensors = {WEIGHT: weight, **{kind: state[kind] for kind in self._states}}
-        block = _CPU_BLOCK if weight.device.type == "cpu" else _BLOCK
-        rows = max(1, block // max(1, weight[:1].numel()))
+        rows = self._kernels.rows_at_once(weight[:1].numel())
         for start in range(0, weight.shape[0], rows):
             part = slice(start, min(start + rows, weight.shape[0]))
             # fp32 values are updated in place unless ``skip`` may be true, which needs a copy
@@ -145,7 +141,7 @@ def build_elementwise(inputs: OptimizerInputs, formula: Formula, **numbers: Any)
         stochastic=plan.precision.stochastic,
         seed=plan.config.trainer.seed,
         in_blocks=inputs.in_blocks,
-        compiled=bool(plan.config.trainer.compile),
+        kernels=inputs.kernels,
         asynchronous=inputs.asynchronous,
     )
 

@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
+from megatron_llama import devices
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
@@ -176,6 +177,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     on_host = "optimizer" in plan.config.trainer.offload
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
+    holder = devices.device_named(devices.HOST) if on_host else devices.of(model.device)
     views = [nn.Parameter(value) for value in values]
     if plan.narrow_gradients:
         for view in views:
@@ -190,6 +192,8 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         groups,
         rectangles={view: s.pieces for s, view in pairs},
         in_blocks={view for s, view in pairs if optim.state_bits == 8 and _has_8bit_states(s, plan)},
+        kernels=holder.kernels(bool(plan.config.trainer.compile)),
+        asynchronous=holder.asynchronous,
     )
     inner = build_inner(inputs)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
@@ -207,7 +211,7 @@ def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
 
     The host waits once, until all are there, and with them what has been copied without waiting before.
     """
-    on_device = device.type != "cpu"
+    on_device = devices.of(device).asynchronous
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)

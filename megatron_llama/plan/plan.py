@@ -117,7 +117,7 @@ class Plan:
     @property
     def narrow_gradients(self) -> bool:
         """Whether gradients keep the compute dtype until the update: those of working copies, to which nothing is
-        added, on a CPU, where the optimizers upcast them by chunks (optim/adam.py). LoRA's are small."""
+        added, on a CPU, where the optimizers upcast them in chunks (devices/cpu/updates.py). LoRA's are small."""
         on_cpu = self.config.device.name == "cpu" and "optimizer" not in self.config.trainer.offload
         plain = self.config.finetune.method != "lora" and not self.config.optim.row.sums_gradients
         return self.working_copies and self.one_micro_batch and on_cpu and plain

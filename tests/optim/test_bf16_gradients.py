@@ -1,11 +1,13 @@
-"""torch's fused Adam for gradients that are narrower than their weights: piece by piece, with torch's results."""
+"""torch's fused Adam for bf16 gradients of fp32 weights, in chunks, with torch's results."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_llama.optim import adam
+from megatron_llama.devices import kernels as plain_kernels
+from megatron_llama.devices.cpu import kernels as cpu_kernels
+from megatron_llama.devices.cpu import updates
 from megatron_llama.optim.adam import Bf16GradientAdam
 from megatron_llama.plan import Plan
 from tests.oracle import make_plan, run_layout, worst
@@ -17,8 +19,11 @@ SHAPES = (61, 33), (7,), (64, 64)
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 @pytest.mark.parametrize("factor", [None, 0.37])
-def test_it_is_torchs(name: str, factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "PIECE", 512)  # a whole number of vectors, which divides no weight but one
+@pytest.mark.parametrize("kernels", [cpu_kernels.EAGER, plain_kernels.EAGER])
+def test_it_is_torchs(
+    name: str, factor: float | None, kernels: plain_kernels.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "CHUNK", 512)  # a whole number of vectors, which divides no weight but one
     generator = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     plain = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
@@ -29,6 +34,7 @@ def test_it_is_torchs(name: str, factor: float | None, monkeypatch: pytest.Monke
         [{"params": [weights[n] for n in members], "weight_decay": decay} for members, decay in groups],
         NUMBERS,
         decoupled=name == "adamw",
+        kernels=kernels,
     )
     theirs = TORCH[name](
         [{"params": [plain[n] for n in members], "weight_decay": decay} for members, decay in groups],

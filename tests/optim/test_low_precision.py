@@ -10,6 +10,7 @@ import torch
 import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices import get_device
+from megatron_llama.devices.cpu.kernels import EAGER, CpuKernels
 from megatron_llama.model.names import Piece
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
@@ -46,7 +47,8 @@ def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:
 def elementwise(name: str, weight: torch.nn.Parameter, **settings: Any) -> ElementwiseOptimizer:
     """The optimizer of one weight, which consists of PIECES."""
     groups = [{"params": [weight], **GROUP}]
-    return ElementwiseOptimizer(groups, OPTIMIZERS[name], FORMULAS[name], {weight: PIECES}, seed=SEED, **settings)
+    settings = {"seed": SEED, "kernels": EAGER, **settings}
+    return ElementwiseOptimizer(groups, OPTIMIZERS[name], FORMULAS[name], {weight: PIECES}, **settings)
 
 
 @pytest.mark.parametrize("block", [1 << 16, 330])
@@ -56,7 +58,7 @@ def elementwise(name: str, weight: torch.nn.Parameter, **settings: Any) -> Eleme
 def test_before_rounding_it_is_torchs(
     name: str, moments: torch.dtype, stochastic: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(low_precision, "_CPU_BLOCK", block)
+    monkeypatch.setattr(CpuKernels, "rows_at_once", lambda kernels, width: block // width)
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator).bfloat16())
     states = OPTIMIZERS[name].states

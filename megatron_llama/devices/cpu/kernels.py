@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.cpu.updates import UpdateKernels
 
 
-class CpuKernels(Kernels):
+class CpuKernels(UpdateKernels):
     """Overrides for tensors in the host's memory."""
 
     def is_one(self, factor: Tensor) -> bool:
