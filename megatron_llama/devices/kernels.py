@@ -127,7 +127,7 @@ class Kernels:
         """
         gradient = grad.to(weight.dtype)
         gradient = gradient if factor is None else gradient * factor
-        states = [exp_avg], [exp_avg_sq], [], [step]
+        states: tuple[list[Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
         FUSED_ADAM[decoupled]([weight], [gradient], *states, amsgrad=False, maximize=False, **numbers)
 
 
