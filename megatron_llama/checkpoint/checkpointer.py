@@ -212,13 +212,13 @@ class Checkpointer:
         if same_ranks:
             saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
             wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
-        errors = contents.own_errors(self.optimizer, self.topology.rank) if found.step > 0 else {}
-        known = {name: mine for name, mine in errors.items() if name in tensors and tensors[name].shape == mine.shape}
-        self.bytes_read = read + manifest.stored.load_into(wanted | known)
-        for mine in known.values():
-            contents.set_errors(self.optimizer, mine.parts[0][1])
-        if errors and not known:
-            self._report("the errors of 1-bit Adam's compression begin at zero: another layout saved them")
+        extra = contents.extra_states(self.optimizer, self.topology.rank) if found.step > 0 else {}
+        same = all(name in tensors and tensors[name].shape == held.shape for name, held in extra.items())
+        self.bytes_read = read + manifest.stored.load_into(wanted | (extra if same else {}))
+        if extra and same:
+            contents.load_extra_states(self.optimizer, extra)
+        elif extra:
+            self._report(f"{self.optimizer.inner.extra_states_label} begin at zero: another layout saved them")
         if same_ranks and saved.shape == current.shape:  # else another kind of device saved it
             contents.set_random_state(saved, device)
 
@@ -228,7 +228,7 @@ class Checkpointer:
         tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)
-            tensors |= contents.own_errors(self.optimizer, self.topology.rank)
+            tensors |= contents.extra_states(self.optimizer, self.topology.rank)
         tensors |= contents.random_state(self.topology.rank, self.model.device)
         config = self.plan.config
         position = self.plan.batches.after(step)

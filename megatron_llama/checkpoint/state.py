@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,8 +14,7 @@ from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.optim import Optimizer
-from megatron_llama.optim.blockwise import BlockwiseState, Levels
-from megatron_llama.optim.onebit_adam import OneBitAdam
+from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 from megatron_llama.parallel import Shard
 from megatron_llama.topology import AXES
 
@@ -60,7 +59,7 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]
             read += stored.load_into(_by_name(_tensors(kind, shard, values), owned=False))
             state[:] = values
         else:
-            quantized = BlockwiseState(state, Levels.on(state.device, signed=kind != "exp_avg_sq"))
+            quantized = BlockwiseState(state, levels_on(state.device, signed=kind not in optimizer.row.unsigned_states))
             read += stored.load_into(_by_name(_tensors(kind, shard, quantized), owned=False))
             state.copy_(quantized[:])
     return names, read
@@ -86,21 +85,24 @@ def set_random_state(both: torch.Tensor, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(both[size:].clone())
 
 
-def own_errors(optimizer: Optimizer, rank: int) -> dict[str, Rectangles]:
-    """What this rank's compression has lost so far, fp32, with 1-bit Adam; a copy. Only the same rank of the same
-    layout loads it, by its name and shape: for others the errors begin at zero, as DeepSpeed's do at every start."""
-    if not isinstance(optimizer.inner, OneBitAdam):
-        return {}
-    plan, errors = optimizer.model.plan, optimizer.inner.errors()
+def extra_states(optimizer: Optimizer, rank: int) -> dict[str, Rectangles]:
+    """The optimizer's states that belong to this rank and to no weight, such as the errors of 1-bit Adam; copies.
+
+    Only the same rank of the same layout loads them, by name and shape. For others they begin at zero, as DeepSpeed's
+    errors do at every start.
+    """
+    plan = optimizer.model.plan
     sizes = [f"{axis.name}{plan.grid.sizes[axis.name]}" for axis in AXES if not axis.same_weights]
     layout = "_".join([*sizes, f"vpp{plan.config.trainer.vpp}"])
-    return {f"onebit_errors.{layout}.rank_{rank:05d}": Rectangles(tuple(errors.shape), [((0,), errors)])}
+    return {
+        f"{name}.{layout}.rank_{rank:05d}": Rectangles(tuple(values.shape), [((0,) * values.dim(), values)])
+        for name, values in optimizer.inner.extra_states().items()
+    }
 
 
-def set_errors(optimizer: Optimizer, errors: torch.Tensor) -> None:
-    """Restores what ``own_errors`` gave."""
-    assert isinstance(optimizer.inner, OneBitAdam)
-    optimizer.inner.set_errors(errors)
+def load_extra_states(optimizer: Optimizer, states: Mapping[str, Rectangles]) -> None:
+    """Restore the result of ``extra_states``."""
+    optimizer.inner.load_extra_states({name.partition(".")[0]: held.parts[0][1] for name, held in states.items()})
 
 
 def _tensors(

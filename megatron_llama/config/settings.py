@@ -26,6 +26,7 @@ from megatron_llama.config.limits import (
     two_betas,
 )
 from megatron_llama.config.model_settings import ModelConfig
+from megatron_llama.config.optimizers import OPTIMIZERS, OptimizerRow
 from megatron_llama.config.precision import EXCHANGES, PRECISIONS
 
 DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # in the order in which auto tries them
@@ -219,7 +220,7 @@ class TrainerConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Annotated[str, one_of("adamw", "adam", "sgd", "onebit_adam")] = "adamw"
+    name: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"
     """adamw, adam or sgd, from torch.optim, or onebit_adam, which after freeze_step exchanges signs of momenta instead
     of gradients; for trainer.zero=0."""
     freeze_step: Annotated[int | None, at_least(1)] = None
@@ -249,6 +250,11 @@ class OptimConfig:
     """Largest global gradient norm; larger gradients are scaled down. null: no clipping."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """What Hydra instantiates as the schedule: _target_ and its arguments, beside the optimizer. Derived: a cosine."""
+
+    @property
+    def row(self) -> OptimizerRow:
+        """The properties of the optimizer."""
+        return OPTIMIZERS[self.name]
 
 
 @dataclass

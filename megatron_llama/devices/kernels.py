@@ -20,8 +20,8 @@ SDPA, tiles and the dense mask are in attention.py; the others are in the packag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import attention
 from megatron_llama.devices.visibility import AttentionInputs, Documents, build_attention_inputs
 
+FUSED_ADAM: dict[bool, Callable[..., None]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
+"""torch's kernels, by whether weight decay is decoupled."""
 LEAST_SCALE = 1e-12
 """Scale of a block of zeros: the divisor must not be 0."""
 
@@ -122,23 +124,30 @@ class Kernels:
         codes.copy_(new_codes if unless is None else torch.where(unless, codes, new_codes))
         scales.copy_(new_scales if unless is None else torch.where(unless, scales, new_scales))
 
-    def adam(
+    def adam_(
         self,
-        groups: list[dict[str, Any]],
-        name: str,
+        weight: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: Tensor,
+        factor: Tensor | None = None,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        bf16_grads: bool = False,
-    ) -> torch.optim.Optimizer:
-        """Return the fastest exact ``adam`` or ``adamw``.
+        decoupled: bool,
+        **numbers: float,
+    ) -> None:
+        """Update an fp32 weight and its states in place by torch's fused Adam, or AdamW if ``decoupled``.
 
-        ``bf16_grads``: gradients of fp32
-        weights are bf16."""
-        assert not bf16_grads, "Device.keeps_bf16_grads is false: no gradient stays in bf16"
-        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
-        return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        Args:
+            grad: fp32 or bf16, left as it is.
+            step: number of updates, this one included.
+            factor: fp32 scalar, multiplied with the gradient in fp32.
+            numbers: lr, beta1, beta2, eps, weight_decay.
+        """
+        gradient = grad.to(weight.dtype)
+        gradient = gradient if factor is None else gradient * factor
+        states: tuple[list[Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
+        FUSED_ADAM[decoupled]([weight], [gradient], *states, amsgrad=False, maximize=False, **numbers)
 
 
 EAGER = Kernels()

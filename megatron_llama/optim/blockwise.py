@@ -9,80 +9,42 @@ layouts in which splitting by columns would, and a value has the same neighbours
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy
 import torch
 
 from megatron_llama.config.precision import STATE_BLOCK
-from megatron_llama.optim import blockwise_cpu
-
-_LEAST_SCALE = 1e-12
-"""The scale of a block of zeros, by which it is divided."""
-
-
-class Levels(NamedTuple):
-    """What codes stand for, on a device."""
-
-    values: torch.Tensor
-    """fp32 [256], ascending."""
-    borders: torch.Tensor
-    """fp32 [256]: the smallest value that is rounded to a higher level than this one; infinite for the last."""
-    lowest: torch.Tensor
-    """uint8 [65536]: the lowest code of fp32 values by their upper 16 bits. Borders are so far apart that the only
-    other one is the next: on a CPU a search among the borders takes seven times as long."""
-
-    @classmethod
-    def on(cls, device: torch.device, *, signed: bool) -> Levels:
-        """Those for values of both signs, in [-1, 1], or for others, in [0, 1]."""
-        values, borders, lowest = _LEVELS[signed]
-        codes = torch.tensor(lowest, dtype=torch.uint8, device=device)
-        return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device), codes)
-
-    def nearest(self, values: torch.Tensor) -> torch.Tensor:
-        """The codes of values in [-1, 1], int32 [number of values]; some code for NaN."""
-        flat = values.flatten()
-        codes = self.lowest.index_select(0, flat.view(torch.int32) >> 16 & 0xFFFF).int()
-        return codes + (flat >= self.borders.index_select(0, codes))
+from megatron_llama.devices.kernels import EAGER, Kernels, Levels
 
 
 class BlockwiseState:
     """A state of a matrix [rows, columns], all zeros at first. ``state[a:b]`` are rows in fp32, a copy; assigned rows
-    are quantized. ``compiled`` allows the kernel for CPUs, which needs a compiler and changes no bit."""
+    are quantized."""
 
-    def __init__(self, like: torch.Tensor, levels: Levels, *, compiled: bool = False) -> None:
+    def __init__(self, like: torch.Tensor, levels: Levels, kernels: Kernels = EAGER) -> None:
         rows, columns = like.shape
-        self.levels = levels
+        self.levels, self.kernels = levels, kernels
         self.codes = torch.zeros(rows, columns, dtype=torch.uint8, device=like.device)
         """The number of each value's level."""
         self.scales = torch.zeros(rows, columns // STATE_BLOCK, device=like.device)
         """fp32, one for each block."""
-        plain = self.codes.device.type == "cpu" and type(self.codes) is torch.Tensor  # a rehearsal's have no memory
-        self._by_kernel = compiled and plain and blockwise_cpu.library() is not None
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        codes = self.codes[rows]
-        if self._by_kernel:
-            return blockwise_cpu.read(codes, self.scales[rows], self.levels.values)
-        values = self.levels.values.index_select(0, codes.flatten().int()).view(codes.shape)
-        return values.unflatten(1, (-1, STATE_BLOCK)).mul_(self.scales[rows].unsqueeze(-1)).flatten(1)
+        return self.kernels.read_block(self.codes[rows], self.scales[rows], self.levels)
 
     def __setitem__(self, rows: slice, values: torch.Tensor) -> None:
         self.assign(rows, values)
 
     def assign(self, rows: slice, values: torch.Tensor, unless: torch.Tensor | None = None) -> None:
-        """A non-finite value makes its whole block non-finite. Where ``unless`` (bool scalar) is true, the rows stay as
-        they are, to the bit: the same values quantized again would not be."""
-        if self._by_kernel:
-            if unless is None or not unless:
-                into = self.codes[rows], self.scales[rows]
-                blockwise_cpu.write(values, self.levels.borders, self.levels.lowest, _LEAST_SCALE, *into)
-            return
-        blocks = values.unflatten(1, (-1, STATE_BLOCK))
-        scales = blocks.abs().amax(-1).clamp_(min=_LEAST_SCALE)
-        codes = self.levels.nearest(blocks / scales.unsqueeze(-1)).view(values.shape).to(torch.uint8)
-        self.codes[rows] = codes if unless is None else torch.where(unless, self.codes[rows], codes)
-        self.scales[rows] = scales if unless is None else torch.where(unless, self.scales[rows], scales)
+        """Quantize rows. Where ``unless`` (bool scalar) is true, the rows keep their bits: the same values, quantized
+        a second time, would differ."""
+        self.kernels.write_block(values, self.levels, self.codes[rows], self.scales[rows], unless)
+
+
+def levels_on(device: torch.device, *, signed: bool) -> Levels:
+    """The levels of values in [-1, 1], or in [0, 1] if they are not ``signed``, on a device."""
+    values, boundaries, lowest = _LEVELS[signed]
+    codes = torch.tensor(lowest, dtype=torch.uint8, device=device)
+    return Levels(torch.tensor(values, device=device), torch.tensor(boundaries, device=device), codes)
 
 
 def _dynamic_levels(signed: bool) -> tuple[list[float], list[float], list[int]]:

@@ -1,153 +1,195 @@
-"""torch's optimizers for bf16 weights without fp32 master weights, for states in 8 bits, and SGD in any precision.
+"""Elementwise optimizers for bf16 weights without fp32 master weights, and for states in 8 bits.
 
-Weights and optimizer states are cast to fp32 a few rows at a time, torch's own single-tensor function updates these,
-and what is kept in fewer bits gets the rounded result. Up to that rounding the result is torch's, bit for bit. SGD in
-fp32 is here because a device can leave an update out.
+Weights and states are cast to fp32 a few rows at a time, the optimizer's formula updates these, and values of a lower
+precision get the rounded result. Up to that rounding the result is the formula's, bit-identical. An elementwise
+optimizer may use this class in fp32 too, since it skips an update on the device.
+
+bf16 is rounded stochastically, with noise that depends only on the rounded value's name and position, never on the
+rank. Let d be the distance of two bf16 neighbours. A value at p * d above the lower one becomes the upper one with
+probability p. So the rounding is unbiased (Gupta et al. 2015, arXiv:1502.02551; for training in bf16, Zamirai et al.
+2020, arXiv:2010.06192). The noise is a hash of (seed, tensor, step, row, column), not the output of a stateful
+generator. So all ranks that hold a value use the same noise, in any layout, and so does a resumed run.
+
+All operations of the rounding are on int32 tensors, which wrap around. No value is read on the host.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
+from torch import Tensor
 
 from megatron_llama.arch.names import Piece, keep_rows
-from megatron_llama.optim.blockwise import BlockwiseState, Levels
-from megatron_llama.optim.rounding import noise, round_stochastically, stream
+from megatron_llama.config.optimizers import OptimizerRow
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
+from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 
 WEIGHT = "weight"
-"""The name of the weights' stream of noise; those of the optimizer states have torch's names of the states."""
-STATES: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-    "onebit_adam": ("exp_avg", "exp_avg_sq"),
-}
-"""torch's names of the states that each optimizer keeps for a weight, besides the number of updates."""
-# Values per block: few enough for a CPU's cache; on accelerators, where each operation is a launch, as many as are
-# small compared with the model.
-_CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
+"""The name of the weights' stream of noise. The streams of states have the states' names."""
+SINGLE_TENSOR: dict[str, Any] = {"foreach": False, "fused": False, "maximize": False}
+"""Options of torch's functions. The last bits of a fused kernel depend on a value's position in its tensor, and so on
+the layout."""
 
-Group = dict[str, Any]
-Update = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor, Group], None]
+Formula = Callable[[Sequence[Tensor], Tensor, Tensor, Group], None]
+"""Updates (weight, *states), all fp32, in place, from the gradient, the number of updates before, and the group."""
+Keys = tuple[int, int]
+_LOW_16, _EXPONENT = 0xFFFF, 0x7F800000
 
 
-class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """``adamw``, ``adam`` or ``sgd`` over tensors which consist of the ``pieces`` of Hugging Face tensors.
+class ElementwiseOptimizer(ShardOptimizer):
+    """The optimizer of a ``formula`` over tensors which consist of the ``rectangles`` of Hugging Face tensors.
 
-    ``state_dtype`` is the dtype of the optimizer states, but those of the matrices ``in_blocks`` are in 8 bits. With
-    ``stochastic`` bf16 is rounded stochastically, by noise from ``seed``, else to nearest. ``compiled`` is
-    ``BlockwiseState``'s.
+    Args:
+        row: names the states.
+        state_dtype: dtype of the states, except for the states of the matrices ``in_blocks``, which are in 8 bits.
+        stochastic: round bf16 stochastically, with noise from ``seed``, instead of to nearest.
+        asynchronous: the host runs ahead of the device and would wait to read ``skip``.
     """
+
+    takes_factor = True
 
     def __init__(
         self,
-        groups: list[Group],
-        name: str,
-        pieces: Mapping[torch.Tensor, Sequence[Piece]],
+        groups: Sequence[Group],
+        row: OptimizerRow,
+        formula: Formula,
+        rectangles: Mapping[Tensor, Sequence[Piece]],
         *,
         state_dtype: torch.dtype,
         stochastic: bool,
         seed: int,
-        in_blocks: AbstractSet[torch.Tensor] = frozenset(),
-        compiled: bool = False,
+        in_blocks: AbstractSet[Tensor] = frozenset(),
+        kernels: Kernels,
+        asynchronous: bool = False,
     ) -> None:
         super().__init__(groups, {})
-        self.pieces, self.stochastic, self.seed = pieces, stochastic, seed
-        self._kinds, self._function = STATES[name], _UPDATES[name]
+        self.rectangles, self.stochastic, self.seed = rectangles, stochastic, seed
+        self._states, self._formula, self._kernels = row.states, formula, kernels
+        self.skips_on_device = asynchronous
         devices = {matrix.device for matrix in in_blocks}
-        levels = {kind: Levels.on(at, signed=kind != "exp_avg_sq") for at in devices for kind in self._kinds}
-        for weight in pieces:
+        levels = {
+            (name, at): levels_on(at, signed=name not in row.unsigned_states) for at in devices for name in row.states
+        }
+        for weight in rectangles:
             state = self.state[weight]
             state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
-            for kind in self._kinds:
+            for name in self._states:
                 if weight in in_blocks:
-                    state[kind] = BlockwiseState(weight, levels[kind], compiled=compiled)
+                    state[name] = BlockwiseState(weight, levels[name, weight.device], self._kernels)
                 else:
-                    state[kind] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
+                    state[name] = torch.zeros_like(weight, dtype=state_dtype, requires_grad=False)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Any = None, *, gradient_factor: torch.Tensor | None = None, skip: torch.Tensor | None = None
-    ) -> None:
-        """Updates all weights that have a gradient. Gradients are multiplied by ``gradient_factor`` (fp32 scalar) in
-        fp32, so that clipping does not round them to bf16 a second time.
-
-        Where ``skip`` (bool scalar on the weights' device) is true, weights and states stay as they are. The host does
-        not look at it and counts the update all the same: see ``take_back_count``.
-        """
-        assert closure is None, "gradients are computed before the step"
+    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        # Gradients are scaled in fp32, so that clipping does not round them to bf16 a second time.
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, group, gradient_factor, skip)
+                    self._update(weight, group, factor, skip)
 
-    def take_back_count(self) -> None:
-        """The last ``step`` was skipped on the device, as the host has learnt since: it is no update."""
-        for weight in self.pieces:
-            self.state[weight]["step"] -= 1
-
-    def _update(
-        self, weight: torch.Tensor, group: Group, factor: torch.Tensor | None, skip: torch.Tensor | None
-    ) -> None:
+    def _update(self, weight: Tensor, group: Group, factor: Tensor | None, skip: Tensor | None) -> None:
         state = self.state[weight]
-        kept = {WEIGHT: weight, **{kind: state[kind] for kind in self._kinds}}
-        block = _CPU_BLOCK if weight.device.type == "cpu" else _BLOCK
-        rows = max(1, block // max(1, weight[:1].numel()))
+        tensors = {WEIGHT: weight, **{kind: state[kind] for kind in self._states}}
+        rows = self._kernels.rows_at_once(weight[:1].numel())
         for start in range(0, weight.shape[0], rows):
             part = slice(start, min(start + rows, weight.shape[0]))
-            # what is fp32 is not copied where the update is sure: it happens in place
-            wide = [tensor[part].to(torch.float32, copy=skip is not None) for tensor in kept.values()]
+            # fp32 values are updated in place unless ``skip`` may be true, which needs a copy
+            values_fp32 = [tensor[part].to(torch.float32, copy=skip is not None) for tensor in tensors.values()]
             gradient = weight.grad[part].float()  # type: ignore[index]
             gradient = gradient if factor is None else gradient * factor
-            self._function(wide, gradient, state["step"].clone(), group)
-            pieces = keep_rows(list(self.pieces[weight]), part.start, part.stop)
-            for (kind, tensor), values in zip(kept.items(), wide, strict=True):
+            self._formula(values_fp32, gradient, state["step"].clone(), group)
+            rectangles = keep_rows(list(self.rectangles[weight]), part.start, part.stop)
+            for (kind, tensor), values in zip(tensors.items(), values_fp32, strict=True):
                 if isinstance(tensor, BlockwiseState):
                     tensor.assign(part, values, unless=skip)
                     continue
-                new = values if tensor.dtype == torch.float32 else self._rounded(values, kind, pieces, state["step"])
+                new = (
+                    values if tensor.dtype == torch.float32 else self._rounded(values, kind, rectangles, state["step"])
+                )
                 if skip is not None:
                     tensor[part] = torch.where(skip, tensor[part], new)
                 elif new is not values:
                     tensor[part] = new
         state["step"] += 1
 
-    def _rounded(self, values: torch.Tensor, kind: str, pieces: Sequence[Piece], step: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, values: Tensor, kind: str, rectangles: Sequence[Piece], step: Tensor) -> Tensor:
         if not self.stochastic:
             return values.to(torch.bfloat16)
         noises = torch.zeros(values.shape, dtype=torch.int32, device=values.device)  # 0 for vocabulary padding
-        for piece in pieces:
-            keys = stream(self.seed, kind, piece.name)
-            noises[piece.local_slices] = noise(keys, step.int(), piece.offset, piece.size, values.device)
+        for rectangle in rectangles:
+            keys = stream(self.seed, kind, rectangle.name)
+            noises[rectangle.local_slices] = noise(keys, step.int(), rectangle.offset, rectangle.size, values.device)
         return round_stochastically(values, noises)
 
 
-# Single-tensor, not fused: the last bits of the fused kernel depend on a value's position in its tensor, and so on the
-# layout.
-_PLAIN: dict[str, Any] = {"foreach": False, "fused": False, "maximize": False}
+def build_elementwise(inputs: OptimizerInputs, formula: Formula, **numbers: Any) -> ElementwiseOptimizer:
+    """Build the optimizer of ``formula``, whose groups have ``numbers`` (``lr`` and others)."""
+    plan = inputs.plan
+    return ElementwiseOptimizer(
+        [{**numbers, **group} for group in inputs.groups],
+        inputs.row,
+        formula,
+        inputs.rectangles,
+        state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
+        stochastic=plan.precision.stochastic,
+        seed=plan.config.trainer.seed,
+        in_blocks=inputs.in_blocks,
+        kernels=inputs.kernels,
+        asynchronous=inputs.asynchronous,
+    )
 
 
-def _adam(function: Callable[..., None]) -> Update:
-    def update(wide: list[torch.Tensor], gradient: torch.Tensor, step: torch.Tensor, group: Group) -> None:
-        weight, exp_avg, exp_avg_sq = wide
-        beta1, beta2 = group["betas"]
-        rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
-        state: tuple[list[torch.Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
-        function([weight], [gradient], *state, amsgrad=False, beta1=beta1, beta2=beta2, **rates, **_PLAIN)
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
+    """``values`` (fp32) rounded to bf16: adds ``noise`` (int32, 0 to 65535, same shape) to the bits and truncates.
 
-    return update
-
-
-def _sgd(wide: list[torch.Tensor], gradient: torch.Tensor, step: torch.Tensor, group: Group) -> None:
-    weight, momentum_buffer = wide
-    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
-    sgd([weight], [gradient], [momentum_buffer], dampening=0.0, nesterov=False, **rates, **_PLAIN)
+    A value that is k/65536 of the way to its neighbour is rounded up for exactly k of them. Infinities, NaNs
+    and values that bf16 can represent stay as they are. Above bf16's largest value the neighbour is infinity.
+    """
+    bits = values.view(torch.int32)
+    # All ones for finite values, whose exponent bits are not all ones. torch.where takes 10 times as long on a CPU.
+    finite = ((bits & _EXPONENT) - _EXPONENT) >> 31
+    moved = (bits + (noise & finite)) & ~(finite & _LOW_16)
+    return moved.view(torch.float32).to(torch.bfloat16)
 
 
-_UPDATES: Mapping[str, Update] = {"adamw": _adam(adamw), "adam": _adam(adam), "sgd": _sgd}
+def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> Tensor:
+    """The noise (int32, 0 to 65535) of the rectangle at ``offset`` of extent ``size`` in a 1-D or 2-D tensor.
+
+    ``step`` is an int32 scalar tensor, so that a compiled graph does not depend on its value.
+    """
+    row_key, column_key = (_mix(step ^ key) for key in keys)
+    rows = _mix(_numbers(offset[0], size[0], device) + row_key)
+    if len(size) == 1:
+        return _mix(rows ^ _mix(column_key)) & _LOW_16
+    columns = _mix(_numbers(offset[1], size[1], device) + column_key)
+    return _mix(rows[:, None] ^ columns) & _LOW_16
+
+
+@cache
+def stream(seed: int, kind: str, name: str) -> Keys:
+    """The keys of a stream of noise, for a seed, a kind (weight, exp_avg, ...) and a tensor's Hugging Face name."""
+    digest = hashlib.blake2b(f"{seed}/{kind}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "big", signed=True), int.from_bytes(digest[4:], "big", signed=True)
+
+
+def _numbers(first: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + count, dtype=torch.int32, device=device)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The hash lowbias32 (github.com/skeeto/hash-prospector): a bijection of 32 bits with low bias in its avalanche.
+
+    int32 shifts copy the sign bit in from the left, hence the masks.
+    """
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)

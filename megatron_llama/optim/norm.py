@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
+from megatron_llama import devices
 from megatron_llama.parallel import Shard
-
-PIECE = 2**20
-"""Numbers of a gradient that are widened at a time on a CPU: enough to hide the calls, few enough for its cache."""
 
 
 @torch.no_grad()
@@ -25,14 +22,14 @@ def gradient_norm(shards: Iterable[Shard], device: torch.device, *, own_shares: 
     parts = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=own_shares)]
     whole = [part for s, part in parts if part.dtype == s.parameter.dtype]
     narrow = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Plan.narrow_gradients
-    return _global_norm(_norms(whole) + _norms_by_pieces(narrow), device)
+    return _global_norm(_norms(whole + narrow, device), device)
 
 
 @torch.no_grad()
 def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
     """2-norm of all weights, fp32 scalar, the same on all ranks."""
     # Keep the norms, not the values: all quantized shards in fp32 at once would be the whole model.
-    return _global_norm([norm for shard in shards for norm in _norms(shard.owned(shard.values))], device)
+    return _global_norm([norm for shard in shards for norm in _norms(shard.owned(shard.values), device)], device)
 
 
 @torch.no_grad()
@@ -51,18 +48,8 @@ def scale_gradients(shards: Iterable[Shard], factor: torch.Tensor) -> None:
     torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
-def _norms(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of the parts' rows, in fp32. Of a whole matrix torch adds the squares one after the other on a CPU,
-    which loses 0.3 % of the norm of 45 M numbers, and other shares of the same matrix in other layouts."""
-    return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts]
-
-
-def _norms_by_pieces(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``_norms`` of parts in bf16 on a CPU, where torch's own takes five times as long: some rows are widened at a
-    time, in memory that stays in the cache."""
-    rows = [some for part in parts for some in part.split(max(1, PIECE // math.prod(part.shape[1:])))]
-    wide = torch.empty(max((some.numel() for some in rows), default=0))
-    return _norms(wide[: some.numel()].view(some.shape).copy_(some) for some in rows)
+def _norms(parts: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    return devices.of(device).kernels(compiled=False).norms(parts)
 
 
 def _global_norm(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -8,14 +8,19 @@ momentum (error feedback), on the rank that sends and again on the rank that ave
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
+
+_ERRORS = "onebit_errors"
+"""Name of the compression's errors in checkpoints."""
 
 
 class OneBitAverage:
@@ -96,26 +101,30 @@ class OneBitAverage:
         return out
 
 
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(ShardOptimizer):
     """Adam whose gradients are this rank's own: it sums them over ``group`` itself, or averages momenta by signs.
 
     A rank's gradient is its share of the sum over ranks, as everywhere in this project. ``step`` of a weight's state
     counts as in torch's Adam; ``exp_avg`` and ``exp_avg_sq`` are the same on all ranks of the group after each step.
     """
 
+    extra_states_label = "the errors of 1-bit Adam's compression"
+
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: Sequence[Group],
         group: dist.ProcessGroup,
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
         freeze_step: int,
+        asynchronous: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.group, self.freeze_step = group, freeze_step
         self._weights = [weight for entry in self.param_groups for weight in entry["params"]]
+        self.skips_on_device = asynchronous
         for weight in self._weights:
             zeros = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
             self.state[weight] = dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
@@ -125,6 +134,10 @@ class OneBitAdam(torch.optim.Optimizer):
     def is_frozen(self) -> bool:
         """Whether the next step exchanges signs."""
         return bool(self.state[self._weights[0]]["step"] >= self.freeze_step)
+
+    @property
+    def gradients_summed(self) -> bool:
+        return not self.is_frozen
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -137,13 +150,9 @@ class OneBitAdam(torch.optim.Optimizer):
                 gradient.copy_(whole)
 
     @torch.no_grad()
-    def step(self, closure: Any = None, *, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Updates all weights; ``reduce_gradients`` has been called.
-
-        Where ``skip`` (bool scalar on the weights' device, the same on all ranks) is true, weights, states and errors
-        stay as they are. The host does not look at it and counts the update all the same: see ``take_back_count``.
-        """
-        assert closure is None, "gradients are computed before the step"
+    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update all weights, after ``reduce_gradients``. ``skip`` is the same on all ranks, and errors skip too."""
+        assert factor is None, "the caller has scaled the gradients"
         momenta, frozen = [], self.is_frozen
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -169,20 +178,24 @@ class OneBitAdam(torch.optim.Optimizer):
                 with _unless(skip, weight):
                     weight.sub_(update.add_(weight, alpha=group["weight_decay"]), alpha=group["lr"])
 
-    def take_back_count(self) -> None:
-        """The last ``step`` was skipped on the device, as the host has learnt since: it is no update."""
-        for weight in self._weights:
-            self.state[weight]["step"] -= 1
+    def extra_states(self) -> dict[str, Tensor]:
+        """The errors of this rank's compression, [values] fp32, of worker and server."""
+        return {_ERRORS: torch.cat([self.exchange.worker_error.flatten(), self.exchange.server_error])}
 
-    def errors(self) -> Tensor:
-        """What compression has lost so far, [values] fp32: this rank's own, of worker and server. A copy."""
-        return torch.cat([self.exchange.worker_error.flatten(), self.exchange.server_error])
-
-    def set_errors(self, errors: Tensor) -> None:
-        """Restores what ``errors`` gave on this rank."""
-        worker, server = errors.split([self.exchange.worker_error.numel(), self.exchange.server_error.numel()])
+    def load_extra_states(self, states: Mapping[str, Tensor]) -> None:
+        sizes = [self.exchange.worker_error.numel(), self.exchange.server_error.numel()]
+        worker, server = states[_ERRORS].split(sizes)
         self.exchange.worker_error = worker.view_as(self.exchange.worker_error).clone()
         self.exchange.server_error = server.clone()
+
+
+def build_onebit_adam(inputs: OptimizerInputs) -> ShardOptimizer:
+    """Build ``onebit_adam``."""
+    freeze_step = inputs.plan.config.optim.freeze_step
+    assert freeze_step is not None, "a plan has one"
+    group = parallel_state.get_data_parallel_group()
+    numbers = {**inputs.numbers, "freeze_step": freeze_step}
+    return OneBitAdam(inputs.groups, group, **numbers, asynchronous=inputs.asynchronous)
 
 
 @contextmanager

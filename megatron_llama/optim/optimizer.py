@@ -1,10 +1,11 @@
-"""torch's optimizers over this rank's shards, with learning-rate schedule and clipping."""
+"""The optimizer over a rank's shards, with learning-rate schedule and clipping."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,16 +13,14 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
+from megatron_llama import devices
 from megatron_llama.arch.names import whole_shape
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
-from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.optim.base import OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState
-from megatron_llama.optim.host import to_host
-from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
-from megatron_llama.optim.onebit_adam import OneBitAdam
-from megatron_llama.optim.piecewise_adam import PiecewiseAdam
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan
 
@@ -31,7 +30,7 @@ class Optimizer:
     """Updates this rank's shards. Adam and SGD are elementwise, so they give the same result on shards."""
 
     model: ParallelModel
-    inner: torch.optim.Optimizer
+    inner: ShardOptimizer
     """Its parameters are views of the shards' local tensors: no DTensor dispatch, and fused kernels work."""
     scheduler: Any
     clip: float | None
@@ -40,11 +39,10 @@ class Optimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
-        if not isinstance(self.inner, OneBitAdam):
-            return gradient_norm(self.model.shards, self.model.device)
-        self._lend_gradients()
-        self.inner.reduce_gradients()
-        return gradient_norm(self.model.shards, self.model.device, own_shares=self.inner.is_frozen)
+        if self.row.sums_gradients:
+            self._lend_gradients()
+            self.inner.reduce_gradients()
+        return gradient_norm(self.model.shards, self.model.device, own_shares=not self.inner.gradients_summed)
 
     def step(self, norm: torch.Tensor) -> None:
         """Clips by ``norm``, updates the weights, frees the gradients and advances the schedule."""
@@ -65,22 +63,15 @@ class Optimizer:
         factor = None if self.clip is None else clip_factor(norm, self.clip)
         if factor is not None and skip is not None:
             factor = torch.where(skip, 1.0, factor)
-        # The norm of a sum of gradients that nobody has made is not known.
-        unknown = isinstance(self.inner, OneBitAdam) and self.inner.is_frozen
-        clips_itself = isinstance(self.inner, LowPrecisionOptimizer | PiecewiseAdam)
-        if factor is not None and not unknown and not clips_itself:
-            scale_gradients(self.model.shards, factor)
+        if factor is not None and not self.inner.takes_factor:
+            if self.inner.gradients_summed:  # else ``norm`` is not the norm of the sum, which no rank has
+                scale_gradients(self.model.shards, factor)
+            factor = None
         if self.on_host:
             self._step_on_host(factor, skip)
             return
         self._lend_gradients()
-        if isinstance(self.inner, LowPrecisionOptimizer | PiecewiseAdam):  # scaled above, bf16 would be rounded twice
-            self.inner.step(gradient_factor=factor, skip=skip)
-        elif isinstance(self.inner, OneBitAdam):
-            self.inner.step(skip=skip)
-        else:  # found_inf is how torch.amp.GradScaler tells torch's fused optimizers
-            self.inner.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
-            self.inner.step()
+        self.inner.step(factor=factor, skip=skip)
 
     def _step_on_host(self, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
         """Updates the copies, and from them the shards. The host waits once, for the gradients, as it computes with
@@ -97,33 +88,30 @@ class Optimizer:
             return
         for (view, *_), gradient in zip(updated, gradients, strict=True):
             view.grad = gradient
-        if isinstance(self.inner, LowPrecisionOptimizer):
-            self.inner.step(gradient_factor=None if factor is None else host_factor)
-        else:
-            self.inner.step()
+        self.inner.step(factor=None if factor is None else host_factor)
         for view, shard, _ in updated:
             shard.local.copy_(view.data, non_blocking=True)
             view.grad = None
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether the device leaves out an update by itself, so that the host need not wait for its reason.
-
-        torch's fused Adam does so everywhere, the other optimizers where reading a value means waiting. A step on the
-        host needs the gradients there, so it waits anyway.
-        """
-        if self.on_host:
-            return False
-        return isinstance(self.inner, torch.optim.Adam) or self.model.plan.config.device.name != "cpu"
+        """Whether the device skips an update by itself, so that the host does not wait for the reason. A step on the
+        host waits for the gradients in any case."""
+        return self.inner.skips_on_device and not self.on_host
 
     def advance(self, updated: bool = True) -> None:
         """Frees the gradients and advances the schedule. ``updated``: whether ``update`` has changed anything, which
         the host knows by now."""
-        if not updated and self.skips_on_device and isinstance(self.inner, LowPrecisionOptimizer | OneBitAdam):
-            self.inner.take_back_count()
+        if not updated and self.skips_on_device:
+            self.inner.revert_step_count()
         self.inner.zero_grad(set_to_none=True)
         self.model.zero_grad()
         self.scheduler.step()
+
+    @property
+    def row(self) -> OptimizerRow:
+        """The properties of the configured optimizer."""
+        return self.model.plan.config.optim.row
 
     @property
     def lr(self) -> float:
@@ -143,7 +131,7 @@ class Optimizer:
         """
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             state = self.inner.state[view]
-            for kind in STATES[self.model.plan.config.optim.name]:
+            for kind in self.row.states:
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
                     state.setdefault("step", torch.zeros((), device=view.device))
@@ -157,7 +145,7 @@ class Optimizer:
         for _ in self.states():  # creates them
             pass
         for view in self._views():
-            at = view.device if isinstance(self.inner, torch.optim.Adam) else "cpu"
+            at = view.device if self.inner.counts_on_device else "cpu"
             self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -184,51 +172,52 @@ def decays(name: str) -> bool:
 
 
 def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
-    """The configured optimizer and schedule."""
-    optim = plan.config.optim
-    trained = model.trained
+    """Build the configured optimizer and schedule."""
+    optim, trained = plan.config.optim, model.trained
     on_host = "optimizer" in plan.config.trainer.offload
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
-    views = {id(s): nn.Parameter(value) for s, value in zip(trained, values, strict=True)}
+    holder = devices.device_named(devices.HOST) if on_host else devices.of(model.device)
+    views = [nn.Parameter(value) for value in values]
     if plan.narrow_gradients:
-        for view in views.values():
+        for view in views:
             view.grad_dtype = None  # any  # type: ignore[attr-defined]
+    pairs = [*zip(trained, views, strict=True)]
     groups = [
-        {"params": [views[id(s)] for s in trained if decays(s.name)], "weight_decay": optim.weight_decay},
-        {"params": [views[id(s)] for s in trained if not decays(s.name)], "weight_decay": 0.0},
+        {"params": [view for s, view in pairs if decays(s.name)], "weight_decay": optim.weight_decay},
+        {"params": [view for s, view in pairs if not decays(s.name)], "weight_decay": 0.0},
     ]
-    beta1, beta2 = optim.betas
-    inner: torch.optim.Optimizer
-    # torch's SGD too can leave out an update on a device, but only its fused one, whose bits depend on the layout.
-    if plan.precision.param_dtype != "float32" or optim.state_bits == 8 or optim.name == "sgd":
-        numbers = {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps, "momentum": beta1}
-        inner = LowPrecisionOptimizer(
-            [{**numbers, **group} for group in groups],
-            optim.name,
-            {views[id(s)]: s.pieces for s in trained},
-            state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
-            stochastic=plan.precision.stochastic,
-            seed=plan.config.trainer.seed,
-            in_blocks={views[id(s)] for s in trained if optim.state_bits == 8 and _has_8bit_states(s, plan)},
-            compiled=bool(plan.config.trainer.compile),
-        )
-    elif optim.name == "onebit_adam":
-        assert optim.freeze_step is not None, "a plan has one"
-        inner = OneBitAdam(
-            groups,
-            model.groups["dp"],
-            lr=optim.lr,
-            betas=(beta1, beta2),
-            eps=optim.eps,
-            freeze_step=optim.freeze_step,
-        )
-    elif plan.narrow_gradients:
-        inner = PiecewiseAdam(groups, optim.name, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps)
-    else:
-        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
-        inner = kind(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+    inputs = OptimizerInputs(
+        plan,
+        groups,
+        rectangles={view: s.pieces for s, view in pairs},
+        in_blocks={view for s, view in pairs if optim.state_bits == 8 and _has_8bit_states(s, plan)},
+        kernels=holder.kernels(bool(plan.config.trainer.compile)),
+        asynchronous=holder.asynchronous,
+    )
+    inner = build_inner(inputs)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
+
+
+def build_inner(inputs: OptimizerInputs) -> ShardOptimizer:
+    """Build the optimizer by the factory that its row names."""
+    module, _, function = inputs.row.factory.rpartition(".")
+    inner: ShardOptimizer = getattr(import_module(module), function)(inputs)
+    return inner
+
+
+def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of ``tensors``, which are on ``device``, in the host's memory, pinned unless that is the device.
+
+    The host waits once, until all are there, and with them what has been copied without waiting before.
+    """
+    on_device = devices.of(device).asynchronous
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    if on_device:
+        torch.get_device_module(device).synchronize()
+    return copies
 
 
 def _has_8bit_states(shard: Shard, plan: Plan) -> bool:

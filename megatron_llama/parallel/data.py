@@ -80,7 +80,7 @@ def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups
 
     secondary = split(trainer.secondary_group).inside if trainer.secondary_group else None
     hops = split(trainer.reduce_group) if trainer.reduce_group else None
-    if replicas == 1 or plan.exchanges_signs:
+    if replicas == 1 or plan.config.optim.row.sums_gradients:
         return DataGroups(mesh["shard"], None, hops, secondary)
     if trainer.grad_reduce is not None:
         return DataGroups(mesh["shard"], mesh.get_group("replicate"), hops, secondary)

@@ -123,7 +123,7 @@ def _derive_random_ltd(config: Config) -> None:
 def derive_optimizer(config: Config) -> None:
     """Fills in what follows from the steps and the learning rate, in place."""
     optim, steps = config.optim, config.trainer.steps
-    if optim.name == "onebit_adam" and optim.freeze_step is None:
+    if optim.row.exchanges_signs and optim.freeze_step is None:
         optim.freeze_step = max(1, math.ceil(ONEBIT_WARM_UP * steps))
     optim.schedule = optim.schedule or dict(COSINE)
     if optim.min_lr is None:

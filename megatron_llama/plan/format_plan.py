@@ -190,7 +190,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     switches = [name for name in ("compile", "async_tp", "deterministic") if getattr(trainer, name)]
     sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
     yield _line("activations", " · ".join([_recompute(trainer), sequence, *switches]))
-    betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.name != "sgd" else ""
+    betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.row.betas == 2 else ""
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
     rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
     yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")

@@ -23,8 +23,6 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import COPIES, PLAIN
 from megatron_llama.system.units import GIB, gib
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "onebit_adam": 3}
-"""Tensors that the optimizer keeps for each parameter; sgd its momentum, which is optim.betas' first."""
 USABLE = 0.94
 """Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
 what the allocator can't use."""
@@ -128,7 +126,7 @@ def optimizer_bytes(plan: Plan, stage: StageParameters, ranks: int = 1) -> int:
     """Bytes of the states of what is trained in ``stage`` on one of the ``ranks`` that share them."""
     in_blocks = stage.in_blocks if plan.config.optim.state_bits == 8 else 0
     rest = -(-(stage.trained - in_blocks) // ranks) * BYTES[plan.precision.optimizer_state_dtype]
-    return OPTIMIZER_STATES[plan.config.optim.name] * (rest + state_bytes_8bit(-(-in_blocks // ranks)))
+    return plan.config.optim.row.state_tensors * (rest + state_bytes_8bit(-(-in_blocks // ranks)))
 
 
 def check_memory(

@@ -108,8 +108,8 @@ class Plan:
 
     @property
     def exchanges_signs(self) -> bool:
-        """Whether the optimizer sums over the data-parallel ranks by itself, later as signs of momenta (1-bit Adam)."""
-        return self.config.optim.name == "onebit_adam"
+        """Whether data-parallel ranks exchange signs of momenta after ``optim.freeze_step`` (1-bit Adam)."""
+        return self.config.optim.row.exchanges_signs
 
     @property
     def storage(self) -> Storage:
@@ -119,7 +119,7 @@ class Plan:
             self.data_ranks,
             self.num_microbatches,
             frozen_dtype=self.frozen_dtype,
-            sums_gradients=self.exchanges_signs,
+            sums_gradients=self.config.optim.row.sums_gradients,
         )
 
     @property

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.settings import Config
+from megatron_llama.devices import find_device
 
 PLAIN, COPIES, SHARDS = "plain", "copies", "shards"
-_KEEP_BF16_GRADS = ("cpu",)
-"""Devices whose optimizers read bf16 gradients and upcast them by chunks."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ class Storage:
             kind = COPIES
         one_micro_batch = num_microbatches == 1 and not trainer.batch_schedule
         alone = kind == COPIES and one_micro_batch and not lora
-        on_device = config.device.name in _KEEP_BF16_GRADS and "optimizer" not in trainer.offload
+        device = find_device(config.device.name)
+        on_device = device is not None and device.keeps_bf16_grads and "optimizer" not in trainer.offload
         keeps_bf16_grads = alone and on_device and not sums_gradients
         return cls(kind, one_micro_batch, keeps_bf16_grads, alone, config.model.tie_word_embeddings)
 

@@ -7,18 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.arch.names import Piece
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import get_device
+from megatron_llama.devices.cpu.kernels import CpuKernels
+from megatron_llama.devices.kernels import EAGER
 from megatron_llama.optim import build_optimizer
-from megatron_llama.optim.blockwise import BlockwiseState, Levels
-from megatron_llama.optim.low_precision import LowPrecisionOptimizer
+from megatron_llama.optim.adam import adam_update, adamw_update
+from megatron_llama.optim.blockwise import BlockwiseState, levels_on
+from megatron_llama.optim.low_precision import ElementwiseOptimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
+from megatron_llama.plan.job import COMPILED
 from megatron_llama.plan.memory import rank_memory
 from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assert_same, run
@@ -28,7 +32,7 @@ from tests.oracle import Tensors, assemble, make_plan
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-LEVELS = {signed: Levels.on(CPU, signed=signed) for signed in (True, False)}
+LEVELS = {signed: levels_on(CPU, signed=signed) for signed in (True, False)}
 # Two blocks of a row on each of two tensor-parallel ranks; k_proj and v_proj alone would be too small for 8 bits.
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128", "model.num_hidden_layers=2")
 EIGHT = (*WIDE, "optim.state_bits=8")
@@ -53,7 +57,7 @@ def test_codes_and_scales_are_torchaos(signed: bool) -> None:
     ours[:] = values
     assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales.flatten(), theirs.scale)
     assert torch.equal(ours[:], theirs.dequantize())
-    near = LEVELS[signed].borders[:-1]  # in a block whose scale is 1
+    near = LEVELS[signed].boundaries[:-1]  # in a block whose scale is 1
     for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
         rows = torch.ones(len(near), STATE_BLOCK)
         rows[:, 0] = part
@@ -94,8 +98,8 @@ def test_the_kernel_has_the_same_bits(signed: bool) -> None:
     values = random(300, 256) if signed else random(300, 256).square()
     values[7] = 0
     values[8, 40], values[9, 40], values[10, 255] = torch.nan, torch.inf, -torch.inf if signed else torch.inf
-    plain, kernel = (BlockwiseState(values, LEVELS[signed], compiled=compiled) for compiled in (False, True))
-    assert kernel._by_kernel and not plain._by_kernel
+    plain, kernel = (BlockwiseState(values, LEVELS[signed], kernels) for kernels in (EAGER, COMPILED))
+    assert COMPILED._uses_cpp(kernel.codes) and not EAGER._uses_cpp(plain.codes)
     for state in (plain, kernel):
         state[:] = values
         state[3:5] = values[100:102]
@@ -107,11 +111,11 @@ def test_the_kernel_has_the_same_bits(signed: bool) -> None:
     assert finite.sum() == values.numel() - 3 * STATE_BLOCK
     assert torch.equal(kernel.codes[finite], plain.codes[finite]) and torch.equal(kernel[:][finite], plain[:][finite])
     assert not kernel[:][~finite].isfinite().any() and torch.equal(kernel[2:4], kernel[:][2:4])
-    near = LEVELS[signed].borders[:-1]  # in a block whose scale is 1
+    near = LEVELS[signed].boundaries[:-1]  # in a block whose scale is 1
     for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
         rows = torch.ones(len(near), STATE_BLOCK)
         rows[:, 5] = part
-        plain, kernel = (BlockwiseState(rows, LEVELS[signed], compiled=compiled) for compiled in (False, True))
+        plain, kernel = (BlockwiseState(rows, LEVELS[signed], kernels) for kernels in (EAGER, COMPILED))
         plain[:] = kernel[:] = rows
         assert torch.equal(plain.codes, kernel.codes)
 
@@ -128,32 +132,38 @@ def _by_kernel(rank: int, plan: Plan) -> set[bool]:
     prepare_rank(plan)
     with process_groups(plan, topology, device, CPU):
         states = [state for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states()]
-        return {state._by_kernel for state in states if isinstance(state, BlockwiseState)}
+        return {
+            isinstance(state.kernels, CpuKernels) and state.kernels._uses_cpp(state.codes)
+            for state in states
+            if isinstance(state, BlockwiseState)
+        }
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torchao = pytest.importorskip("torchao.optim", reason="torchao is an extra")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(low_precision, "_CPU_BLOCK", 1 << 9)  # a few rows at a time
+    monkeypatch.setattr(CpuKernels, "rows_at_once", lambda kernels, width: (1 << 9) // width)
     start = random(48, 128)
     mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     kind = {"adamw": torchao.AdamW8bit, "adam": torchao.Adam8bit}[name]
     reference = kind([theirs], **settings, block_size=STATE_BLOCK)
-    ours = LowPrecisionOptimizer(
+    ours = ElementwiseOptimizer(
         [{"params": [mine], **settings}],
-        name,
+        OPTIMIZERS[name],
+        {"adamw": adamw_update, "adam": adam_update}[name],
         {mine: [Piece("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
         state_dtype=torch.float32,
         stochastic=False,
         seed=1,
         in_blocks={mine},
+        kernels=EAGER,
     )
     for step in range(12):
         gradient = torch.randn(48, 128, generator=torch.Generator().manual_seed(step))
         mine.grad, theirs.grad = gradient.clone(), gradient * 0.5
-        ours.step(gradient_factor=torch.tensor(0.5))
+        ours.step(factor=torch.tensor(0.5))
         reference.step()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         for moment in ("exp_avg", "exp_avg_sq"):

@@ -9,10 +9,14 @@ import torch
 
 import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.arch.names import Piece
+from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices import get_device
+from megatron_llama.devices.cpu.kernels import CpuKernels
+from megatron_llama.devices.kernels import EAGER
 from megatron_llama.optim import build_optimizer
-from megatron_llama.optim.low_precision import STATES, LowPrecisionOptimizer
-from megatron_llama.optim.rounding import noise, round_stochastically, stream
+from megatron_llama.optim.adam import adam_update, adamw_update
+from megatron_llama.optim.low_precision import ElementwiseOptimizer, noise, round_stochastically, stream
+from megatron_llama.optim.sgd import sgd_update
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import build_topology
@@ -29,6 +33,7 @@ TORCH: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam([p], 0.01, (0.9, 0.95), 1e-8, 0.1, foreach=False),
     "sgd": lambda p: torch.optim.SGD([p], 0.01, 0.9, weight_decay=0.1, foreach=False),
 }
+FORMULAS = {"adamw": adamw_update, "adam": adam_update, "sgd": sgd_update}
 # Two rectangles of two tensors, as the merged projections have them; the second is not at its tensor's corner.
 PIECES = [Piece("a", (30, 33), (0, 0), (0, 0), (30, 33)), Piece("b", (50, 66), (5, 33), (30, 0), (10, 33))]
 
@@ -40,6 +45,13 @@ def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:
     return round_stochastically(values, torch.cat(noises))
 
 
+def elementwise(name: str, weight: torch.nn.Parameter, **settings: Any) -> ElementwiseOptimizer:
+    """The optimizer of one weight, which consists of PIECES."""
+    groups = [{"params": [weight], **GROUP}]
+    settings = {"seed": SEED, "kernels": EAGER, **settings}
+    return ElementwiseOptimizer(groups, OPTIMIZERS[name], FORMULAS[name], {weight: PIECES}, **settings)
+
+
 @pytest.mark.parametrize("block", [1 << 16, 330])
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
@@ -47,26 +59,25 @@ def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:
 def test_before_rounding_it_is_torchs(
     name: str, moments: torch.dtype, stochastic: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(low_precision, "_CPU_BLOCK", block)
+    monkeypatch.setattr(CpuKernels, "rows_at_once", lambda kernels, width: block // width)
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator).bfloat16())
-    ours = LowPrecisionOptimizer(
-        [{"params": [weight], **GROUP}], name, {weight: PIECES}, state_dtype=moments, stochastic=stochastic, seed=SEED
-    )
+    states = OPTIMIZERS[name].states
+    ours = elementwise(name, weight, state_dtype=moments, stochastic=stochastic)
     factor = torch.tensor(0.37)
     for step in range(STEPS):
         gradient = torch.randn(SHAPE, generator=generator).bfloat16()
         wide = torch.nn.Parameter(weight.detach().float())
         theirs = TORCH[name](wide)
-        theirs.state[wide] = {kind: ours.state[weight][kind].float().clone() for kind in STATES[name]}
+        theirs.state[wide] = {kind: ours.state[weight][kind].float().clone() for kind in states}
         theirs.state[wide]["step"] = torch.tensor(float(step))
         wide.grad = gradient.float() * factor  # clipped in fp32: once rounded, not twice
         theirs.step()
         weight.grad = gradient.clone()
-        ours.step(gradient_factor=factor, skip=[None, torch.tensor(False)][step % 2])
+        ours.step(factor=factor, skip=[None, torch.tensor(False)][step % 2])
         assert torch.equal(weight.grad, gradient)
         pairs = [("weight", weight.detach(), wide.detach())]
-        pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in STATES[name]]
+        pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in states]
         for kind, found, exact in pairs:
             if found.dtype == torch.float32:
                 assert torch.equal(found, exact), kind
@@ -76,8 +87,8 @@ def test_before_rounding_it_is_torchs(
     assert ours.state[weight]["step"] == STEPS
     before = [tensor.clone() for tensor in (weight, *ours.state[weight].values())]
     weight.grad = torch.full_like(weight, torch.nan)
-    ours.step(gradient_factor=factor, skip=torch.tensor(True))
-    ours.take_back_count()
+    ours.step(factor=factor, skip=torch.tensor(True))
+    ours.revert_step_count()
     assert all(map(torch.equal, before, (weight, *ours.state[weight].values()))), "skipped"
 
 
@@ -85,13 +96,12 @@ def test_sgd_in_fp32_is_torchs() -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
     plain = torch.nn.Parameter(weight.detach().clone())
-    settings: dict[str, Any] = {"state_dtype": torch.float32, "stochastic": False, "seed": SEED}
-    ours = LowPrecisionOptimizer([{"params": [weight], **GROUP}], "sgd", {weight: PIECES}, **settings)
+    ours = elementwise("sgd", weight, state_dtype=torch.float32, stochastic=False)
     theirs = TORCH["sgd"](plain)
     for step in range(STEPS):
         factor, gradient = torch.tensor(0.37), torch.randn(SHAPE, generator=generator)
         weight.grad, plain.grad = gradient, gradient * factor
-        ours.step(gradient_factor=factor, skip=[None, torch.tensor(False)][step % 2])
+        ours.step(factor=factor, skip=[None, torch.tensor(False)][step % 2])
         theirs.step()
         assert torch.equal(weight, plain)
         assert torch.equal(ours.state[weight]["momentum_buffer"], theirs.state[plain]["momentum_buffer"])

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_llama.optim.norm import PIECE, gradient_norm, parameter_norm
+from megatron_llama.devices import kernels
+from megatron_llama.devices.cpu import kernels as cpu_kernels
+from megatron_llama.devices.cpu import updates
+from megatron_llama.devices.cpu.updates import CHUNK
+from megatron_llama.optim.norm import gradient_norm, parameter_norm
 from megatron_llama.parallel import Shard
 from tests.ranks import run_ranks
 
-SHAPES = (3 * PIECE // 512 + 5, 512), (700, 7), (900,)
+SHAPES = (3 * CHUNK // 512 + 5, 512), (700, 7), (900,)
 CPU = torch.device("cpu")
 
 
@@ -46,6 +50,15 @@ def _errors(rank: int, dtypes: tuple[torch.dtype, ...]) -> list[float]:
 )
 def test_it_is_exact_for_large_matrices(dtypes: tuple[torch.dtype, ...]) -> None:
     assert max(run_ranks(_errors, 1, dtypes)[0]) < 5e-7
+
+
+def test_chunks_on_a_cpu_have_the_bits_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "CHUNK", 3000)
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(shape, generator=generator).bfloat16() for shape in ((61, 512), (700, 7), (2900,), (0, 5))]
+    parts.append(torch.randn(4, 5000, generator=generator))
+    ours, plain = (each.EAGER.norms(parts) for each in (cpu_kernels, kernels))
+    assert torch.equal(torch.cat(ours), torch.cat(plain))
 
 
 def test_torchs_own_is_not() -> None:

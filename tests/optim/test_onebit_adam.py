@@ -47,12 +47,12 @@ def train(
     inner, weights = make(initial())
     for step in range(steps):
         if step == resume_at:
-            before, errors = inner, inner.errors()
+            before, errors = inner, inner.extra_states()
             old = weights
             inner, weights = make([weight.detach() for weight in weights])
             for ours, theirs in zip(weights, old, strict=True):
                 inner.state[ours] = {kind: value.clone() for kind, value in before.state[theirs].items()}
-            inner.set_errors(errors)
+            inner.load_extra_states(errors)
         for skip in (True, False) if poisoned else (None,):
             for number, weight in enumerate(weights):
                 weight.grad = gradient(step, rank, number)
@@ -61,7 +61,7 @@ def train(
             inner.reduce_gradients()
             inner.step(skip=None if skip is None else torch.tensor(skip))
             if skip:
-                inner.take_back_count()
+                inner.revert_step_count()
     momenta = [inner.state[weight]["exp_avg"] for weight in weights]
     exchange = inner.exchange
     result = ([w.detach() for w in weights], momenta, [exchange.worker_error, exchange.server_error])

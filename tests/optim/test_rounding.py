@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from megatron_llama.optim.rounding import noise, round_stochastically, stream
+from megatron_llama.optim.low_precision import noise, round_stochastically, stream
 
 CPU = torch.device("cpu")
 ALL = torch.arange(1 << 16, dtype=torch.int32)

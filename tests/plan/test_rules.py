@@ -63,7 +63,8 @@ def test_following_the_advice_ends_the_problem(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == {rule.check.__name__ for rule in RULES}
+    tested_with_a_trial = {"whole_matrices_are_on_one_rank"}  # tests/optim/test_new_optimizer.py
+    assert {case.rule for case in CASES} | tested_with_a_trial == {rule.check.__name__ for rule in RULES}
 
 
 def test_no_rule_is_left_out_of_the_tuple() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_llama import devices
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
@@ -92,6 +93,7 @@ def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
 
 
 FP32 = "trainer.precision=fp32"
+ASYNCHRONOUS = "as on an accelerator"
 NOT_FUSED = (
     ["trainer.precision=bf16_sr"],
     ["optim.name=sgd", FP32],
@@ -103,14 +105,20 @@ NOT_FUSED = (
     "settings",
     [
         ["optim.name=adamw"],
-        *[[*what, f"device={device}"] for what in NOT_FUSED for device in ("cpu", "neuron")],
+        ["trainer.precision=bf16", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
+        *[[*optimizer, *device] for optimizer in NOT_FUSED for device in ([], [ASYNCHRONOUS])],
         *[["trainer.offload=[optimizer]", f"optim.name={name}"] for name in ("adamw", "sgd")],
     ],
     ids=" ".join,
 )
-def test_a_skipped_step_leaves_weights_states_and_their_count(settings: list[str]) -> None:
-    """torch's fused optimizers skip on the device, the others too if that is not the CPU, and offloaded ones on the
-    host."""
+def test_a_skipped_step_leaves_weights_states_and_their_count(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's fused optimizers skip on the device, the others too if the host runs ahead of it, and offloaded ones on
+    the host."""
+    on_device = ASYNCHRONOUS in settings
+    monkeypatch.setattr(type(get_device("cpu")), "asynchronous", on_device)
+    settings = [setting for setting in settings if setting != ASYNCHRONOUS]
     for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, *settings)):
         assert all(torch.equal(one, other) for one, other in zip(before, skipped, strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(skipped, after, strict=True)), (
@@ -121,6 +129,8 @@ def test_a_skipped_step_leaves_weights_states_and_their_count(settings: list[str
 
 def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]], int]:
     optimizer, batches, finite = build_optimizer(plan, model), batches_of(plan, model), FiniteCheck(1)
+    if devices.of(CPU).asynchronous:
+        assert optimizer.skips_on_device
     inner, states = model.forward_backward, []
 
     def poisoned(*arguments: Any, **keywords: Any) -> torch.Tensor:

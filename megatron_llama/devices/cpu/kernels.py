@@ -9,7 +9,7 @@ from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices import attention
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.cpu.products import by_amx
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.cpu.updates import UpdateKernels
 from megatron_llama.devices.visibility import AttentionInputs, Documents, first_visible_keys
 
 ADDED_AT_ONCE = 2**18
@@ -19,7 +19,7 @@ MOST_BY_COLUMNS = 768
 reads them so, takes half the time. With more tokens the gradient of the hidden states takes twice the time."""
 
 
-class CpuKernels(Kernels):
+class CpuKernels(UpdateKernels):
     """Overrides for tensors in the host's memory."""
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:

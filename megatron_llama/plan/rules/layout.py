@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.hostfile import FORMS, bad_hosts
+from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, shown
 from megatron_llama.config.settings import Config
@@ -255,19 +256,36 @@ def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]
 
 
 @reads("optim.name", "optim.freeze_step", "trainer.zero", "trainer.precision")
-def onebit_adam_keeps_whole_states(config: Config, world_size: int) -> Iterator[Problem]:
-    """1-bit Adam exchanges momenta, which every data-parallel rank must hold whole and in fp32."""
-    name, zero, precision = config.optim.name, config.trainer.zero, str(config.trainer.precision)
-    if name != "onebit_adam":
-        if config.optim.freeze_step is not None:
-            rule = f"is for optim.name=onebit_adam, and it is {name}"
-            yield Problem("optim.freeze_step", config.optim.freeze_step, rule, "write optim.freeze_step=null")
-        return
-    if zero:
-        yield Problem("trainer.zero", zero, "optim.name=onebit_adam exchanges whole momenta", "write trainer.zero=0")
-    if PRECISIONS[precision].param_dtype != "float32":
-        rule = "optim.name=onebit_adam needs weights in fp32: errors of a sign are added to them"
+def states_suit_the_optimizer(config: Config, world_size: int) -> Iterator[Problem]:
+    """An optimizer that exchanges gradients or momenta itself needs whole ones on each data-parallel rank."""
+    optim, zero, precision = config.optim, config.trainer.zero, str(config.trainer.precision)
+    if optim.freeze_step is not None and not optim.row.exchanges_signs:
+        names = " or ".join(name for name, row in OPTIMIZERS.items() if row.exchanges_signs)
+        rule = f"is for optim.name={names}, and it is {optim.name}"
+        yield Problem("optim.freeze_step", optim.freeze_step, rule, "write optim.freeze_step=null")
+    if zero and optim.row.sums_gradients:
+        exchanged = "momenta" if optim.row.exchanges_signs else "gradients"
+        rule = f"optim.name={optim.name} exchanges whole {exchanged}"
+        yield Problem("trainer.zero", zero, rule, "write trainer.zero=0")
+    reason = optim.row.refuses.get("trainer.precision")
+    if reason and PRECISIONS[precision].param_dtype != "float32":
+        rule = f"optim.name={optim.name} {reason}"
         yield Problem("trainer.precision", precision, rule, "write trainer.precision=bf16 or fp32")
+
+
+@reads("optim.name", "trainer.zero", "trainer.dp", *BLOCK_SETTINGS)
+def whole_matrices_are_on_one_rank(config: Config, world_size: int) -> Iterator[Problem]:
+    """An optimizer of whole matrices has them on one rank: no rank gathers a matrix that others hold in parts."""
+    name, tp, zero, dp = config.optim.name, config.trainer.tp, config.trainer.zero, data_ranks(config, world_size)
+    if not config.optim.row.whole_matrix:
+        return
+    rule = f"optim.name={name} updates a matrix as a whole, and"
+    if tp > 1:
+        instead = "write trainer.tp=1, or optim.name=adamw"
+        yield Problem("trainer.tp", tp, f"{rule} tensor-parallel ranks hold parts of it", instead)
+    if zero and dp is not None and dp > 1:
+        instead = "write trainer.zero=0, or optim.name=adamw"
+        yield Problem("trainer.zero", zero, f"{rule} the {dp} data-parallel ranks hold parts of it", instead)
 
 
 @reads("trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
@@ -288,9 +306,10 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
 
 @reads("trainer.grad_reduce", "optim.name")
 def one_exchange_of_gradients(config: Config, world_size: int) -> Iterator[Problem]:
-    """1-bit Adam has an exchange of its own."""
-    if config.trainer.grad_reduce is not None and config.optim.name == "onebit_adam":
-        rule = "optim.name=onebit_adam exchanges gradients, and later momenta, by itself"
+    """An optimizer that sums gradients has a separate exchange."""
+    if config.trainer.grad_reduce is not None and config.optim.row.sums_gradients:
+        later = ", and later momenta," if config.optim.row.exchanges_signs else ""
+        rule = f"optim.name={config.optim.name} exchanges gradients{later} by itself"
         advice = "write trainer.grad_reduce=null, or optim.name=adamw"
         yield Problem("trainer.grad_reduce", config.trainer.grad_reduce, rule, advice)
 
@@ -361,9 +380,10 @@ def what_is_kept_is_offloaded(config: Config, world_size: int) -> Iterator[Probl
 
 @reads("trainer.offload", "optim.name")
 def its_step_can_be_elsewhere(config: Config, world_size: int) -> Iterator[Problem]:
-    """1-bit Adam's step is a collective of the devices."""
-    if "optimizer" in config.trainer.offload and config.optim.name == "onebit_adam":
-        rule = "optim.name=onebit_adam exchanges momenta between devices in its step"
+    """The step of some optimizers is a collective of the devices."""
+    reason = config.optim.row.refuses.get("trainer.offload")
+    if reason and "optimizer" in config.trainer.offload:
+        rule = f"optim.name={config.optim.name} {reason}"
         advice = "write optim.name=adamw, or leave optimizer out of trainer.offload"
         yield Problem("trainer.offload", config.trainer.offload, rule, advice)
 

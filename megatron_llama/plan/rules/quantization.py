@@ -28,8 +28,8 @@ def state_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]
     optim, table = config.optim, matrices(config.model)
     if optim.state_bits != 8:
         return
-    if optim.name == "onebit_adam":
-        rule = "optim.name=onebit_adam averages whole momenta, and adds what a sign loses to them"
+    if reason := optim.row.refuses.get("optim.state_bits"):
+        rule = f"optim.name={optim.name} {reason}"
         yield Problem("optim.state_bits", 8, rule, "write optim.state_bits=null, or optim.name=adamw")
         return
     modules = config.finetune.lora_target_modules if config.finetune.method == "lora" else table

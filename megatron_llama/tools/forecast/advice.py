@@ -123,7 +123,7 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
         "trainer.precision": ["bf16"] if plan.precision.compute_format == "fp32" else [],
         "trainer.tp": [trainer.tp * times for times in (2, 4, 8) if trainer.tp * times <= LARGEST_TP],
         "trainer.pp": [trainer.pp * times for times in (2, 4, 8, 16) if trainer.pp * times <= plan.world_size],
-        "optim.state_bits": [8] if optim.state_bits is None and optim.name != "onebit_adam" else [],
+        "optim.state_bits": [8] if optim.state_bits is None and "optim.state_bits" not in optim.row.refuses else [],
         "trainer.offload": _offloaded(plan) if has_host else [],
     }
     return {name: options for name, options in values.items() if options}
@@ -131,7 +131,7 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
 
 def _offloaded(plan: Plan) -> list[list[str]]:
     """Values of trainer.offload with more in it: one or the other, then both."""
-    there, step_is_here = plan.config.trainer.offload, plan.config.optim.name == "onebit_adam"
+    there, step_is_here = plan.config.trainer.offload, "trainer.offload" in plan.config.optim.row.refuses
     more = [what for what in OFFLOADED if what not in there and not (what == "optimizer" and step_is_here)]
     chosen = [*([what] for what in more), *([more] if len(more) > 1 else [])]
     return [[what for what in OFFLOADED if what in there or what in added] for added in chosen]

@@ -199,7 +199,7 @@ def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]
 
 def _label_states(watch: Watch, optimizer: Optimizer) -> None:
     watch.label(_states(optimizer), HOST if optimizer.on_host else OPTIMIZER)
-    if not isinstance(optimizer.inner, torch.optim.Adam):  # which counts its updates on the device
+    if not optimizer.inner.counts_on_device:
         watch.keep_on_host(state["step"] for state in optimizer.inner.state.values() if "step" in state)
     if optimizer.on_host:
         watch.label((weight for group in optimizer.inner.param_groups for weight in group["params"]), HOST)

@@ -53,7 +53,7 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("megatron_llama.parallel.parallelize", ("count", "init_weights"), TEMPORARY),
     ("megatron_llama.model.offload", ("__init__",), HOST),
     ("megatron_llama.model.offload", ("_on_device",), IN_BACKWARD),
-    ("megatron_llama.optim.host", (), HOST),
+    ("megatron_llama.optim.optimizer", ("to_host",), HOST),
     ("megatron_llama.optim", (), TEMPORARY),
     ("torch.optim", (), TEMPORARY),
     ("megatron_llama.model.rotary", ("rotary_table", "at_positions"), TABLES),

@@ -180,22 +180,20 @@ CASES = [
         "trainer.sp=false",
     ),
     Case(
-        "onebit_adam_keeps_whole_states",
+        "states_suit_the_optimizer",
         2,
         {"optim.name": "onebit_adam", "trainer.zero": 1},
         {"optim.name": "onebit_adam", "trainer.zero": 0},
         "trainer.zero=0",
     ),
     Case(
-        "onebit_adam_keeps_whole_states",
+        "states_suit_the_optimizer",
         2,
         {"optim.name": "onebit_adam", "trainer.zero": 0, "trainer.precision": "bf16_sr"},
         {"optim.name": "onebit_adam", "trainer.zero": 0, "trainer.precision": "bf16"},
         "trainer.precision=bf16",
     ),
-    Case(
-        "onebit_adam_keeps_whole_states", 2, {"optim.freeze_step": 3}, {"optim.freeze_step": None}, "freeze_step=null"
-    ),
+    Case("states_suit_the_optimizer", 2, {"optim.freeze_step": 3}, {"optim.freeze_step": None}, "freeze_step=null"),
     Case(
         "one_exchange_of_gradients",
         2,

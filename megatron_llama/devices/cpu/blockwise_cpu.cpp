@@ -1,4 +1,4 @@
-// Optimizer states in 8 bits on a CPU: what BlockwiseState does by many operators of torch, in one pass, with its bits.
+// Optimizer states in 8 bits on a CPU: the many operators of Kernels.read_block and write_block in one pass, bit-identical.
 // Inductor's flags switch gcc's vectorizer off, so vectors are written as such. BLOCK, the values of a block, is put above.
 
 #include <ATen/cpu/vec/functional.h>
@@ -25,7 +25,7 @@ extern "C" void read_blocks(const uint8_t* codes, const float* scales, const flo
   }
 }
 
-// The scales and codes of values [blocks, 32]; Levels in blockwise.py says what borders and lowest are.
+// The scales and codes of values [blocks, 32]; ``Levels`` in devices/kernels.py describes borders and lowest.
 extern "C" void write_blocks(const float* values, const float* borders, const uint8_t* lowest, float least,
                              uint8_t* codes, float* scales, int64_t blocks, int threads) {
 #pragma omp parallel for num_threads(threads)

@@ -1,0 +1,94 @@
+"""Adam and AdamW: torch's fused kernels for weights and states in fp32, else by rows in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
+from megatron_llama.optim.low_precision import SINGLE_TENSOR, build_elementwise
+
+
+class FusedAdam(ShardOptimizer, torch.optim.Adam):
+    """torch's fused Adam, or AdamW if weight decay is ``decoupled``."""
+
+    skips_on_device = True
+    counts_on_device = True
+
+    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool) -> None:
+        super().__init__(groups, **numbers, decoupled_weight_decay=decoupled, fused=True)
+
+    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        # torch.amp.GradScaler passes found_inf to fused kernels in the same way.
+        self.found_inf = None if skip is None else skip.float()
+        torch.optim.Adam.step(self)
+
+
+class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
+    """torch's fused Adam or AdamW for gradients in bf16, with bitwise the results for their fp32 copies.
+
+    torch's step takes gradients in the weights' dtype only. An fp32 copy of all gradients would take twice their
+    memory, and clipping would read it once more.
+    """
+
+    takes_factor = True
+    counts_on_device = True
+
+    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool, kernels: Kernels) -> None:
+        super().__init__(groups, **numbers, decoupled_weight_decay=decoupled)
+        self._decoupled, self._kernels = decoupled, kernels
+
+    @torch.no_grad()
+    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        assert skip is None, "the caller reads it"
+        for group in self.param_groups:
+            numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "step" not in state:
+                    state["step"] = torch.zeros((), device=weight.device)
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    if kind not in state:
+                        state[kind] = torch.zeros_like(weight)
+                state["step"] += 1
+                tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
+                self._kernels.adam_(*tensors, factor, decoupled=self._decoupled, **numbers)
+
+
+def build_adam(inputs: OptimizerInputs) -> ShardOptimizer:
+    """Build ``adam`` or ``adamw``."""
+    decoupled = inputs.plan.config.optim.name == "adamw"
+    if inputs.rounds:
+        return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.numbers)
+    if inputs.plan.narrow_gradients:
+        return Bf16GradientAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
+    return FusedAdam(inputs.groups, inputs.numbers, decoupled=decoupled)
+
+
+def adam_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
+    """Adam's update of fp32 weight, exp_avg and exp_avg_sq, in place."""
+    _update(adam, tensors, gradient, step, group)
+
+
+def adamw_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
+    """AdamW's update of fp32 weight, exp_avg and exp_avg_sq, in place."""
+    _update(adamw, tensors, gradient, step, group)
+
+
+def _update(
+    function: Callable[..., None], tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group
+) -> None:
+    weight, exp_avg, exp_avg_sq = tensors
+    beta1, beta2 = group["betas"]
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+    state: tuple[list[Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
+    function([weight], [gradient], *state, amsgrad=False, beta1=beta1, beta2=beta2, **rates, **SINGLE_TENSOR)

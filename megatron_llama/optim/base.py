@@ -1,0 +1,106 @@
+"""The interface of an optimizer.
+
+A new optimizer is a file in this folder and a row in ``config/optimizers.py``. The file has a subclass of
+``ShardOptimizer`` and the function that the row names as its factory, which takes ``OptimizerInputs``. An elementwise
+optimizer needs no subclass: ``low_precision.ElementwiseOptimizer`` takes its formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_llama.arch.names import Piece
+from megatron_llama.config.optimizers import OptimizerRow
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.plan import Plan
+
+Group = dict[str, Any]
+"""A parameter group of torch: ``params`` and the numbers for them, such as ``lr``."""
+
+
+class ShardOptimizer(torch.optim.Optimizer):
+    """An optimizer over the local tensors of a rank's shards.
+
+    ``state[weight]`` has the states that the optimizer's row names, and ``step``, the number of updates as a scalar
+    tensor. A gradient may be in bf16 where its weight is in fp32. The class attributes are declared by subclasses.
+    """
+
+    takes_factor: bool = False
+    """Whether ``step`` scales the gradients by ``factor``. Otherwise the caller scales them before, in place."""
+    skips_on_device: bool = False
+    """Whether ``step`` applies ``skip`` on the device. Otherwise the caller reads ``skip`` on the host."""
+    counts_on_device: bool = False
+    """Whether the numbers of updates are on the weights' device, and exclude skipped updates."""
+    extra_states_label: str = "the extra states of the optimizer"
+    """Name of ``extra_states`` for messages, in the plural."""
+
+    @property
+    def gradients_summed(self) -> bool:
+        """Whether gradients are summed over data-parallel ranks once ``reduce_gradients`` has been called."""
+        return True
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over data-parallel ranks, in place. Called if the row has ``sums_gradients``."""
+
+    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient.
+
+        Args:
+            factor: fp32 scalar for the gradients, given if ``takes_factor``. The gradients keep their values.
+            skip: bool scalar on the weights' device, given if ``skips_on_device``. Where it is true, weights and
+                states keep their values. The host does not read it.
+        """
+        raise NotImplementedError
+
+    def revert_step_count(self) -> None:
+        """Remove the last ``step`` from the numbers of updates, since the device skipped it."""
+        if not self.counts_on_device:
+            for state in self.state.values():
+                state["step"] -= 1
+
+    def extra_states(self) -> dict[str, Tensor]:
+        """Copies of the tensors that belong to this rank and not to a weight, by name (without dots)."""
+        return {}
+
+    def load_extra_states(self, states: Mapping[str, Tensor]) -> None:
+        """Restore the result of ``extra_states`` on this rank."""
+
+
+@dataclass(frozen=True)
+class OptimizerInputs:
+    """The arguments of an optimizer's factory."""
+
+    plan: Plan
+    groups: Sequence[Group]
+    """Parameter groups with ``params`` and ``weight_decay``. Each parameter is the local tensor of a shard."""
+    rectangles: Mapping[Tensor, Sequence[Piece]]
+    """The rectangles of Hugging Face tensors that each parameter consists of."""
+    in_blocks: AbstractSet[Tensor]
+    """The matrices whose states are in 8 bits, by blocks."""
+    kernels: Kernels
+    """Kernels of the device that holds the parameters."""
+    asynchronous: bool
+    """Whether the host runs ahead of this device, so that it would wait to read a value."""
+
+    @property
+    def row(self) -> OptimizerRow:
+        """The optimizer's declared properties."""
+        return self.plan.config.optim.row
+
+    @property
+    def rounds(self) -> bool:
+        """Whether some weights or states have fewer bits than fp32."""
+        return self.plan.precision.param_dtype != "float32" or self.plan.config.optim.state_bits == 8
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """``lr``, ``betas`` and ``eps``, as torch's Adam takes them."""
+        optim = self.plan.config.optim
+        beta1, beta2 = optim.betas
+        return {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps}

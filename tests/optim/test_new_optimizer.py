@@ -1,0 +1,105 @@
+"""A new optimizer is one file and one row: a trial optimizer, registered here, trains, saves and resumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import Problem
+from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.limits import one_of
+from megatron_llama.config.optimizers import OPTIMIZERS, OptimizerRow
+from megatron_llama.plan.memory import optimizer_bytes
+from tests.checkpoint.runner import Run, assert_same, run
+from tests.config.helpers import make, problems_of
+from tests.optim.lion import ROW
+from tests.oracle import distance, make_plan, run_layout
+
+TP2_DP2 = ("trainer.tp=2", "trainer.zero=1")
+LION = ("optim.name=lion", "optim.lr=0.001", "optim.betas=[0.9,0.99]", "optim.warmup_steps=2", "trainer.steps=8")
+
+
+def register(monkeypatch: pytest.MonkeyPatch, row: OptimizerRow) -> None:
+    """Add the row of ``lion``, and the name to the setting's limit, which an edit of the table does by itself."""
+    monkeypatch.setitem(OPTIMIZERS, "lion", row)
+    setting = settings_by_name()["optim.name"]
+    monkeypatch.setitem(settings_by_name(), "optim.name", replace(setting, limit=one_of(*OPTIMIZERS)))
+
+
+@pytest.fixture
+def lion(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, ROW)
+
+
+@pytest.mark.usefixtures("lion")
+@pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
+def test_it_trains_and_resumes_bit_identically(precision: str, tmp_path: Path) -> None:
+    settings = (*LION, *TP2_DP2, f"trainer.precision={precision}")
+    whole = run(4, tmp_path / "whole", *settings, until=4)
+    first = run(4, tmp_path / "halves", *settings, until=2)
+    second = run(4, tmp_path / "halves", *settings, until=4)
+    assert second.started_at == 2 and first.losses | second.losses == whole.losses
+    assert_same(second.tensors, whole.tensors)
+    assert second.updates == whole.updates == 4
+    assert _moved(whole) and whole.losses[4] < whole.losses[1]
+
+
+def _moved(whole: Run) -> bool:
+    """Whether each weight has a state in the checkpoint that is not zero."""
+    weights = [name for name in whole.tensors if "/" not in name]
+    return all(whole.tensors[f"exp_avg/{name}"].any() for name in weights)
+
+
+@pytest.mark.usefixtures("lion")
+def test_a_layout_trains_as_one_process_does() -> None:
+    # The sign of a gradient near zero depends on the order of a sum, so the bound is a share of all weights.
+    one, four = run_layout(1, *LION), run_layout(4, *LION, *TP2_DP2)
+    assert four.losses == pytest.approx(one.losses, rel=1e-3)
+    assert max(distance(four.weights[name], weight) for name, weight in one.weights.items()) < 0.02
+
+
+@pytest.mark.usefixtures("lion")
+def test_rules_memory_and_8_bit_states_read_its_row() -> None:
+    plan, adamw = (make_plan(4, *TP2_DP2, f"optim.name={name}") for name in ("lion", "adamw"))
+    assert 2 * optimizer_bytes(plan, plan.stages[0]) == optimizer_bytes(adamw, adamw.stages[0])
+    eight = make_plan(1, *LION, "optim.state_bits=8", "model.hidden_size=64")
+    assert optimizer_bytes(eight, eight.stages[0]) < optimizer_bytes(plan, plan.whole)
+
+
+def problems(world_size: int, **changes: object) -> list[Problem]:
+    return problems_of(make(**{"optim.name": "lion", **changes}), world_size)
+
+
+def test_whole_matrices_are_refused_where_ranks_hold_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, replace(ROW, whole_matrix=True))
+    (problem,) = problems(2, **{"trainer.tp": 2})
+    assert problem.field == "trainer.tp" and "tensor-parallel ranks hold parts of it" in problem.rule
+    (problem,) = problems(2, **{"trainer.zero": 1})
+    assert problem.field == "trainer.zero" and "the 2 data-parallel ranks hold parts of it" in problem.rule
+    assert len(problems(4, **{"trainer.tp": 2, "trainer.zero": 1})) == 2
+    assert not problems(2, **{"trainer.zero": 0}) and not problems(1, **{"trainer.zero": 1})
+    register(monkeypatch, ROW)
+    assert not problems(4, **{"trainer.tp": 2, "trainer.zero": 1})
+
+
+def test_settings_that_a_row_refuses_are_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"optim.state_bits": 8, "trainer.offload": ["optimizer"], "trainer.precision": "bf16_sr"}
+    reasons = {name: f"is a trial without {name}" for name in changes}
+    register(monkeypatch, replace(ROW, refuses=reasons))
+    for name, value in changes.items():
+        (problem,) = problems(1, **{name: value})
+        assert problem.field == name and problem.rule == f"optim.name=lion {reasons[name]}"
+    register(monkeypatch, replace(ROW, sums_gradients=True))
+    (problem,) = problems(2, **{"trainer.zero": 1})
+    assert problem.field == "trainer.zero" and problem.rule == "optim.name=lion exchanges whole gradients"
+
+
+def test_every_row_names_a_factory_and_the_states_that_it_builds() -> None:
+    from importlib import import_module
+
+    for row in OPTIMIZERS.values():
+        module, _, function = row.factory.rpartition(".")
+        assert callable(getattr(import_module(module), function))
+        assert set(row.unsigned_states) <= set(row.states)
