@@ -193,9 +193,3 @@ class Topology:
 def chunks_of(pp_rank: int, pp: int, vpp: int) -> range:
     """The virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
     return range(pp_rank, pp * vpp, pp)
-
-
-def build_topology(plan: Any, rank: int) -> Topology:
-    """``plan.topology(rank)``."""
-    topology: Topology = plan.topology(rank)
-    return topology

@@ -29,7 +29,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 
 REPEATS = 3
 
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, Any]]) -> None:
     """Builds a rank's model, optimizer and checkpointer, measures, and writes the figures to the run's folder."""
     rank = int(os.environ["RANK"])
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
         before = _memory("VmRSS")

@@ -24,7 +24,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import FiniteCheck
 from scripts.results import markdown_table
@@ -79,7 +78,7 @@ def _made_up(folder: Path, total: int) -> None:
 
 def _measure(delays: list[float], plan: Plan) -> None:
     """Trains, with the batches built in one way and in the other by turns, and prints the table."""
-    device, topology = get_device("cpu"), build_topology(plan, int(os.environ["RANK"]))
+    device, topology = get_device("cpu"), plan.topology(int(os.environ["RANK"]))
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)

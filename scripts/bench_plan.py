@@ -117,11 +117,10 @@ def _time_steps(count: int, folder: Path, plan: Plan) -> None:
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
     from megatron_llama.tools.steps import steps_of
-    from megatron_llama.topology import build_topology
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)

@@ -16,7 +16,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.compiled import SECONDS, prepare_rank
 from tests.parallel.symmetric_memory import fused_products
 from tests.paths import CONF
@@ -111,7 +110,7 @@ def oracle(*overrides: str) -> Result:
 
 def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
     device = get_device("cpu")
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     prepare_rank(plan)
     with process_groups(plan, topology, device, torch.device("cpu")):
         model = build_model(plan, topology, device, torch.device("cpu"))

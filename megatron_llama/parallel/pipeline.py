@@ -118,7 +118,7 @@ def _run(
         data_iterator=iterators if interleaved else iterators[0],
         model=chunks if interleaved else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=shape[1],
+        seq_length=shape[1] * plan.grid.divisor("tokens"),  # megatron-core divides it by these ranks
         micro_batch_size=shape[0],
         forward_only=not train,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_llama.config.fields import get
 from megatron_llama.config.settings import Config, OptimConfig
+from megatron_llama.topology import AXES
 
 
 def varied(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
@@ -21,7 +22,7 @@ def varied(config: Config, settings: Mapping[str, Any], optim: OptimConfig | Non
     if optim is not None:
         config.optim = deepcopy(optim)
     config.data.mock, config.data.prefixes, config.device.memory_gib = True, [], None
-    if "trainer.tp" in settings or "trainer.pp" in settings:
+    if any(f"trainer.{axis.name}" in settings for axis in AXES if not axis.is_derived):
         config.trainer.dp = None  # what the others leave
         config.trainer.shard_group = None
     if "trainer.pp" in settings:

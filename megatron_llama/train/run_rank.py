@@ -12,7 +12,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import train
 
 
@@ -29,7 +28,7 @@ def run_rank(plan: Plan) -> None:
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
 
-    topology = build_topology(plan, int(os.environ["RANK"]))
+    topology = plan.topology(int(os.environ["RANK"]))
     phase.enter("meeting the other ranks", phase.PATIENT)
     with process_groups(plan, topology, device, torch_device):
         device.seed(plan.config.trainer.seed)  # after the process group: some runtimes must start with it

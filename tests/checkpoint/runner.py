@@ -16,7 +16,6 @@ from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.oracle import SHAPE
 from tests.paths import CONF
 from tests.ranks import run_ranks
@@ -60,7 +59,7 @@ def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper:
 
 def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run, list]:
     device = get_device("cpu")
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         optimizer = build_optimizer(plan, model)

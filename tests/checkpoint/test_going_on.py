@@ -24,7 +24,6 @@ from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.checkpoint.jobs import Job, losses
 from tests.checkpoint.runner import CPU, SMALL, assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
@@ -69,7 +68,7 @@ def test_more_steps_go_on_exactly_and_the_jump_of_the_rate_is_told(
 
 def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list[int]]:
     """Losses of steps on the next so many samples each, in micro batches of one; and the consumed samples."""
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         optimizer = build_optimizer(plan, model)
@@ -159,7 +158,7 @@ def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
 
 
 def _read(rank: int, plan: Plan, until: int) -> Reads:
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
         assert isinstance(data.train, Batches)
@@ -219,7 +218,7 @@ def test_each_dataset_goes_on_where_it_stood(datasets: Path) -> None:
 
 def _next_texts(rank: int, plan: Plan, count: int) -> tuple[list[list[int]], list[list[int]]]:
     """The samples that a run goes on with; and those that it would have, had it begun in megatron-core's order."""
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
         checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)

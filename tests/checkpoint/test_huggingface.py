@@ -22,7 +22,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import CONF, CPU, run
 from tests.messages import raises_saying, unwrapped
 from tests.ranks import run_ranks
@@ -126,7 +125,7 @@ def our_logits(plan: Plan) -> torch.Tensor:
 
 
 def _import(rank: int, plan: Plan) -> torch.Tensor | None:
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         checkpointer = Checkpointer(
@@ -168,7 +167,7 @@ def _load_with_transformers(rank: int, folder: Path) -> torch.Tensor:
 
 
 def _trained_logits(rank: int, plan: Plan) -> torch.Tensor | None:
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         checkpointer = Checkpointer(
@@ -224,7 +223,7 @@ def test_each_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
 
 
 def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         checkpointer = Checkpointer(

@@ -15,7 +15,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import CONF, CPU
 from tests.ranks import run_ranks
 
@@ -73,7 +72,7 @@ def test_it_knows_the_capital_of_france(folder: Path, tmp_path: Path, ranks: int
 
 def _answer(rank: int, plan: Plan, prompt: list[int], end: int) -> list[int]:
     """The likeliest continuation, token by token."""
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU), torch.no_grad():
         model = build_model(plan, topology, device, CPU)
         Checkpointer(plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)).resume()

@@ -10,7 +10,6 @@ import torch
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.plan import resolve
-from megatron_llama.topology import build_topology
 from tests.config.helpers import make
 from tests.model.llamas import CPU
 
@@ -40,7 +39,7 @@ def batches_of_all_ranks(layout: dict[str, int]) -> list[Batches]:
     names = {"tp": "trainer.tp", "pp": "trainer.pp", "micro": "trainer.micro_batch_size"}
     settings = {names[key]: value for key, value in layout.items() if key in names}
     plan = resolve(make(**settings, **{"trainer.global_batch_size": GLOBAL_BATCH}), world)
-    return [Batches(Counting(), plan, build_topology(plan, rank), CPU) for rank in range(world)]
+    return [Batches(Counting(), plan, plan.topology(rank), CPU) for rank in range(world)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -95,9 +94,9 @@ def test_packed_mock_samples_are_several_examples() -> None:
 
 def test_mock_data_of_a_run() -> None:
     plan = resolve(make(**{"trainer.steps": 5, "trainer.val_every_steps": 2, "trainer.val_steps": 3}), 1)
-    data = build_data(plan, build_topology(plan, 0), CPU)
+    data = build_data(plan, plan.topology(0), CPU)
     assert len(data.train.samples) == 5 * 8
     assert data.validation is not None and len(data.validation.samples) == 3 * 8
     assert not torch.equal(data.train.at(0)[0].tokens, data.validation.at(0)[0].tokens)
     without = resolve(make(), 1)
-    assert build_data(without, build_topology(without, 0), CPU).validation is None
+    assert build_data(without, without.topology(0), CPU).validation is None

@@ -16,7 +16,6 @@ from megatron_llama.data.sample_stream import build_streams, resume_streams
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.data.files import data_plan, write_indexed
 from tests.model.llamas import CPU
 from tests.oracle import SMALL
@@ -146,7 +145,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout:
 
 
 def _together_and_alone(rank: int, plan: Plan) -> tuple[Gradients, Gradients]:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         stream, _ = build_streams(plan)
         whole = [dict(stream[number]) for number in range(plan.config.trainer.global_batch_size)]

@@ -20,7 +20,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run
 from tests.data.files import data_plan, write_indexed
@@ -233,7 +232,7 @@ def test_loss_is_per_learned_token_of_the_global_batch_in_every_layout(tmp_path:
 
 def _losses(rank: int, plan: Plan) -> tuple[float, float, float]:
     """(loss, gradient norm, the loss added up token by token in one process) of the second global batch."""
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         batches = build_data(plan, topology, CPU).train.at(8)
@@ -262,7 +261,7 @@ def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout:
 
 def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
     """What validation says, and in one process the mean over all learned tokens, example by example."""
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         validation = build_data(plan, topology, CPU).validation

@@ -24,7 +24,6 @@ from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import Position
 from megatron_llama.plan.curriculum_steps import Cut
-from megatron_llama.topology import build_topology
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import text
 from tests.model.llamas import CPU
@@ -164,7 +163,7 @@ def test_batches_are_the_same_in_every_layout(prefix: str) -> None:
         for step in (3, 5):
             rows = []
             for rank in range(world):
-                topology = build_topology(plan, rank)
+                topology = plan.topology(rank)
                 if topology.place["tp"] == topology.place["pp"] == 0:
                     batches = Batches(stream_of(plan), plan, topology, CPU, plan.batches, levels=levels_of(plan))
                     for batch in batches.on_host((step - 1) * GLOBAL_BATCH):
@@ -202,7 +201,7 @@ def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[Any], Record
 def _read(rank: int, parts: Sequence[Part]) -> list[Any]:
     found = []
     for plan, record, start, count in parts:
-        data: Data = build_data(plan, build_topology(plan, rank), CPU)
+        data: Data = build_data(plan, plan.topology(rank), CPU)
         if record is not None:
             data.resume(record, start)
         texts = [data.train.samples[start.samples + number]["tokens"].tolist() for number in range(count)]

@@ -17,7 +17,6 @@ from megatron_llama.data.prefetch import AHEAD, Prefetcher
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.config.helpers import make
 from tests.model.llamas import CPU
 from tests.ranks import run_ranks
@@ -55,7 +54,7 @@ def plan_of(world: int = 1, **settings: int) -> Plan:
 
 def batches_of(samples: Watched, rank: int = 0, plan: Plan | None = None) -> Batches:
     plan = plan or plan_of()
-    return Batches(samples, plan, build_topology(plan, rank), CPU)
+    return Batches(samples, plan, plan.topology(rank), CPU)
 
 
 def numbers(microbatches: object) -> list[list[int]]:

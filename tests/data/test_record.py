@@ -17,7 +17,6 @@ from megatron_llama.data.batches import Data, build_data
 from megatron_llama.data.record import Record, differences, make_record, old_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import Position
-from megatron_llama.topology import build_topology
 from tests.config.helpers import make
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import run_texts, text
@@ -59,7 +58,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
 
 
 def _data(plan: Plan, rank: int) -> Data:
-    return build_data(plan, build_topology(plan, rank), CPU)
+    return build_data(plan, plan.topology(rank), CPU)
 
 
 def test_a_stream_that_stops_anywhere_goes_on(sets: list[str]) -> None:

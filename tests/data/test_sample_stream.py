@@ -17,7 +17,6 @@ from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream, build_streams
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import epoch_texts, run_texts, text
 from tests.model.llamas import CPU
@@ -222,7 +221,7 @@ def test_validation_is_the_same_whatever_the_length(tmp_path: Path) -> None:
 
 
 def _run_data(rank: int, plan: Plan) -> tuple[list, list]:
-    data = build_data(plan, build_topology(plan, rank), CPU)
+    data = build_data(plan, plan.topology(rank), CPU)
     assert data.validation is not None
     return data.train.at(0)[0].tokens.tolist(), data.validation.at(0)[0].tokens.tolist()
 

@@ -29,7 +29,6 @@ from megatron_llama.parallel.async_tp import Overlap, overlap_products
 from megatron_llama.parallel.traceable_linear import make_traceable
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
-from megatron_llama.topology import build_topology
 from tests.oracle import make_plan
 from tests.ranks import run_ranks
 
@@ -60,7 +59,7 @@ def _built(inside: ExitStack, world: int, overrides: list[str]) -> ParallelModel
     """Rank 0's model of fake tensors on cuda:0, for as long as ``inside`` is open."""
     dist.destroy_process_group()
     plan = make_plan(world, "data.mock=true", *overrides)
-    topology = build_topology(plan, 0)
+    topology = plan.topology(0)
     device = get_device("cpu")  # its code: no NCCL, no library
     inside.enter_context(no_driver())
     inside.enter_context(fake_world(topology, "cuda"))

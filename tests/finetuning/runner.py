@@ -16,7 +16,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assembled
 from tests.model.llamas import CPU, hf_config, whole_batch
 from tests.oracle import SHAPE, RaggedSamples, Tensors, distance
@@ -74,7 +73,7 @@ def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: 
 
 
 def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         optimizer = build_optimizer(plan, model)

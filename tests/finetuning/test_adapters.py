@@ -21,7 +21,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.finetuning import runner
 from tests.finetuning.runner import CPU, World, make_plan, tune
 from tests.messages import raises_saying
@@ -40,7 +39,7 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _our_logits(rank: int, plan: Plan) -> torch.Tensor:
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         Checkpointer(plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)).resume()

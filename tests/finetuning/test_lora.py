@@ -17,7 +17,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.plan.storage import PLAIN
-from megatron_llama.topology import build_topology
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.messages import raises_saying
 from tests.ranks import RankFailed, run_ranks
@@ -75,7 +74,7 @@ def test_dropout(world: World, tmp_path: Path) -> None:
 def _gradients_of_one_batch(rank: int, plan: Plan) -> list[torch.Tensor]:
     from megatron_llama.data.batches import build_data
 
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         batch, found = build_data(plan, topology, CPU).train.at(0), []
@@ -150,7 +149,7 @@ def _flops(rank: int, plan: Plan, base: Path) -> tuple[int, int]:
 
 def _sizes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
     """(values trained, values frozen, bytes of moments, pipeline stage) of a rank."""
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())

@@ -17,7 +17,6 @@ from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.topology import build_topology
 from megatron_llama.train.sanity import check_copies
 from tests.finetuning import runner
 from tests.finetuning.runner import CPU, LORA, TOLERANCE, Tuned, make_plan, tune, worst
@@ -165,7 +164,7 @@ def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, 
 def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]]:
     """(bytes of weights that this rank holds, of those gathered, values in its matrices, bytes of these, the dtypes in
     which a micro batch keeps tensors of a matrix' size for its backward pass)."""
-    device, topology = get_device("cpu"), build_topology(plan, rank)
+    device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         check_copies(model.shards)

@@ -8,7 +8,6 @@ import torch
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.compiled import needs_compiler, skip_without_compiler
 from tests.layouts.table import ASYNC_TP, LAYOUTS, QUICK, TIED
 from tests.layouts.tampers import chunks_of_12, passes_of_the_compiled_loss
@@ -88,7 +87,7 @@ def test_tensor_parallel_ranks_hold_different_shards() -> None:
 def initial_shards(rank: int, plan: Plan) -> Tensors:
     """What a rank's model holds before the first step."""
     device, cpu = get_device("cpu"), torch.device("cpu")
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
         pieces = [(piece, shard) for shard in model.shards for piece in shard.pieces]

@@ -20,7 +20,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
-from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan
 from tests.ranks import run_ranks
 
@@ -118,7 +117,7 @@ def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
 
 
 def _look(rank: int, plans: list[Plan]) -> list[Found]:
-    topology, answers = build_topology(plans[0], rank), []
+    topology, answers = plans[0].topology(rank), []
     all_reduce, reduce_scatter = dist.all_reduce, DefaultReduceScatter.__call__
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan in plans:

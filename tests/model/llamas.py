@@ -16,7 +16,7 @@ from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import Shard, build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import Topology, build_topology
+from megatron_llama.topology import Topology
 from tests.compiled import SECONDS, prepare_rank
 from tests.oracle import RaggedSamples, Tamper, Tensors, assemble, rectangles
 from tests.parallel.symmetric_memory import fused_products
@@ -124,7 +124,7 @@ def _noise(piece: Piece) -> torch.Tensor:
 
 
 def _answers(rank: int, plans: list[Plan], tamper: Tamper | None) -> list[tuple]:
-    topology = build_topology(plans[0], rank)
+    topology = plans[0].topology(rank)
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         return [_answer(plan, topology, tamper) for plan in plans]
 

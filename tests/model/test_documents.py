@@ -14,7 +14,6 @@ from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.compiled import needs_compiler
 from tests.model.llamas import CPU
 from tests.oracle import make_plan
@@ -76,7 +75,7 @@ def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[s
 
 
 def _logits(rank: int, plan: Plan, kernel: str) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         for chunk in model.chunks:
@@ -139,7 +138,7 @@ def test_no_gradient_crosses_a_border(recompute: str) -> None:
 
 
 def _input_gradient(rank: int, plan: Plan, example: int) -> torch.Tensor:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         (chunk,) = model.chunks
@@ -158,7 +157,7 @@ PACKED_AND_SPREAD = ["trainer.micro_batch_size=2", "trainer.global_batch_size=8"
 
 
 def _gradients(rank: int, plan: Plan, spread: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         loss = model.forward_backward(Batches(PackedSamples(spread=spread), plan, topology, CPU).at(0)).item()
@@ -209,7 +208,7 @@ def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]
 
     note(attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
     note(attention, "_call", "_call")
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         tokens, documents = packed()

@@ -15,7 +15,6 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.model.mcore_config import mcore_config
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import build_topology
 from tests.model.llamas import CPU, hf_config
 from tests.paths import CONF
 from tests.plan.published import OURS, PUBLISHED
@@ -64,7 +63,7 @@ def test_tensors_are_those_of_transformers() -> None:
 
 def _shapes(rank: int) -> list[dict[str, torch.Size]]:
     found = []
-    with process_groups(plans()[0], build_topology(plans()[0], rank), get_device("cpu"), CPU):
+    with process_groups(plans()[0], plans()[0].topology(rank), get_device("cpu"), CPU):
         for plan in plans():
             with torch.device("meta"):
                 layers, rows = plan.stage_layers[0], plan.padded_vocab_size

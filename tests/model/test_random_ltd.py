@@ -19,7 +19,6 @@ from megatron_llama.model.random_ltd import Subset, draw, subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assert_same, run
 from tests.model.llamas import CPU
 from tests.oracle import RaggedSamples, make_plan, oracle, run_layout, worst
@@ -91,7 +90,7 @@ def test_a_layer_is_one_whose_dropped_keys_nobody_sees() -> None:
 
 
 def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool]) -> list[dict[str, Any]]:
-    topology, found = build_topology(plans[0], rank), []
+    topology, found = plans[0].topology(rank), []
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan, has in zip(plans, with_documents, strict=True):
             chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
@@ -159,7 +158,7 @@ def test_validation_and_logits_see_all_tokens() -> None:
 
 
 def _validated(rank: int, plan: Plan) -> tuple[float, torch.Tensor, int | None, int | None]:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         samples = RaggedSamples(S, plan.model.vocab_size)

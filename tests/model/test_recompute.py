@@ -17,7 +17,6 @@ from megatron_llama.model import recompute
 from megatron_llama.model.recompute import attach, recomputable
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.layouts.table import DROPPING, WINDOW
 from tests.model.llamas import CPU
 from tests.oracle import make_plan, run_layout, worst
@@ -83,7 +82,7 @@ def _saved_values(rank: int, plan: Plan, heads_first: bool) -> int:
 
     With ``heads_first`` attention is an operator that saves its output, whose memory is [b, heads, s, d].
     """
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
         inputs = chunk.build_inputs(torch.zeros(B, S, dtype=torch.int64))

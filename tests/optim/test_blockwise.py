@@ -24,7 +24,6 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.job import COMPILED
 from megatron_llama.plan.memory import rank_memory
-from megatron_llama.topology import build_topology
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
 from tests.optim.gradients import make_up_gradients
@@ -128,7 +127,7 @@ def test_compiled_runs_update_by_it_and_others_do_not() -> None:
 
 
 def _by_kernel(rank: int, plan: Plan) -> set[bool]:
-    topology, device = build_topology(plan, rank), get_device("cpu")
+    topology, device = plan.topology(rank), get_device("cpu")
     prepare_rank(plan)
     with process_groups(plan, topology, device, CPU):
         states = [state for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states()]
@@ -184,7 +183,7 @@ def test_bytes_are_the_plans_in_every_layout() -> None:
 
 
 def _bytes(rank: int, plan: Plan) -> int:
-    topology, device = build_topology(plan, rank), get_device("cpu")
+    topology, device = plan.topology(rank), get_device("cpu")
     with process_groups(plan, topology, device, CPU):
         found = 0
         for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states():
@@ -223,7 +222,7 @@ def updated(ranks: int, layout: list[str]) -> Tensors:
 
 
 def _update(rank: int, plan: Plan) -> list[tuple]:
-    topology, device = build_topology(plan, rank), get_device("cpu")
+    topology, device = plan.topology(rank), get_device("cpu")
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         optimizer = build_optimizer(plan, model)

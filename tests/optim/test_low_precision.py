@@ -19,7 +19,6 @@ from megatron_llama.optim.low_precision import ElementwiseOptimizer, noise, roun
 from megatron_llama.optim.sgd import sgd_update
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.optim.gradients import make_up_gradients
 from tests.oracle import Tensors, assemble, make_plan
 from tests.ranks import run_ranks
@@ -157,7 +156,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
 
 
 def _norm(rank: int, plan: Plan) -> tuple[float, float]:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         make_up_gradients(model, 0)
@@ -180,7 +179,7 @@ def _update(rank: int, plans: list[Plan], by_rank: bool) -> list[tuple[list, lis
     if by_rank:
         keys = stream
         low_precision.stream = lambda seed, *what: keys(seed + rank, *what)  # type: ignore[assignment]
-    topology, found = build_topology(plans[0], rank), []
+    topology, found = plans[0].topology(rank), []
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan in plans:
             model = build_model(plan, topology, get_device("cpu"), CPU)

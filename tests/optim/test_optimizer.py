@@ -15,7 +15,6 @@ from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.optim.optimizer import build_schedule, decays
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.model.llamas import CPU, hf_config, load, whole_batch
 from tests.oracle import RaggedSamples, Tensors, assemble, distance, make_plan, rectangles
 from tests.ranks import run_ranks
@@ -118,7 +117,7 @@ def compare(name: str, training: Training, expected: Training) -> None:
 
 def _train(rank: int, plans: list[Plan]) -> list[Training]:
     found = []
-    topology = build_topology(plans[0], rank)
+    topology = plans[0].topology(rank)
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan in plans:
             model = build_model(plan, topology, get_device("cpu"), CPU)

@@ -18,7 +18,6 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.async_tp import Overlap
 from megatron_llama.parallel.compiling import Compiler, Graph
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.compiled import SECONDS, needs_compiler, prepare_rank
 from tests.finetuning.runner import LORA
 from tests.layouts.table import DROPPING
@@ -61,7 +60,7 @@ def trained(cache: Path, *overrides: str, overlapped: bool, broken: str = "", wo
 
 
 def _train(rank: int, plan: Plan, broken: str) -> Trained:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     prepare_rank(plan)
     if broken == "pass":
         dist.is_nccl_available = lambda: False  # then Inductor's pass finds all and replaces nothing
@@ -181,7 +180,7 @@ def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypa
 
 def _compiler_of_a_cpu(rank: int, plan: Plan) -> None:
     device = get_device("cpu")
-    with process_groups(plan, build_topology(plan, rank), device, torch.device("cpu")):
+    with process_groups(plan, plan.topology(rank), device, torch.device("cpu")):
         Compiler(plan, device)
 
 

@@ -14,7 +14,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from tests.compiled import SECONDS, needs_compiler
 from tests.finetuning.runner import LORA, tune
 from tests.layouts.table import DROPPING, PIECES
@@ -32,7 +31,7 @@ def compiled(cache: Path, *overrides: str, world: int = 4, batches: int = 3) -> 
 
 
 def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
         samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
@@ -147,7 +146,7 @@ def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytes
 
 
 def _late(rank: int, plan: Plan) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     longer = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
@@ -175,7 +174,7 @@ def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.C
 
 
 def _broken(rank: int, plan: Plan) -> None:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu, Compiler(plan, device))
         attention = next(iter(model.chunks[0].layers.values())).self_attn
@@ -196,7 +195,7 @@ def test_a_graph_break_is_forbidden(cache: Path) -> None:
 
 
 def _failing(rank: int, plan: Plan, keep_going: bool) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         compiler = Compiler(plan, device, keep_going)
         compiler._compile = _fails

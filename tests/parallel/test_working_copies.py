@@ -13,7 +13,6 @@ from megatron_llama.devices.cpu import kernels
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import COPIES, SHARDS
-from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan, run_layout, worst
 from tests.ranks import run_ranks
 
@@ -61,7 +60,7 @@ def test_the_embeddings_copy_is_freed_once_it_has_been_read(tied: bool, freed: b
 
 def _table_bytes(rank: int, plan: Plan) -> tuple[int, int]:
     """Bytes of the embedding's copy when the first block begins, in training and in a validation of two batches."""
-    topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
+    topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
         (chunk,), found = model.chunks, []
@@ -76,7 +75,7 @@ def _table_bytes(rank: int, plan: Plan) -> tuple[int, int]:
 
 def _bytes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
     """Bytes of the copies before a pass, in its first forward and after it; and of the masters."""
-    topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
+    topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
         copies = model.compute_copies[0]

@@ -13,7 +13,6 @@ from megatron_llama.config.hf_config import different_shape, other_than_llama, s
 from megatron_llama.data.batches import Batches
 from megatron_llama.plan import resolve
 from megatron_llama.plan.job import job_of_plan
-from megatron_llama.topology import build_topology
 from tests.oracle import RaggedSamples, make_plan
 from tests.paths import CONF
 
@@ -94,7 +93,7 @@ def test_a_run_and_its_forecast_count_alike(setting: str) -> None:
     plan = make_plan(1, setting)
     span = pattern_of(plan.model).span(16)
     assert span < 16 and job_of_plan(plan).document == round(span)
-    sizes = Batches(RaggedSamples(16, 64), plan, build_topology(plan, 0), None).on_host(0)[0].sizes.tolist()
+    sizes = Batches(RaggedSamples(16, 64), plan, plan.topology(0), None).on_host(0)[0].sizes.tolist()
     assert sizes == [2 * 16, 2 * round(16 * span)]
 
 

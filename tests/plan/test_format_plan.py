@@ -8,7 +8,6 @@ import pytest
 
 from megatron_llama.config import PRECISIONS, load_config
 from megatron_llama.plan import format_plan, parameters, resolve
-from megatron_llama.topology import build_topology
 from tests.config.helpers import make
 from tests.paths import CONF
 
@@ -77,7 +76,7 @@ def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
     plan = resolve(make(**{"trainer.tp": 2, "trainer.pp": 2, "trainer.global_batch_size": 12}), 12)
     rows = [line.split() for line in format_plan(plan).splitlines() if re.match(r"  pp \d", line)]
     for rank in range(12):
-        topology = build_topology(plan, rank)
+        topology = plan.topology(rank)
         first, last = map(int, rows[topology.place["pp"]][-plan.dp :][topology.place["dp"]].split("-"))
         assert first <= rank <= last and rank - first == topology.place["tp"]
 

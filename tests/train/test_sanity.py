@@ -14,7 +14,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step, validate
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, TrainingFault, check_copies, check_every_gradient
@@ -30,14 +29,14 @@ def on_ranks(function: Any, world: int, plan: Plan, *args: Any) -> list[Any]:
 
 
 def _with_model(rank: int, function: Any, plan: Plan, args: tuple[Any, ...]) -> Any:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         return function(plan, build_model(plan, topology, get_device("cpu"), CPU), *args)
 
 
 def batches_of(plan: Plan, model: ParallelModel) -> Batches:
     samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-    return Batches(samples, plan, build_topology(plan, torch.distributed.get_rank()), model.device)
+    return Batches(samples, plan, plan.topology(torch.distributed.get_rank()), model.device)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
@@ -191,7 +190,7 @@ class ShorterAnswers(RaggedSamples):
 def _val_loss(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], list[tuple[float, int, int]]]:
     """What ``validate`` finds, and (loss, right tokens, tokens) of each sample, computed one by one."""
     samples = ShorterAnswers(plan.config.data.seq_length, plan.model.vocab_size)
-    batches = Batches(samples, plan, build_topology(plan, torch.distributed.get_rank()), model.device)
+    batches = Batches(samples, plan, plan.topology(torch.distributed.get_rank()), model.device)
     alone = []
     if plan.world_size == 1:
         for index in range(16):

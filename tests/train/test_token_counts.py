@@ -16,7 +16,6 @@ from megatron_llama.data.finetuning_set import PADDING
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.run_rank import run_rank
@@ -66,7 +65,7 @@ def squares(lengths: list[int]) -> int:
 @pytest.mark.parametrize("kind", range(4))
 def test_a_sample_counts_its_tokens_and_their_documents(kind: int) -> None:
     plan = make_plan(1, ALONE)
-    batches = Batches(Kinds(kind), plan, build_topology(plan, 0), CPU).at(0)
+    batches = Batches(Kinds(kind), plan, plan.topology(0), CPU).at(0)
     _, lengths = KINDS[kind]
     assert [batch.sizes.tolist() for batch in batches] == [[sum(lengths), squares(lengths)]] * 8
 
@@ -80,7 +79,7 @@ def test_a_global_batch_is_counted_once_in_every_layout(layout: str) -> None:
 
 
 def _counts(rank: int, plan: Plan) -> list[int]:
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         return [int(count) for count in model.count(Batches(Kinds(), plan, topology, CPU).at(0))]

@@ -23,7 +23,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import Compiler, Graph
 from megatron_llama.plan import Plan
-from megatron_llama.topology import build_topology
 from megatron_llama.train.compile_report import Compilations, gather, write_report
 
 STEPS = 2
@@ -60,7 +59,7 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
     """Compiles every graph of ``rank``; returns the graphs of all ranks, as ``gathered`` collects them."""
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with process_groups(plan, topology, device, torch_device):
         compiler = Compiler(plan, device, keep_going=True)
         model = build_model(plan, topology, device, torch_device, compiler)

@@ -22,7 +22,6 @@ from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.doctor.rate import Rate
-from megatron_llama.topology import build_topology
 
 # What a step sends along each axis (docs/traffic.md).
 KINDS = {
@@ -37,7 +36,7 @@ WARM_UP, LEAST_CALLS, MOST_CALLS, SECONDS = 2, 3, 1000, 0.5
 def measure_collectives(sizes: Sequence[int], folder: str, plan: Plan) -> None:
     """What each rank does: all sizes over each axis with more than one rank. Rank 0 writes RESULT into ``folder``, of
     each collective its time in the slowest group."""
-    device, topology = get_device(plan.config.device.name), build_topology(plan, int(os.environ["RANK"]))
+    device, topology = get_device(plan.config.device.name), plan.topology(int(os.environ["RANK"]))
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
         rates = rates_of_groups(sizes, device.synchronize, torch_device)

@@ -23,7 +23,6 @@ from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.doctor.collectives import rates_of_groups
-from megatron_llama.topology import build_topology
 
 RESULT = "ranks.json"
 SIZES = (4 << 10, 1 << 20, 16 << 20)
@@ -41,7 +40,7 @@ def measure_ranks(folder: str, plan: Plan) -> None:
     """What each rank does. Rank 0 writes RESULT into ``folder``."""
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    with process_groups(plan, build_topology(plan, rank), device, torch_device):
+    with process_groups(plan, plan.topology(rank), device, torch_device):
 
         def begins(what: str) -> None:
             phase.enter(f"measuring {what}", phase.PATIENT)

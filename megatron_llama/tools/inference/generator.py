@@ -23,7 +23,6 @@ from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.inference.sampling import Sampling, choose
 from megatron_llama.tools.inference.saved_model import SavedModel
-from megatron_llama.topology import build_topology
 
 OnToken = Callable[[int, int | None], None]
 """Called with (row, id) for each new id, and with (row, None) when the row has ended."""
@@ -148,7 +147,7 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises CorruptFile where a block's checksum is wrong."""
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    topology = build_topology(plan, int(os.environ["RANK"]))
+    topology = plan.topology(int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
         # Without fully_shard, which would hold the weights twice.
         with torch.device("meta"):

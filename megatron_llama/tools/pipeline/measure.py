@@ -38,10 +38,9 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
     from megatron_llama.parallel import build_model, process_groups
     from megatron_llama.tools.pipeline.recorder import Recorder
     from megatron_llama.tools.steps import steps_of
-    from megatron_llama.topology import build_topology
 
     rank = int(os.environ["RANK"])
-    topology, device = build_topology(plan, rank), get_device(plan.config.device.name)
+    topology, device = plan.topology(rank), get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     found: list[RankRecord] = []
     with process_groups(plan, topology, device, torch_device):

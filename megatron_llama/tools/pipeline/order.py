@@ -19,7 +19,6 @@ from megatron_llama.tools.mock_run import MOCK_RUN
 from megatron_llama.tools.pipeline.recorder import Recorder
 from megatron_llama.tools.pipeline.timeline import RankRecord
 from megatron_llama.tools.rehearse.fake_world import fake_world
-from megatron_llama.topology import build_topology
 
 _TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "intermediate_size=8", "vocab_size=8")
 
@@ -50,7 +49,7 @@ def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
 
 
 def _rank(plan: Plan, rank: int) -> RankRecord:
-    topology, device, cpu = build_topology(plan, rank), get_device(HOST), torch.device(HOST)
+    topology, device, cpu = plan.topology(rank), get_device(HOST), torch.device(HOST)
     with fake_world(topology), process_groups(plan, topology, device, cpu):
         data = build_data(plan, topology, cpu)
         model = build_model(plan, topology, device, cpu)

@@ -28,7 +28,6 @@ from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.this_machine import BESIDE, COLLECTIVES, FORMS, STEPS, WIDTH
 from megatron_llama.tools.steps import steps_of
-from megatron_llama.topology import build_topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5
@@ -89,7 +88,7 @@ def measure(
     """All measurements of one rank. ``plans`` are those of STEPS, by name and number format, all of one layout;
     ``done`` is called after each measurement."""
     any_plan = next(iter(plans.values()))
-    topology = build_topology(any_plan, rank)
+    topology = any_plan.topology(rank)
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     with process_groups(any_plan, topology, device, torch_device):
 
@@ -272,7 +271,7 @@ def _added(start: Callable[[], dist.Work | None], beside: bool) -> float:
 
 def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> float:
     """Seconds of a training step."""
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     model = build_model(plan, topology, device, torch_device)
     optimizer = build_optimizer(plan, model)
     data = build_data(plan, topology, torch_device)

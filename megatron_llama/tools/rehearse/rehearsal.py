@@ -44,7 +44,7 @@ from megatron_llama.tools.rehearse.report import (
 from megatron_llama.tools.rehearse.watch import Operation, Watch
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter
-from megatron_llama.topology import Topology, build_topology
+from megatron_llama.topology import Topology
 
 MOST_BLOCK_RUNS = 160
 """Blocks times micro batches that a rehearsal runs; of a longer step only as many micro batches as it needs."""
@@ -58,7 +58,7 @@ def rehearse(plan: Plan, rank: int) -> Rehearsal:
     ``plan`` must train on made-up data (``data.mock``), uncompiled. No process group may exist. The plan's device need
     not be here: the CPU's code runs. Raises ValueError for a rank outside the world.
     """
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     with fake_world(topology, plan.config.device.name):
         return watch_rank(plan, topology, get_device(devices.HOST), fake=True)
 

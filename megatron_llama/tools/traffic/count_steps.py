@@ -12,7 +12,6 @@ from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.traffic import Traffic
 from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count_collectives import TrafficCounter
-from megatron_llama.topology import build_topology
 
 STEPS = 2
 
@@ -25,7 +24,7 @@ def count_steps(
 
     Nothing is logged or saved. All ranks of the plan must call it.
     """
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     counted, left = [], []
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.traffic import Operation, operations
-from megatron_llama.topology import build_topology
 
 
 def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
     """All that ``rank`` takes part in during a training step."""
-    topology = build_topology(plan, rank)
+    topology = plan.topology(rank)
     return operations(plan, topology.place["pp"], topology.shard_rank)
 
 
@@ -23,7 +22,7 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     found = functools.cache(lambda pp_rank, shard_rank: tuple(operations(plan, pp_rank, shard_rank)))
     groups: dict[tuple[Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
-        topology = build_topology(plan, rank)
+        topology = plan.topology(rank)
         groups.setdefault(found(topology.place["pp"], topology.shard_rank), []).append(rank)
     return [(ranks, list(shared)) for shared, ranks in groups.items()]
 

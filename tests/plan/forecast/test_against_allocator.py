@@ -16,7 +16,6 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.tools.bench.worker import most_alive
 from megatron_llama.tools.steps import steps_of
-from megatron_llama.topology import build_topology
 from tests.compiled import needs_compiler
 from tests.paths import CONF
 from tests.ranks import run_ranks
@@ -54,7 +53,7 @@ def test_the_forecast_is_within_a_tenth_of_a_run(precision: str, compiled: bool,
 
 def _most_in_a_step(rank: int, plan: Plan) -> int:
     """Most bytes alive in the second step: the first one compiles, and makes the optimizer's states."""
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), build_topology(plan, rank)
+    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         data = build_data(plan, topology, cpu)
         model = build_model(plan, topology, device, cpu)

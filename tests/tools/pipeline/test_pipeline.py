@@ -30,7 +30,6 @@ from megatron_llama.tools.pipeline.timeline import (
     bubble_of_equal_stages,
     needed,
 )
-from megatron_llama.topology import build_topology
 from tests.ranks import run_ranks
 
 Layout = tuple[int, int, int]
@@ -117,7 +116,7 @@ def test_a_real_run_has_the_order_that_is_drawn(orders: dict[Layout, list[RankRe
 
 
 def _real(rank: int, plan: Plan) -> RankRecord:
-    topology, device, cpu = build_topology(plan, rank), get_device("cpu"), torch.device("cpu")
+    topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         data, model = build_data(plan, topology, cpu), build_model(plan, topology, device, cpu)
         recorder = Recorder(model.chunks)

@@ -14,7 +14,6 @@ from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.rehearsal import rehearse, watch_rank
 from megatron_llama.tools.rehearse.report import Rehearsal
-from megatron_llama.topology import build_topology
 from tests.ranks import run_ranks
 
 _NOT_TOGETHER = ("send", "recv_")  # a rank that waited for these at once would wait for ever
@@ -66,7 +65,7 @@ def rehearsed(plan: Plan, *ranks: int) -> list[Rehearsal]:
 
 def _real_rank(rank: int, plan: Plan) -> Rehearsal:
     with OnCopies():
-        return watch_rank(plan, build_topology(plan, rank), get_device("cpu"))
+        return watch_rank(plan, plan.topology(rank), get_device("cpu"))
 
 
 def _rehearse(_: int, plan: Plan, ranks: tuple[int, ...]) -> list[Rehearsal]:

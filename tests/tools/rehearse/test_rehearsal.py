@@ -27,7 +27,6 @@ from megatron_llama.tools.rehearse.report import (
 )
 from megatron_llama.tools.steps import Steps
 from megatron_llama.tools.traffic.rank_groups import operations_of_rank
-from megatron_llama.topology import build_topology
 from tests.oracle import make_plan
 from tests.ranks import run_ranks
 from tests.tools.rehearse.real_run import real, rehearsed
@@ -184,7 +183,7 @@ def _counted(rank: int, plan: Plan) -> int:
         found.append(counter.get_total_flops())
 
     Steps.run = counted  # type: ignore[method-assign]
-    watch_rank(plan, build_topology(plan, rank), get_device("cpu"))
+    watch_rank(plan, plan.topology(rank), get_device("cpu"))
     return found[-1]
 
 
@@ -256,7 +255,7 @@ def test_some_micro_batches_tell_of_all(layout: list[str], monkeypatch: pytest.M
 def _allocated(rank: int, plan: Plan) -> tuple[int, int]:
     """(most bytes that torch's allocator had given out, the peak that was watched) of a real run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        watched = watch_rank(plan, build_topology(plan, rank), get_device("cpu"))
+        watched = watch_rank(plan, plan.topology(rank), get_device("cpu"))
     results = profiler.profiler.kineto_results
     changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
     return max(itertools.accumulate(size for _, size in changes)), watched.peak

@@ -22,7 +22,6 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.profile.module_tree import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
-from megatron_llama.topology import build_topology
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import FiniteCheck
 from tests.ranks import run_ranks
@@ -63,7 +62,7 @@ def merged(plan: Plan, ranks: list[Rank]) -> Profile:
 
 
 def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, count: bool) -> Rank:
-    device, topology, cpu = get_device("cpu"), build_topology(plan, rank), torch.device("cpu")
+    device, topology, cpu = get_device("cpu"), plan.topology(rank), torch.device("cpu")
     with ExitStack() as stack:
         stack.enter_context(process_groups(plan, topology, device, cpu))
         model = build_model(plan, topology, device, cpu)

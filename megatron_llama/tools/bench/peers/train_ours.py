@@ -29,7 +29,7 @@ from megatron_llama.tools.bench.contest import Facts, Task, checksum
 from megatron_llama.tools.bench.worker import Ranks, serve
 from megatron_llama.tools.mock_run import MOCK_RUN
 from megatron_llama.tools.steps import Steps, steps_of
-from megatron_llama.topology import AXIS_NAMES, build_topology
+from megatron_llama.topology import AXIS_NAMES
 
 
 def overrides(task: Task, run_dir: str) -> list[str]:
@@ -141,7 +141,7 @@ def train_rank(task: Task, marks: dict[str, float], plan: Plan) -> None:
     """What each rank does."""
     marks = {**marks, "ranks started": time.time()}
     rank = int(os.environ["RANK"])
-    device, topology = get_device(plan.config.device.name), build_topology(plan, rank)
+    device, topology = get_device(plan.config.device.name), plan.topology(rank)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
         ranks = OurRanks(rank)
