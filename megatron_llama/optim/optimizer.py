@@ -177,6 +177,12 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     on_host = "optimizer" in plan.config.trainer.offload
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
+    # A rehearsal has the plan's device on paper and its tensors elsewhere.
+    kind = (
+        devices.device_named(plan.config.device.name)
+        if plan.config.device.name in devices.NAMES
+        else devices.of(model.device)
+    )
     holder = devices.device_named(devices.HOST) if on_host else devices.of(model.device)
     views = [nn.Parameter(value) for value in values]
     if plan.narrow_gradients:
@@ -193,7 +199,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         rectangles={view: s.pieces for s, view in pairs},
         in_blocks={view for s, view in pairs if optim.state_bits == 8 and _has_8bit_states(s, plan)},
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
-        asynchronous=holder.asynchronous,
+        asynchronous=not on_host and kind.asynchronous,
     )
     inner = build_inner(inputs)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
