@@ -62,6 +62,24 @@ def strays(room: str, tree: ast.Module) -> list[str]:
     return sorted({m for m in imported(tree) if room_of(m) != room and ROW[room_of(m)] <= ROW[room]})
 
 
+# Tools that build on another tool; all of them may use forecast/, and the files that lie in tools/ itself.
+AMONG_TOOLS = {"tune": {"plan"}, "pipeline": {"rehearse"}, "rehearse": {"traffic"}, "sweep": {"compare"}}
+
+
+def tool_of(module: str) -> str | None:
+    """The folder of a tool's module; None for the trainer, and for a file of tools/ itself."""
+    parts = module.split(".")
+    path = MODULES.get(module)
+    in_folder = path is not None and path.parent.name != "tools"
+    return parts[2] if parts[:2] == ["megatron_llama", "tools"] and in_folder else None
+
+
+def strays_among_tools(tool: str, tree: ast.Module) -> list[str]:
+    """Imports of other tools that no order allows."""
+    allowed = {None, tool, "forecast", *AMONG_TOOLS.get(tool, ())}
+    return sorted({module for module in imported(tree) if tool_of(module) not in allowed})
+
+
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -90,6 +108,55 @@ def test_an_import_that_goes_up_would_be_seen() -> None:
     assert strays("data", ast.parse("from megatron_llama.optim import norm"))
     assert not strays("data", ast.parse("from megatron_llama.parallel import Shard"))
     assert strays("data_prep.lib", ast.parse("from data_prep.sft import main"))
+
+
+TRAINER = [path for name, path in MODULES.items() if not name.startswith(("megatron_llama.tools", "data_prep"))]
+
+
+def names_of_tools(path: Path) -> list[str]:
+    """Imports of tools by a file, and strings with the name of one."""
+    tree = parsed(path)
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [
+        *(name for name in imported(tree) if name.startswith("megatron_llama.tools")),
+        *(text for text in strings if text.startswith("megatron_llama.tools")),
+    ]
+
+
+@pytest.mark.parametrize("path", TRAINER, ids=name_of)
+def test_the_trainer_imports_no_tool(path: Path) -> None:
+    """Not by name either, except in hooks.py."""
+    found = names_of_tools(path)
+    assert len(found) == 2 * (path.name == "hooks.py"), f"ask hooks.py for {found}"
+
+
+@pytest.mark.parametrize("path", [path for name, path in MODULES.items() if tool_of(name)], ids=name_of)
+def test_tools_import_one_another_in_one_order(path: Path) -> None:
+    tool = tool_of(module_of(path))
+    assert tool is not None
+    assert not strays_among_tools(tool, parsed(path))
+
+
+def test_a_stray_among_tools_would_be_seen() -> None:
+    line = ast.parse("from megatron_llama.tools.plan.forecast_run import forecast_plan")
+    assert strays_among_tools("forecast", line) and strays_among_tools("rehearse", line)
+    assert not strays_among_tools("tune", line)
+    assert not strays_among_tools("doctor", ast.parse("from megatron_llama.tools.forecast.hardware import devices"))
+
+
+def test_arch_corpus_and_plan_import_no_torch() -> None:
+    """Not even inside functions: a login node has answers in a second."""
+    for path in SOURCES:
+        if room_of(module_of(path)) in ("arch", "corpus", "plan", "config", "hooks") and "data_prep" not in name_of(
+            path
+        ):
+            names = [
+                alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+                for node in ast.walk(parsed(path))
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in node.names
+            ]
+            assert not [name for name in names if name.partition(".")[0] == "torch"], name_of(path)
 
 
 def test_no_circles() -> None:

@@ -18,7 +18,7 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.config.problems import shown, typed
 from megatron_llama.config.settings import ALLOWED
-from megatron_llama.data.record import Record, old_record
+from megatron_llama.data.record import Record
 from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import BatchSchedule, all_sizes
@@ -133,8 +133,12 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
 
 
 def record_of(state: State) -> Record:
-    """The record of a checkpoint's data; made from its settings where it has none."""
-    return state.data or old_record(state.settings, state.consumed_samples)
+    """The record of a checkpoint's data. Raises ConfigError if it has none: the order of its samples is unknown."""
+    if state.data is None:
+        rule = f"the checkpoint of step {state.step} has no record of its data: an older version saved it"
+        advice = "write another run.dir, with init_from=FOLDER of its weights (scripts/export_hf.py)"
+        raise ConfigError([Problem("checkpoint.resume", None, rule, advice)])
+    return state.data
 
 
 def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:

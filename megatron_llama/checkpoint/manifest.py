@@ -64,7 +64,7 @@ class State:
     consumed_tokens: int | None = None
     """The tokens of the samples so far. None: every sample had the sequence length of ``settings``."""
     data: dict[str, Any] | None = None
-    """The record of the data (data/record.py); None in checkpoints that older versions saved."""
+    """The record of the data (data/record.py); None in checkpoints of older versions, which no run resumes."""
 
     @property
     def position(self) -> Position:

@@ -1,6 +1,6 @@
 """What a checkpoint keeps of its run's data, as JSON: which datasets, read how, and where each one stands.
 
-    {"order": "epochs",                          how sample n is found; "megatron" is the order of old runs
+    {"order": "epochs",                          how sample n is found; "megatron" is megatron-core's order
      "consumed_samples": 4096,
      "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
      "chat_template": "own", "template": null, "curriculum": [],
@@ -14,15 +14,13 @@ Datasets are known by what is in them: one that was moved is the same dataset.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from megatron_llama.config.data_prefixes import named_paths, weights_and_paths
-from megatron_llama.config.settings import DataConfig
-from megatron_llama.corpus.blend import EPOCHS, MEGATRON, Segment, Timeline, same_shares, segments_from_json
-from megatron_llama.corpus.epochs import planned_blends, planned_timeline
+from megatron_llama.corpus.blend import EPOCHS, Timeline, same_shares, segments_from_json
+from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import dataset_facts, same_dataset
 from megatron_llama.plan import Plan
 
@@ -61,35 +59,6 @@ def advanced(record: Record, timeline: Timeline, consumed_samples: int) -> Recor
     segments = timeline.up_to(consumed_samples).segments
     stored = [asdict(segment) for segment in segments]
     return {**record, "order": segments[-1].order, "consumed_samples": consumed_samples, "segments": stored}
-
-
-def old_record(settings: Mapping[str, Any], consumed_samples: int) -> Record:
-    """The record that a checkpoint without one would have had: all that ``settings``, its run's config, tells of it.
-
-    Its run shuffled all epochs of ``trainer.steps`` together. Facts about the datasets are not known.
-    """
-    data, trainer = settings["data"], settings["trainer"]
-    is_stream = data.get("kind", "pretrain") == "pretrain" and not data["mock"]
-    defaults = DataConfig()
-    paths = weights_and_paths(data["prefixes"])[1]
-    segments = []
-    if is_stream:
-        then = DataConfig(prefixes=data["prefixes"], split=data["split"], seq_length=data["seq_length"])
-        weights = dict.fromkeys(paths, 1.0)
-        with contextlib.suppress(OSError, ValueError):  # a dataset that is gone: the blend is another one now
-            ((_, weights),) = planned_blends(then)
-        shuffled = trainer["steps"] * trainer["global_batch_size"]
-        segments = [Segment(0, weights, {}, MEGATRON, shuffled)]
-    return {
-        "order": MEGATRON if is_stream else EPOCHS,
-        "consumed_samples": consumed_samples,
-        **{key: data.get(key, getattr(defaults, key)) for key in READING if key != "seed"},
-        "kind": "mock" if data["mock"] else data.get("kind", "pretrain"),
-        "seed": trainer["seed"],
-        "datasets": {} if data["mock"] else {path: {} for path in paths},
-        "training": [] if data["mock"] else paths,
-        "segments": [asdict(segment) for segment in segments],
-    }
 
 
 def moved_datasets(saved: Record, now: Record) -> dict[str, str]:

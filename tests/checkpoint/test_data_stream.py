@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,11 @@ import pytest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.corpus.blend import Blend
-from megatron_llama.data.record import old_record
 from megatron_llama.plan.batch_schedule import Position
 from tests.checkpoint.runner import assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
+from tests.data.megatron import megatron_record
+from tests.ranks import RankFailed
 
 CONSTANT = ["optim.lr=0.01", "optim=constant", "optim.warmup_steps=2"]  # which does not depend on the steps
 
@@ -63,19 +63,30 @@ def test_another_order_would_be_seen(tmp_path: Path) -> None:
     assert run(1, tmp_path / "parts", *data, until=4, tamper=_another_batch).losses[4] != whole.losses[4]
 
 
-def _old_program(checkpointer: Checkpointer) -> None:
-    """Trains in megatron-core's order and keeps no record, as the program did before."""
-    checkpointer.data.resume(old_record(asdict(checkpointer.plan.config), 0), Position())
+def _in_megatrons_order(checkpointer: Checkpointer) -> None:
+    checkpointer.data.resume(megatron_record(checkpointer.plan, 0), Position())
+
+
+def _without_record(checkpointer: Checkpointer) -> None:
     checkpointer.data.record = lambda consumed: None  # type: ignore[method-assign,assignment,return-value]
 
 
-def test_an_old_run_goes_on_as_the_old_program_would_have(tmp_path: Path) -> None:
+def test_a_run_in_megatrons_order_resumes_in_that_order(tmp_path: Path) -> None:
     data = [*data_of(tmp_path, blend=True), "trainer.steps=8"]
-    whole = run(1, tmp_path / "whole", *data, until=6, tamper=_old_program)
+    whole = run(1, tmp_path / "whole", *data, until=6, tamper=_in_megatrons_order)
     new = run(1, tmp_path / "new", *data, until=2)
     assert new.losses[1] != whole.losses[1], "the orders are the same here: nothing is shown"
-    run(1, tmp_path / "parts", *data, until=2, tamper=_old_program)
-    assert read_manifest(tmp_path / "parts" / "checkpoints" / "step_00000002").state.data is None
-    second = run(1, tmp_path / "parts", *data, until=4)  # its checkpoint has a record, of the old order
+    run(1, tmp_path / "parts", *data, until=2, tamper=_in_megatrons_order)
+    record = read_manifest(tmp_path / "parts" / "checkpoints" / "step_00000002").state.data
+    assert record is not None and record["order"] == "megatron"
+    second = run(1, tmp_path / "parts", *data, until=4)
     third = run(1, tmp_path / "parts", *data, until=6)
     assert second.losses | third.losses == {step: whole.losses[step] for step in (3, 4, 5, 6)}
+
+
+def test_a_checkpoint_without_a_record_is_refused_in_words(tmp_path: Path) -> None:
+    data = [*data_of(tmp_path, blend=False), "trainer.steps=4"]
+    run(1, tmp_path / "run", *data, until=2, tamper=_without_record)
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002").state.data is None
+    with pytest.raises(RankFailed, match="the checkpoint of step 2 has no record of its data.*\n.*init_from=FOLDER"):
+        run(1, tmp_path / "run", *data, until=4)

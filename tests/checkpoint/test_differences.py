@@ -185,9 +185,9 @@ def test_other_sets_to_validate_on_are_told(folder: Path) -> None:
 
 
 def old_checkpoint(plan: Plan) -> State:
-    """What a checkpoint said before it knew its data."""
+    """A checkpoint of a version that had fewer settings."""
     state = checkpoint_of(plan)
-    state.data = state.consumed_tokens = state.lr = None
+    state.consumed_tokens = state.lr = None
     del (
         state.settings["trainer"]["batch_schedule"],
         state.settings["checkpoint"]["allow"],
@@ -206,6 +206,14 @@ def test_an_old_checkpoint_is_compared_by_its_settings(name: str, folder: Path) 
     changed = plan_in(folder, 1, {name: CHANGES[name].now})
     found = find_differences(changed, state, make_record(changed))
     assert names(found) == [name] and outcome(found) == f"allow=[{differences.kinds()[name]}]"
+
+
+def test_a_checkpoint_without_a_record_of_its_data_is_refused(folder: Path) -> None:
+    plan = plan_in(folder, 1, {})
+    state = checkpoint_of(plan)
+    state.data = None
+    with pytest.raises(ConfigError, match="has no record of its data"):
+        find_differences(plan, state, make_record(plan))
 
 
 def test_the_page_is_not_stale(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from megatron_llama.corpus.blend import MEGATRON, Segment
+from megatron_llama.data.record import Record, make_record
 from megatron_llama.plan import Plan
 from tests.ranks import run_ranks
 
@@ -26,6 +29,14 @@ def config_of(length: int, seed: Any, cache: Path, **more: Any) -> GPTDatasetCon
     flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
     options = {"random_seed": seed, "sequence_length": length, "path_to_cache": str(cache), "tokenizer": Ids()}
     return GPTDatasetConfig(**{**options, "split": "1,0,0", **dict.fromkeys(flags, False), **more})
+
+
+def megatron_record(plan: Plan, consumed_samples: int) -> Record:
+    """The record of a run in megatron-core's order: all samples of ``trainer.steps`` are shuffled together."""
+    trainer, record = plan.config.trainer, make_record(plan)
+    weights = record["segments"][0]["weights"]
+    segment = Segment(0, weights, {}, MEGATRON, trainer.steps * trainer.global_batch_size)
+    return {**record, "order": MEGATRON, "consumed_samples": consumed_samples, "segments": [asdict(segment)]}
 
 
 def text(sample: Any) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import Batches
-from megatron_llama.data.record import old_record
 from megatron_llama.data.sample_stream import build_streams, resume_streams
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from tests.data.files import data_plan, write_indexed
+from tests.data.megatron import megatron_record
 from tests.model.llamas import CPU
 from tests.oracle import SMALL
 from tests.paths import CONF
@@ -71,7 +70,7 @@ def test_borders_are_those_of_the_files(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["document_mask", "eod_mask_loss"])
-def test_the_order_of_old_runs_has_no_borders(name: str, tmp_path: Path) -> None:
+def test_megatrons_order_has_no_borders(name: str, tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", documents_of(0))
     plan = data_plan([prefix], **{"data.seq_length": LENGTH, "data.split": "1,0,0", f"data.{name}": True})
     (message,) = run_ranks(_resumed, 1, plan)
@@ -81,7 +80,7 @@ def test_the_order_of_old_runs_has_no_borders(name: str, tmp_path: Path) -> None
 def _resumed(rank: int, plan: Plan) -> str:
     training, validation = build_streams(plan)
     with pytest.raises(ConfigError) as caught:
-        resume_streams(plan, old_record(asdict(plan.config), 8), 8, training, validation)
+        resume_streams(plan, megatron_record(plan, 8), 8, training, validation)
     return str(caught.value)
 
 

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 
 from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import Data, build_data
-from megatron_llama.data.record import Record, differences, make_record, old_record
+from megatron_llama.data.record import Record, differences, make_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.batch_schedule import Position
-from tests.config.helpers import make
 from tests.data.files import data_plan, numbered, write_indexed
-from tests.data.megatron import run_texts, text
+from tests.data.megatron import megatron_record, run_texts, text
 from tests.model.llamas import CPU
 from tests.ranks import run_ranks
 
@@ -50,7 +48,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
         data = _data(plan, rank)
         if has_checkpoint:
             start = Position(consumed // GLOBAL_BATCH, consumed)
-            data.resume(record or old_record(asdict(plan.config), consumed), start)
+            data.resume(record or megatron_record(plan, consumed), start)
         training = [text(data.train.samples[consumed + number]) for number in range(count)]
         validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []
         found.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))
@@ -97,7 +95,7 @@ VALIDATE: Changes = {"trainer.val_every_steps": 1, "trainer.val_steps": 1}
 
 
 @pytest.mark.parametrize("kind", ["one", "blend", "unweighted"])
-def test_an_old_run_goes_on_in_its_old_order(sets: list[str], tmp_path: Path, kind: str) -> None:
+def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_path: Path, kind: str) -> None:
     """Through all its epochs; its validation too. Then it is stopped and goes on again."""
     prefixes: list[Any] = {"one": sets[:1], "blend": [0.25, sets[0], 0.75, sets[1]], "unweighted": sets[:2]}[kind]
     shares = {"one": {}, "blend": dict(zip(sets, (0.25, 0.75), strict=False))}.get(kind)
@@ -129,17 +127,15 @@ def test_an_old_run_goes_on_in_its_old_order(sets: list[str], tmp_path: Path, ki
         assert of_this == of_each[number][0][stood[prefix] : stood[prefix] + len(of_this)]
 
 
-def test_a_checkpoint_without_a_record_tells_what_its_settings_tell(sets: list[str]) -> None:
-    plan = data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": 20})
-    settings = json.loads(json.dumps(asdict(plan.config)))
-    del settings["data"]["schedule"]  # which that program did not know
-    longer = data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": 50})
-    (told, _, _), (assumed, _, _) = read([(longer, old_record(settings, 90), 90, True, 70), (plan, None, 90, True, 70)])
-    assert told == assumed
-    assert differences(old_record(settings, 90), make_record(longer)) == []
+def test_a_longer_run_in_megatrons_order_reads_the_same_samples_first(sets: list[str]) -> None:
+    plan, longer = (data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": steps}) for steps in (20, 50))
+    (resumed, _, _), (same, _, _) = read(
+        [(longer, megatron_record(plan, 90), 90, True, 70), (plan, None, 90, True, 70)]
+    )
+    assert resumed == same
+    assert differences(megatron_record(plan, 90), make_record(longer)) == []
     unweighted = data_plan(sets)
-    assert differences(old_record(asdict(unweighted.config), 8), make_record(unweighted)) == []
-    assert old_record(asdict(make()), 8)["segments"] == []
+    assert differences(megatron_record(unweighted, 8), make_record(unweighted)) == []
 
 
 def test_a_dataset_that_was_moved_is_the_same(sets: list[str], tmp_path: Path) -> None:
