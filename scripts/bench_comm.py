@@ -16,9 +16,9 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
 from megatron_llama.tools.bench.bench_arguments import words
 from megatron_llama.tools.bench.cells import describe_machine, layout_of
-from megatron_llama.tools.bench.collectives import measure_collectives, read_rates
 from megatron_llama.tools.bench.environments import torch_version
-from megatron_llama.tools.bench.rate import Rate
+from megatron_llama.tools.doctor.collectives import measure_collectives, read_rates
+from megatron_llama.tools.doctor.rate import Rate
 from megatron_llama.tools.mock_run import MOCK_RUN
 from scripts.results import ROOT, commit, markdown_table
 

@@ -7,7 +7,6 @@ import ast
 import io
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +21,7 @@ ROOMS = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall((ROOT / "docs/t
 ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 # Modules that stand lower than the room they lie in, because a plan and data_prep need them: they import no torch.
 LOW_MODULES = {room for room in ROW if room.startswith("data.")}
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
-# Names that a stranger expects in more than one folder: a package's face, and a tool's command line.
-REPEATED_NAMES = {"__init__.py", "cli.py"}
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 60
 
 SOURCES = sorted([*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 
@@ -125,12 +122,6 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 def test_a_circle_would_be_seen() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-
-
-def test_no_file_name_twice() -> None:
-    counts = Counter(path.name for path in SOURCES)
-    twice = {name for name, count in counts.items() if count > 1} - REPEATED_NAMES
-    assert not twice, f"a stranger who looks for {sorted(twice)} finds the wrong one first"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

@@ -9,10 +9,10 @@ from typing import Any
 from megatron_llama.config.problems import fill
 from megatron_llama.system.text_table import text_table
 from megatron_llama.system.units import gib, plural
-from megatron_llama.tools.bench.rate import Rate
 from megatron_llama.tools.doctor import disks, hardware_check, interfaces, versions
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, Node
 from megatron_llama.tools.doctor.meeting import ClockReading
+from megatron_llama.tools.doctor.rate import Rate
 
 WIDTH = 110
 _MARKS = {BREAKS: "✗", WARNS: "!", NOTES: "·"}

@@ -22,7 +22,7 @@ from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.files import write_atomically
-from megatron_llama.tools.bench.collectives import rates_of_groups
+from megatron_llama.tools.doctor.collectives import rates_of_groups
 from megatron_llama.topology import build_topology
 
 RESULT = "ranks.json"

@@ -18,7 +18,6 @@ from megatron_llama.tools.bench.cells import Wanted, layout_of, tasks_of
 from megatron_llama.tools.bench.contest import Layout, Task
 from megatron_llama.tools.bench.environments import OURS, PEERS, NotInstalled, Peer, interpreter
 from megatron_llama.tools.bench.peers.train_ours import overrides
-from megatron_llama.tools.bench.rate import Rate
 from megatron_llama.tools.bench.turns import Course, Start, compete
 from tests.paths import ROOT
 
@@ -52,14 +51,6 @@ def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(cells, "processor", lambda said=said: said)
         assert cells.describe_machine("cpu") == f"{os.cpu_count()} cores of {told}"
-
-
-def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    # doc/PERFORMANCE.md there: all_reduce 2 (n-1)/n, all_gather and reduce_scatter (n-1)/n, send and recv 1.
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-    found = [Rate("tp", kind, 4, size=8_000_000, seconds=0.002) for kind in kinds]
-    assert [rate.algorithm_bandwidth for rate in found] == [4e9] * 4
-    assert [rate.bus_bandwidth for rate in found] == [6e9, 3e9, 3e9, 4e9]
 
 
 def test_a_peer_that_can_not_be_installed_says_so(tmp_path: Path) -> None:
