@@ -78,13 +78,17 @@ def _disk(plan: Plan) -> None:
     """Figures of one rank that saves and loads weights and optimizer states."""
 
     def measure(checkpointer: Checkpointer, _: int) -> dict[str, Any]:
-        for _, _, moment in checkpointer.optimizer.states():
+        for _name, _shard, moment in checkpointer.optimizer.states():
+            assert isinstance(moment, torch.Tensor)
             moment.normal_()
         tensors = contents.weights(checkpointer.model.shards, owned=True)
         tensors |= contents.optimizer_states(checkpointer.optimizer, owned=True)
         size = sum(part.numel() * part.element_size() for tensor in tensors.values() for _, part in tensor.parts)
-        saver, state = checkpointer.saver, checkpointer._state(0, 0)
-        step = iter(range(100))
+        saver = checkpointer.saver
+        checkpointer._save(0)  # allocates the memory for copies
+        saver.wait()
+        state = saver._state
+        step = iter(range(1, 100))
         blocked: list[float] = []
 
         def save() -> None:
@@ -97,7 +101,7 @@ def _disk(plan: Plan) -> None:
             with source.open("rb") as file:
                 shutil.copyfileobj(file, target, 4 << 20)
 
-        save()  # the first one allocates the memory for copies
+        save()
         manifest = read_manifest(find_checkpoint(checkpointer.checkpoints))
         (source,) = [manifest.stored.folder / name for name in manifest.files]
         plain = {f"{n}{i}": part for n, tensor in tensors.items() for i, (_, part) in enumerate(tensor.parts)}
