@@ -87,7 +87,7 @@ def _disk(plan: Plan) -> None:
         saver = checkpointer.saver
         checkpointer._save(0)  # allocates the memory for copies
         saver.wait()
-        state = saver._state
+        state = read_manifest(find_checkpoint(checkpointer.checkpoints)).state
         step = iter(range(1, 100))
         blocked: list[float] = []
 
