@@ -95,15 +95,13 @@ FUZZ ?= --seconds 60
 
 .PHONY: fuzz
 fuzz: $(INSTALLED)  ## damaged and hostile files for everything that reads files from strangers, for a minute
-	@$(PY) scripts/fuzz.py $(FUZZ)
+	@$(PY) -m tests.fuzz $(FUZZ)
 
 .PHONY: lint
 lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md and README.md's numbers are fresh
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) scripts/config_docs.py --check
-	$(PY) scripts/recipe_docs.py --check
-	$(PY) scripts/count_lines.py --check
+	$(PY) docs/generate.py --check config recipes lines
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint containers/Dockerfile
 
 .PHONY: clean-demo

@@ -23,6 +23,9 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 60
 
 SOURCES = sorted([*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 
+# Programs outside the package: their imports are free, and their files and functions are as short.
+PROGRAMS = [path for folder in ("scripts", "benchmarks", "docs") for path in sorted((ROOT / folder).rglob("*.py"))]
+
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -189,7 +192,7 @@ def test_a_circle_would_be_seen() -> None:
     assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@pytest.mark.parametrize("path", [*SOURCES, *PROGRAMS], ids=name_of)
 def test_files_and_functions_can_be_read_at_once(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES_OF_A_FILE
@@ -210,7 +213,7 @@ def test_the_library_does_not_print(path: Path) -> None:
     assert not prints, f"print in line {prints}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@pytest.mark.parametrize("path", [*SOURCES, *PROGRAMS], ids=name_of)
 def test_every_file_says_what_it_is(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert not tree.body or ast.get_docstring(tree), "a file begins with what it is for"

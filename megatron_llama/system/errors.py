@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.installed import program_name
 
 
 class UserError(ValueError):
@@ -89,5 +90,5 @@ def _report(kind: str, message: str, status: int) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     with suppress(OSError):
-        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: {kind}: {message}\n")
+        sys.stderr.write(f"{program_name()}: {kind}: {message}\n")
     return status

@@ -32,7 +32,9 @@ NEEDED = {
     "rich": "rich",
 }
 """The packages of pyproject.toml's dependencies, by the modules that are imported."""
-_OWN = {"megatron_llama", "data_prep", "scripts", "tests"}
+_OWN = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
+_PROGRAMS = ("", "scripts", "data_prep", "benchmarks", "benchmarks/verify", "tests/chaos", "tests/fuzz", "docs")
+"""Folders of the project's command lines."""
 
 
 def missing() -> dict[str, str]:
@@ -82,7 +84,8 @@ def _advice(names: list[str]) -> str:
     here = Path.cwd() == ROOT
     if python.exists() and Path(sys.prefix).resolve() != VENV.resolve():
         own = os.path.relpath(python) if here else str(python)
-        return f"Type {shlex.join([own, *sys.argv])}, which takes the environment that `make venv` built"
+        command = shlex.join([own, *_program(), *sys.argv[1:]])
+        return f"Type {command}, which takes the environment that `make venv` built"
     if sys.version_info < OLDEST_PYTHON:
         return f"Type make -C {shlex.quote(str(ROOT))} venv, which looks for one and builds {python}"
     extra = "" if set(names) <= set(NEEDED.values()) else "[dev]"
@@ -90,11 +93,24 @@ def _advice(names: list[str]) -> str:
     return f"Type {install}"
 
 
+def _program() -> list[str]:
+    """The interpreter's words for this program: its file, or ``-m`` and the module."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and spec.name.partition(".")[0] in _OWN:
+        return ["-m", spec.name.removesuffix(".__main__")]
+    return sys.argv[:1]
+
+
+def program_name() -> str:
+    """The name that begins a message: a file such as ``train.py``, or a module such as ``benchmarks``."""
+    return os.path.basename(_program()[-1])
+
+
 def tell_what_is_missing() -> None:
     """From now on an uncaught error of this kind is one message and status 2, if the program is one of the project's
     command lines."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if main is not None and Path(main).resolve().parent in (ROOT, ROOT / "scripts", ROOT / "data_prep"):
+    if main is not None and Path(main).resolve().parent in [ROOT / folder for folder in _PROGRAMS]:
         sys.excepthook = _tell
 
 
@@ -104,5 +120,5 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if said is None:
         sys.__excepthook__(kind, error, trace)
         return
-    sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {said}\n")
+    sys.stderr.write(f"{program_name()}: error: {said}\n")
     raise SystemExit(EXIT_USER)

@@ -1,9 +1,9 @@
-"""Tables of plain text, for terminals, files and logs alike."""
+"""Tables of plain text, for terminals, files and logs alike, and in Markdown."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
@@ -25,3 +25,11 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[s
     console = Console(file=file, width=100_000, force_terminal=False, color_system=None, markup=False, emoji=False)
     console.print(table, highlight=False)
     return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, each as soon as its row exists."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield "| " + " ".join(f"{cell} |".lstrip() for cell in row)  # an empty cell is one space wide

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from docs import generate
 from megatron_llama.checkpoint import differences
 from megatron_llama.checkpoint.differences import Difference, find_differences, refuse
 from megatron_llama.checkpoint.manifest import State
@@ -17,7 +18,6 @@ from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import make_record
 from megatron_llama.plan import Plan
-from scripts import resume_docs
 from tests.checkpoint.changes import CHANGES, checkpoint_of, found_by, outcome, plan_in, write_datasets
 from tests.config.helpers import as_typed
 from tests.data.files import numbered, write_indexed
@@ -217,8 +217,8 @@ def test_a_checkpoint_without_a_record_of_its_data_is_refused(folder: Path) -> N
 
 
 def test_the_page_is_not_stale(folder: Path) -> None:
-    page = resume_docs.DOCS.read_text(encoding="utf-8")
-    assert page.endswith(resume_docs.TABLE + resume_docs.table(folder)), "run: python scripts/resume_docs.py"
+    page = (generate.ROOT / "docs/resume.md").read_text(encoding="utf-8")
+    assert page.endswith(generate.RESUME_BEGIN + generate.resume_table(folder)), "run: python docs/generate.py resume"
 
 
 def test_a_setting_in_another_kind_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

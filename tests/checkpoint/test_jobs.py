@@ -66,7 +66,7 @@ def _with_each_step(act: Callable[[int, Path], None]) -> Callable[[Plan], None]:
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
-    # Few kills, each in another part of a run; scripts/chaos.py does hundreds.
+    # Few kills, each in another part of a run; python -m tests.chaos does hundreds.
     folder, chance = tmp_path / "run", random.Random(4)
     reached = 0
     for held in (3, 6, 8):  # a step that this attempt does not come through, so that it can't end before it is killed

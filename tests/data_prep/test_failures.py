@@ -72,7 +72,7 @@ def test_wrong_flags_are_refused(tmp_path: Path, preprocess: Run) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: Path) -> None:
-    """The processes' own peaks, two workers, 12 and 48 MB; scripts/prove_data.py measures a gigabyte."""
+    """The processes' own peaks, two workers, 12 and 48 MB; python -m benchmarks.verify.data measures a gigabyte."""
     texts = some_texts(500)
     peaks = []
     script = (

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from docs import generate
 from megatron_llama.cli import CONF_DIR, main, usage
 from megatron_llama.config import Config, load_config
 from megatron_llama.config.fields import get, settings_by_name
@@ -16,7 +17,6 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import USABLE, stage_footprints
 from megatron_llama.system.units import GIB
-from scripts import recipe_docs
 from tests.processes import run_train_py
 
 
@@ -93,7 +93,7 @@ def test_it_fits_its_cluster(name: str) -> None:
     """80 GB are 79.1 GiB on an H100, of which tensors can fill a share; and the first line says how many machines."""
     plan = plan_of(name, "device.memory_gib=79.1")
     assert max(stage.total for stage in stage_footprints(plan)) <= USABLE * 79.1 * GIB
-    assert f" on {plan.world_size // 8} machines with 8 H100" in recipe_docs.head(name)
+    assert f" on {plan.world_size // 8} machines with 8 H100" in generate.experiment_summary(name)
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_scaled_down_all_but_size_is_the_recipes(name: str, order: int) -> None:
 
 
 def test_one_trains(tmp_path: Path) -> None:
-    """Made-up data and one rank, for speed; scripts/prove_recipes.py trains all of them on text."""
+    """Made-up data and one rank, for speed; `python -m benchmarks.verify.recipes` trains all of them on text."""
     cheap = ("data.mock=true", "data.tokenizer=null", "trainer.tp=1", "trainer.dp=1", "trainer.steps=6")
     more = ("optim.warmup_steps=1", "trainer.val_every_steps=null", "logging.tensorboard=false", "checkpoint=none")
     words = ["+experiment=pretrain_llama3_8b", "+scaled=laptop", *cheap, *more, "checkpoint.every_steps=null"]
@@ -162,4 +162,4 @@ def test_without_a_choice_the_groups_change_nothing() -> None:
 
 
 def test_the_table_of_the_docs_is_fresh() -> None:
-    assert recipe_docs.main(["--check"]) == 0, "run python scripts/recipe_docs.py"
+    assert generate.main(["--check", "recipes"]) == 0, "run python docs/generate.py recipes"

@@ -1,5 +1,7 @@
-"""A short round of every fuzz target, the same cases each time; scripts/fuzz.py goes on from there. And the limits see
-what they are for."""
+"""A short round of every fuzz target, the same cases each time, and a test of each limit.
+
+`python -m tests.fuzz` runs more cases.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The doctor on four nodes into which faults are put: each is named, with what to do.
 
-$DOCTOR_REPORT names a file that takes what was printed (scripts/prove_doctor.py)."""
+$DOCTOR_REPORT names a file that takes what was printed (python -m benchmarks.verify.doctor)."""
 
 from __future__ import annotations
 

@@ -21,31 +21,35 @@ COMMANDS = [
         ROOT / "train.py",
         *sorted((ROOT / "scripts").glob("*.py")),
         *sorted((ROOT / "data_prep").glob("*.py")),
+        ROOT / "docs/generate.py",
     ]
-    # live_bytes.py runs the program of any older commit, which it must not import itself.
-    if "__main__" in path.read_text(encoding="utf-8") and path.name != "live_bytes.py"
+    if "__main__" in path.read_text(encoding="utf-8")
 ]
 # What brings a command line to its first package, where --help does not.
 WORDS = {
     "train.py": "data=mock",
     "data_prep/inspect.py": "set",
-    "scripts/bench.py": "train",
     "scripts/compile.py": "data=mock",
     "scripts/doctor.py": "--quick",
     "scripts/export_hf.py": "{folder} {folder}/out",
     "scripts/import_config.py": "README.md",
-    "scripts/parity.py": "",
     "scripts/pipeline.py": "trainer.pp=2",
     "scripts/plan.py": "model=llama_2m",
     "scripts/profile.py": "data=mock",
-    "scripts/prove_doctor.py": "",
     "scripts/rehearse.py": "data=mock",
     "scripts/traffic.py": "data=mock",
     "scripts/tune.py": "data=mock",
     "scripts/verify_checkpoint.py": "{folder}",
 }
 # Until they start other command lines, at least.
-NEED_NOTHING = {"data_prep/python_stdlib.py", "scripts/chaos.py", "scripts/count_lines.py", "scripts/prove_data.py"}
+NEED_NOTHING = {"data_prep/python_stdlib.py"}
+# Programs that ``python -m`` starts. benchmarks.verify.memory imports no file of the project.
+MODULES = [
+    "benchmarks",
+    "tests.fuzz",
+    *(f"benchmarks.verify.{path.stem}" for path in (ROOT / "benchmarks/verify").glob("[a-z]*.py")),
+]
+MODULES.remove("benchmarks.verify.memory")
 # Hides packages: the first word lists them.
 HIDING = """
 import runpy, sys
@@ -104,6 +108,14 @@ def test_without_any_package(command: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f" not installed in {sys.executable} (Python 3." in done.stderr
     assert done.stderr.startswith(f"{os.path.basename(command)}: error: ") and ". Type " in done.stderr
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_without_any_package(module: str) -> None:
+    done = run("-S", "-m", module, "train" if module == "benchmarks" else "--help")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{module}: error: ") and ". Type " in done.stderr
+    assert f"-m {module} " in done.stderr or "-m pip install" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_model_file_is_read_as_sentencepiece_reads_it(tokenizer: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_redpajama_mini_is_identical_in_every_subset(tmp_path: Path) -> None:
-    """A slice of each subset's real text; scripts/prove_data.py does all 58.8 MB."""
+    """A slice of each subset's real text; python -m benchmarks.verify.data does all 58.8 MB."""
     folder = SHARED / "redpajama_mini"
     if not folder.exists():
         pytest.skip("the folder shared/ beside the repository is not here")

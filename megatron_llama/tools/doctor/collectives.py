@@ -1,7 +1,8 @@
 """Latency and bandwidth of the collectives that a step uses, over the process groups of each parallel axis.
 
-scripts/bench.py comm prints them, and scripts/doctor.py judges them by group. scripts/plan.py --calibrate measures
-something else: by how much a collective makes ranks slower that compute (tools/plan/measure_machine.py).
+`python -m benchmarks collectives` prints the rates, and scripts/doctor.py compares them between groups.
+`scripts/plan.py --calibrate` measures how much a collective slows down ranks that compute
+(tools/plan/measure_machine.py).
 """
 
 from __future__ import annotations

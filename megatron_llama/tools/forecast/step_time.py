@@ -419,7 +419,7 @@ def goodput(
     return Goodput(max(0.0, (1 - waiting) * (1 - lost)), waiting, lost, every, rate * 86400)
 
 
-# The fitted numbers of the time model: constants.json, written by scripts/fit_planner.py with where they come from.
+# The fitted numbers of the time model: constants.json, which `python -m benchmarks fit_planner` writes.
 
 
 FILE = Path(__file__).with_name("constants.json")
@@ -427,7 +427,7 @@ FILE = Path(__file__).with_name("constants.json")
 
 @functools.cache
 def fitted() -> dict[str, float]:
-    """Each constant by its name; SPECIFICATION in scripts/fit_planner.py says what they mean."""
+    """Each constant by its name; SPECIFICATION in benchmarks/fit_planner.py says what they mean."""
     return {name: float(entry["value"]) for name, entry in provenance()["constants"].items()}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.harness.worker import most_alive
 from megatron_llama.config import load_config
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
@@ -14,7 +15,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
-from megatron_llama.tools.bench.worker import most_alive
 from megatron_llama.tools.steps import steps_of
 from tests.compiled import needs_compiler
 from tests.paths import CONF

@@ -1,6 +1,6 @@
 """Planning for the machine that plans: the arithmetic of its calibration, with recorded measurements.
 
-scripts/bench_plan.py compares forecasts with steps that are really run; nothing here depends on the machine's speed.
+benchmarks/plan.py compares forecasts with steps that are really run; nothing here depends on the machine's speed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, Node
 from megatron_llama.tools.doctor.meeting import ClockReading
 from megatron_llama.tools.doctor.rank_measurements import first_ranks, rounds
-from megatron_llama.tools.doctor.rate import bus_factor
+from megatron_llama.tools.doctor.rate import Rate, bus_factor
 from tests.config.helpers import make
 from tests.tools.doctor.nodes import GIB, healthy, one
 
@@ -192,6 +192,14 @@ def test_every_pair_of_nodes_meets_once(count: int) -> None:
     met = [pair for pairs in played for pair in pairs]
     assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert first_ranks(["a", "a", "b", "b"]) == [0, 2]
+
+
+def test_bandwidths_of_a_rate() -> None:
+    # doc/PERFORMANCE.md there: all_reduce 2 (n-1)/n, all_gather and reduce_scatter (n-1)/n, send and recv 1.
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+    found = [Rate("tp", kind, 4, size=8_000_000, seconds=0.002) for kind in kinds]
+    assert [rate.algorithm_bandwidth for rate in found] == [4e9] * 4
+    assert [rate.bus_bandwidth for rate in found] == [6e9, 3e9, 3e9, 4e9]
 
 
 def test_bus_bandwidth_is_that_of_the_nccl_tests() -> None:

@@ -1,0 +1,63 @@
+"""Benchmarks on this machine, each next to its baselines in the same run.
+
+    python -m benchmarks data --input all.jsonl --tokenizer-model tokenizer.model
+
+Each command is a module of benchmarks/ or benchmarks/methods/, with `describe(parser)` and `run(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+from megatron_llama.config import ConfigError, format_problems
+from megatron_llama.system.errors import run_main
+from megatron_llama.system.exit_status import EXIT_USER
+
+COMMANDS = (
+    "train",
+    "startup",
+    "scaling",
+    "collectives",
+    "attention",
+    "checkpoint",
+    "data",
+    "stream",
+    "host_time",
+    "plan",
+    "fit_planner",
+    "methods.curriculum",
+    "methods.less_communication",
+    "methods.patterns",
+    "methods.random_ltd",
+)
+"""The modules; the last part of the name is the command."""
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for module in COMMANDS:
+        name, path = module.rpartition(".")[2], Path(__file__).parent / f"{module.replace('.', '/')}.py"
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        command = commands.add_parser(name, help=doc.partition("\n")[0], description=doc.replace("%", "%%"))
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        # The other modules are not imported: some need torch, and --help has two seconds.
+        if name in sys.argv[1:2]:
+            loaded = importlib.import_module(f"benchmarks.{module}")
+            loaded.describe(command)
+            command.set_defaults(run=loaded.run)
+    args = parser.parse_args()
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error, "This benchmark") + "\n")
+        return EXIT_USER
+
+
+if __name__ == "__main__":
+    run_main(main)

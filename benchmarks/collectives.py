@@ -1,0 +1,96 @@
+"""Communication: latency and bandwidth of each collective, per parallel axis, for messages of growing size."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness.arguments import layout_of, words
+from benchmarks.harness.environments import torch_version
+from benchmarks.results import ROOT, command_line, commit, describe_machine
+from megatron_llama.cli import main as launch
+from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.files import write_atomically
+from megatron_llama.system.text_table import markdown_table
+from megatron_llama.tools.doctor.collectives import measure_collectives, read_rates
+from megatron_llama.tools.doctor.rate import Rate
+from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.topology import AXIS_NAMES
+
+HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "bus")
+
+EXPLANATION = """\
+Medians of calls after a barrier, each that of the slowest rank, in fp32. Bytes and bus bandwidth are counted as
+in docs/benchmarks.md: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and reduce_scatter (n-1)/n.
+
+"""
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The sub-command's arguments."""
+    add = parser.add_argument
+    add("--layouts", type=words, default=["tp2", "dp2", "pp2"], help="one run each, such as tp2,dp2,tp2dp2")
+    add("--smallest", type=int, default=4096, help="bytes (default %(default)s)")
+    add("--largest", type=int, default=64 << 20, help="bytes (default %(default)s)")
+    add("--factor", type=int, default=8, help="from one size to the next (default %(default)s)")
+    add("--device", default="cpu", help="its backend is measured: shared memory and gloo on a CPU")
+    add("--output", type=Path, default=ROOT / "docs/results/collectives.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write; status 1 if a layout could not run."""
+    sizes = [args.smallest]
+    while args.factor > 1 and sizes[-1] * args.factor <= args.largest:
+        sizes.append(sizes[-1] * args.factor)
+    rows: list[list[str]] = []
+    failed = []
+    layouts = {name: layout_of(name) for name in args.layouts}
+    for number, (name, layout) in enumerate(layouts.items()):
+        sys.stderr.write(f"{number}/{len(layouts)} layouts: {name} ...\n")
+        with tempfile.TemporaryDirectory() as folder:
+            axes = [f"trainer.{axis}={getattr(layout, axis)}" for axis in AXIS_NAMES]
+            settings = [
+                "model=llama_2m",
+                f"device={args.device}",
+                "trainer.micro_batch_size=1",
+                f"run.dir={folder}/run",
+            ]
+            batch = f"trainer.global_batch_size={layout.dp}"
+            status = launch([*settings, *axes, batch, *MOCK_RUN], partial(measure_collectives, sizes, folder))
+            if status:
+                failed.append(name)
+                continue
+            rows += rate_rows(name, read_rates(Path(folder)))
+    text = "\n".join(_page(args, rows)) + "\n"
+    write_atomically(args.output, text)
+    sys.stdout.write(text)
+    sys.stderr.writelines(f"left out: {name}: its ranks failed, see above\n" for name in failed)
+    return EXIT_FAILED if failed else 0
+
+
+def rate_rows(layout: str, rates: Iterator[Rate]) -> Iterator[list[str]]:
+    """Rows of HEAD; bandwidths in GB/s."""
+    for rate in rates:
+        yield [
+            layout,
+            rate.axis,
+            rate.kind,
+            str(rate.ranks),
+            f"{rate.size:,}",
+            f"{rate.seconds * 1e6:,.0f} us",
+            f"{rate.algorithm_bandwidth / 1e9:.3f} GB/s",
+            f"{rate.bus_bandwidth / 1e9:.3f} GB/s",
+        ]
+
+
+def _page(args: argparse.Namespace, rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from [f"# Collectives ({date.today()})", ""]
+    yield f"Machine: {describe_machine(args.device)}. torch {torch_version()}, commit {commit()}."
+    yield from ["", f"    {command_line()}", ""]
+    yield from EXPLANATION.splitlines()
+    yield from markdown_table(HEAD, rows)

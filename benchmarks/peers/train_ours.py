@@ -1,0 +1,168 @@
+"""This project: its ranks, started by its own launcher, train the task in any layout with the steps of `train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.task import Facts, Task, checksum
+from benchmarks.harness.worker import Ranks, serve
+from megatron_llama.cli import main as launch
+from megatron_llama.data.batches import build_data
+from megatron_llama.devices import get_device
+from megatron_llama.devices.cpu import attention as attention_cpu
+from megatron_llama.devices.cpu.products import by_amx
+from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.plan import Plan
+from megatron_llama.system import phase
+from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.steps import Steps, steps_of
+from megatron_llama.topology import AXIS_NAMES
+
+
+def overrides(task: Task, run_dir: str) -> list[str]:
+    """The command line of train.py that trains the task."""
+    layout, optimizer = task.layout, task.optimizer
+    return [
+        f"model={task.preset}",
+        *(f"model.{name}={_text(value)}" for name, value in task.model.items() if name != "name"),
+        f"device={task.device}",
+        f"data.seq_length={task.seq_length}",
+        *(f"trainer.{axis}={getattr(layout, axis)}" for axis in AXIS_NAMES),
+        f"trainer.micro_batch_size={task.micro_batch_size}",
+        f"trainer.global_batch_size={task.batch_size}",
+        f"trainer.precision={task.precision}",
+        f"trainer.compile={task.mode == 'compiled'}",
+        f"trainer.compile_cache={task.cache}",
+        f"trainer.zero={task.zero}",
+        f"trainer.recompute={task.recompute}",
+        f"trainer.seed={task.seed}",
+        "trainer.steps=1000000",
+        "optim=constant",
+        *(f"optim.{name}={_text(value)}" for name, value in optimizer.items()),
+        f"optim.state_bits={'null' if task.state_bits == 32 else task.state_bits}",
+        "optim.warmup_steps=0",
+        "checkpoint.every_steps=null",
+        f"run.dir={run_dir}",
+        *MOCK_RUN,
+    ]
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).replace(" ", "")
+
+
+def _attention(task: Task, dtype: torch.dtype) -> str:
+    """The kernels of the task's attention, for its facts."""
+    heads, wide = task.model["num_attention_heads"], task.model.get("head_dim")
+    q = torch.empty(1, 1, task.seq_length, wide or task.model["hidden_size"] // heads, dtype=dtype, device=task.device)
+    if task.mode == "compiled" and attention_cpu.serves(q):
+        return "its own FlashAttention for CPUs"
+    if not attention_cpu.is_faster(q):
+        return "scaled_dot_product_attention"
+    return "by chunks" if not by_amx(dtype) else "scaled_dot_product_attention forward, by chunks backward"
+
+
+class TaskBatches:
+    """The task's tokens, cut for one rank as data/batches.py cuts samples."""
+
+    def __init__(self, task: Task, plan: Plan, dp_rank: int, device: torch.device) -> None:
+        self.task, self.plan, self.dp_rank, self.device = task, plan, dp_rank, device
+
+    def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
+        """This rank's micro batches of the step that follows ``consumed_samples``."""
+        text = self.task.text(consumed_samples // self.task.batch_size + 1)
+        size, dp, length = self.plan.config.trainer.micro_batch_size, self.task.layout.dp, self.task.seq_length
+        batches = []
+        for first in range(self.dp_rank * size, self.task.batch_size, dp * size):
+            rows = text[first : first + size]
+            sizes = torch.tensor([size * length, size * length**2])
+            mask = torch.ones(size, length)
+            batch = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), mask, sizes)
+            batches.append(batch.to(self.device))
+        return batches
+
+
+class OurRanks(Ranks):
+    """The ranks of the run agree through torch.distributed."""
+
+    def __init__(self, rank: int) -> None:
+        self.is_first = rank == 0
+
+    def share(self, receive: Callable[[], Any]) -> Any:
+        phase.enter("waiting for its turn", phase.UNWATCHED)
+        held = [receive() if self.is_first else None]
+        dist.broadcast_object_list(held, src=0)
+        phase.enter("its turn", phase.PATIENT)
+        return held[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+
+class OurTrainer:
+    """One rank's steps."""
+
+    def __init__(self, task: Task, plan: Plan, model: ParallelModel, steps: Steps, ranks: Ranks) -> None:
+        self.steps = steps
+        counted = sum(part.numel() for shard in model.trained for part in shard.owned(shard.local))
+        tokens = task.text(1)[:, :-1]
+        self.facts = Facts(
+            parameters=sum(ranks.gather(counted)),
+            weight_dtype=" ".join(sorted({str(shard.local.dtype).removeprefix("torch.") for shard in model.trained})),
+            compute_dtype=plan.precision.compute_dtype,
+            tokens_per_step=plan.tokens_per_step,
+            tokens_checksum=checksum(tokens),
+            optimizer="AdamW, fused" if task.state_bits == 32 else f"AdamW with states of {task.state_bits} bits",
+            clip=plan.config.optim.clip,
+            attention=_attention(task, getattr(torch, plan.precision.compute_dtype)),
+            versions={"torch": torch.__version__, "megatron-core": version("megatron-core")},
+        )
+
+    def step(self, number: int) -> float:
+        return self.steps.run(number)
+
+
+def train_rank(task: Task, marks: dict[str, float], plan: Plan) -> None:
+    """What each rank does."""
+    marks = {**marks, "ranks started": time.time()}
+    rank = int(os.environ["RANK"])
+    device, topology = get_device(plan.config.device.name), plan.topology(rank)
+    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    with process_groups(plan, topology, device, torch_device):
+        ranks = OurRanks(rank)
+        device.seed(plan.config.trainer.seed)
+        model = build_model(plan, topology, device, torch_device)
+        optimizer = build_optimizer(plan, model)
+        data, batches = (
+            build_data(plan, topology, torch_device),
+            TaskBatches(task, plan, topology.place["dp"], torch_device),
+        )
+        with steps_of(plan, topology, model, optimizer, data, batches) as steps:
+            serve(task, lambda: OurTrainer(task, plan, model, steps, ranks), ranks, marks)
+
+
+def main() -> int:
+    """Starts the ranks of the task on the command line; returns their exit status."""
+    task, marks = Task.from_json(sys.argv[1]), {"imports": time.time()}
+    os.environ["OMP_NUM_THREADS"] = str(max(1, task.threads // task.layout.ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(overrides(task, str(Path(folder) / "run")), partial(train_rank, task, marks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

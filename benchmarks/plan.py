@@ -1,0 +1,139 @@
+"""What plan.py forecasts of a step on this machine, beside what the step takes: small jobs in many layouts.
+
+    python -m benchmarks plan [--only WORDS] [--steps 6] [--calibrate]
+
+Each job runs some steps of ``train`` on random data in ranks of its own; the median is compared. The forecast is that
+of ``scripts/plan.py cluster.device=cpu``, from the measurements of ``--calibrate``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from megatron_llama import cli
+from megatron_llama.launch.world import find_world
+from megatron_llama.plan import Plan
+from megatron_llama.system.text_table import text_table
+from megatron_llama.tools.forecast.this_machine import load, step_here
+from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.plan.calibrate import calibrate
+
+SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
+LARGE = ("model=llama_56m", "trainer.micro_batch_size=1", "trainer.global_batch_size=2", "data.seq_length=512")
+LORA = "finetune.method=lora"
+BF16, TP2, PP2, DP2 = "trainer.precision=bf16", "trainer.tp=2", "trainer.pp=2", "trainer.dp=2"
+JOBS = {
+    "15M": SMALL,
+    "15M, bf16": (*SMALL, BF16),
+    "15M, seq 1024": (
+        *SMALL,
+        "model.max_position_embeddings=1024",
+        "data.seq_length=1024",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=1",
+    ),
+    "15M, recompute full": (*SMALL, "trainer.recompute=full"),
+    "56M": LARGE,
+    "56M, bf16": (*LARGE, BF16),
+    "56M, seq 1024, bf16": (*LARGE, "data.seq_length=1024", BF16),
+    "56M, recompute full, bf16": (*LARGE, BF16, "trainer.recompute=full"),
+    "15M, tp 2": (*SMALL, TP2),
+    "56M, tp 2, bf16": (*LARGE, TP2, BF16),
+    "15M, dp 2, zero 0": (*SMALL, DP2, "trainer.zero=0"),
+    "15M, dp 2, zero 1": (*SMALL, DP2, "trainer.zero=1"),
+    "15M, dp 2, zero 2": (*SMALL, DP2, "trainer.zero=2"),
+    "56M, dp 2, zero 3, bf16": (*LARGE, DP2, BF16, "trainer.zero=3"),
+    "15M, pp 2": (*SMALL, PP2, "trainer.global_batch_size=8"),
+    "56M, pp 2, bf16": (*LARGE, PP2, BF16, "trainer.global_batch_size=4"),
+    "15M, LoRA": (*SMALL, LORA),
+    "15M, tp 2, LoRA": (*SMALL, TP2, LORA),
+    "15M, dp 2, LoRA": (*SMALL, DP2, LORA),
+    "15M, compile": (*SMALL, "trainer.compile=true"),
+}
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The sub-command's arguments."""
+    parser.add_argument("--only", help="jobs whose name has these words")
+    parser.add_argument("--steps", type=int, default=6, help="of each job, beside a first one that is not counted")
+    parser.add_argument("--calibrate", action="store_true", help="measure the machine first, in a minute or two")
+    parser.add_argument("--machine", type=Path, help="another calibration file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; the exit status is 1 if a forecast is off by more than a fifth."""
+    if args.calibrate and (status := calibrate(args.machine)):
+        return status
+    machine = load(args.machine)
+    print(f"calibrated {machine.date} at a load of {machine.load:.2g}; now {os.getloadavg()[0]:.2g}", flush=True)
+    rows: list[tuple[str, ...]] = [("job", "measured s", "forecast s", "error", "largest parts of the forecast")]
+    errors = []
+    for name, overrides in JOBS.items():
+        if args.only and args.only not in name:
+            continue
+        plan = _plan(overrides)
+        time_parts = step_here(plan, machine)
+        seconds = statistics.median(measured(plan, args.steps))
+        errors.append(time_parts.total / seconds - 1)
+        parts = sorted(time_parts.parts().items(), key=lambda part: -part[1])[:4]
+        shown = ", ".join(f"{part} {share:.3f}" for part, share in parts)
+        rows.append((name, f"{seconds:.3f}", f"{time_parts.total:.3f}", f"{100 * errors[-1]:+.0f} %", shown))
+        print(f"{name}: {rows[-1][1]} s, forecast {rows[-1][2]} s", file=sys.stderr, flush=True)
+    print("\n".join(text_table(rows, left=1)))
+    sizes = sorted(map(abs, errors))
+    print(f"mean error {100 * statistics.fmean(sizes):.1f} %, largest {100 * sizes[-1]:.1f} %, of {len(sizes)} jobs")
+    return int(sizes[-1] > 0.20)
+
+
+def _plan(overrides: tuple[str, ...]) -> Plan:
+    words = [*overrides, *MOCK_RUN, "device=cpu", "checkpoint.every_steps=null", "trainer.steps=100"]
+    return find_world(cli.parse_overrides(words), None).plan()
+
+
+def measured(plan: Plan, steps: int) -> list[float]:
+    """Seconds of each step on the first rank."""
+    from megatron_llama.launch.start import Share, start_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        entry, share = partial(_time_steps, steps, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
+        if start_ranks(plan, entry, share):
+            raise RuntimeError("the job failed")
+        return list(json.loads((Path(folder) / "seconds.json").read_text()))
+
+
+def _time_steps(count: int, folder: Path, plan: Plan) -> None:
+    """What each rank does; the first one writes."""
+    from megatron_llama.data.batches import build_data
+    from megatron_llama.devices import get_device
+    from megatron_llama.optim import build_optimizer
+    from megatron_llama.parallel import build_model, process_groups
+    from megatron_llama.tools.steps import steps_of
+
+    device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
+    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    topology = plan.topology(rank)
+    with process_groups(plan, topology, device, torch_device):
+        model = build_model(plan, topology, device, torch_device)
+        optimizer = build_optimizer(plan, model)
+        data = build_data(plan, topology, torch_device)
+        with steps_of(plan, topology, model, optimizer, data) as steps:
+            found = list(_times(steps.run, count))
+    if rank == 0:
+        (folder / "seconds.json").write_text(json.dumps(found))
+
+
+def _times(step: Callable[[int], object], count: int) -> Iterator[float]:
+    for number in range(1, count + 2):
+        start = time.perf_counter()
+        step(number)
+        if number > 1:
+            yield time.perf_counter() - start

@@ -1,0 +1,63 @@
+"""Helpers of all benchmarks: run a program, describe the machine and the commit, draw a figure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.devices.processor import processor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_program(program: str, *words: object, folder: Path = ROOT) -> None:
+    """Runs one of the project's programs in ``folder``, as a user does. Raises CalledProcessError."""
+    subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], cwd=folder, check=True)
+
+
+def command_line() -> str:
+    """The command of this benchmark, for its page."""
+    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def commit() -> str:
+    """The short name of the commit that is checked out; empty outside of git."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def describe_machine(device: str) -> str:
+    """Cores, processor, and whether it has units for bf16 products; on an accelerator its name too."""
+    cpu = processor()
+    units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in cpu.get("flags", "").split()]
+    text = f"{os.cpu_count()} cores of {cpu.get('model name', 'an unknown processor')}, "
+    text += f"bf16 units ({', '.join(units)})" if units else "no bf16 units"
+    if device != "cpu":
+        import torch
+
+        text += f"; {torch.accelerator.device_count()} x {torch.get_device_module(device).get_device_name(0)}"
+    return text
+
+
+@contextlib.contextmanager
+def figure(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
+    """Panels to draw in, as ``pyplot.subplots`` makes them; saved to ``path`` when the block ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, panels = pyplot.subplots(rows, columns, **options)
+    yield panels
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=150)
+    pyplot.close(drawn)

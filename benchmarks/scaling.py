@@ -1,0 +1,132 @@
+"""Scaling: what a token costs as the model, the sequence, the micro batches and the ranks grow; a table and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.arguments import ONE, Wanted, layout_of, tasks_of, tell_left_out, words
+from benchmarks.harness.environments import OURS, PEERS, interpreter, torch_version
+from benchmarks.harness.runner import Course, compete, progress
+from benchmarks.harness.task import Task
+from benchmarks.results import ROOT, command_line, commit, describe_machine, figure
+from megatron_llama.devices import get_device
+from megatron_llama.system.files import write_atomically
+from megatron_llama.system.text_table import markdown_table
+
+SWEEPS = ("model", "sequence", "micro batches", "ranks")
+HEAD = ("what grows", "value", "layout", "tokens/s", "us per token", "processor us per token", "resident MiB")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The sub-command's arguments."""
+    add = parser.add_argument
+    add("--models", type=words, default=["llama_2m", "llama_15m", "llama_56m", "llama_110m"], help="presets")
+    add("--base", default="llama_15m", help="the model of the other sweeps (default %(default)s)")
+    add("--sequences", type=words, default=["64", "128", "256"], help="tokens, in a step of the same tokens")
+    add("--micro-batches", type=words, default=["1", "2", "4", "8"], help="of 8 sequences; one process and pp2")
+    add("--layouts", type=words, default=[ONE, "tp2", "dp2", "pp2", "dp4", "tp2dp2"], help="ranks, same cores")
+    add("--precision", default="fp32", choices=["fp32", "bf16"])
+    add("--mode", default="eager", choices=["eager", "compiled"])
+    add("--rounds", type=int, default=3, help="turns (default %(default)s)")
+    add("--steps", type=int, default=2, help="steps of a turn (default %(default)s)")
+    add("--output", type=Path, default=ROOT / "docs/results/scaling", help="without .md, .png")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, draw and write; status 1 if a point failed."""
+    left_out: dict[str, str] = {}
+    points = list(sweeps(args))
+    found: list[dict[str, Any]] = []
+    with progress(len(points) * (args.rounds + 2)) as advance:
+        for sweep, value, task in points:
+            left: dict[str, str] = {}
+            course = Course(args.rounds, args.steps, False, lambda: 0.0, advance, left)
+            for result in compete([(PEERS[OURS], interpreter(PEERS[OURS]), task)], course):
+                tokens = task.batch_size * task.seq_length
+                seconds = median(sum(turn.step_seconds) / len(turn.step_seconds) for turn in result.turns)
+                found.append(
+                    {
+                        "sweep": sweep,
+                        "value": value,
+                        "layout": result.name.removeprefix(OURS).removeprefix(" compiled").strip() or ONE,
+                        "us_per_token": seconds / tokens * 1e6,
+                        "processor_us": median(turn.processor_seconds for turn in result.turns) / tokens * 1e6,
+                        "peak_bytes": max(turn.peak_bytes for turn in result.turns),
+                    }
+                )
+            left_out.update({f"{sweep} {value} {name}": reason for name, reason in left.items()})
+    text = "\n".join(_page(args, found)) + "\n"
+    write_atomically(args.output.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
+    write_atomically(args.output.with_suffix(".md"), text)
+    draw(found, args.output.with_suffix(".png"))
+    sys.stdout.write(text)
+    return tell_left_out(left_out)
+
+
+def sweeps(args: argparse.Namespace) -> Iterator[tuple[str, str, Task]]:
+    """(what grows, its value, the task) of every point; all else stays the same in a sweep."""
+    cores = get_device("cpu").count()
+    longest = max(int(length) for length in args.sequences)
+
+    def task(preset: str, layout: str = ONE, length: int = longest, batch: int = 8, micro: int | None = None) -> Task:
+        wanted = Wanted([OURS], [args.mode], [layout], ["none"], [1], "cpu", cores, batch, length, None)
+        found = next(task for _, task in tasks_of(wanted, preset, args.precision))
+        return found if micro is None else replace(found, micro_batch_size=micro)
+
+    for preset in args.models:
+        yield "model", preset, task(preset)
+    for length in map(int, args.sequences):
+        yield "sequence", str(length), task(args.base, length=length, batch=8 * longest // length)
+    for number in map(int, args.micro_batches):
+        for layout in (ONE, "pp2"):
+            yield "micro batches", str(number), task(args.base, layout, micro=8 // number)
+    for layout in args.layouts:
+        yield "ranks", str(layout_of(layout).ranks), task(args.base, layout)
+
+
+def scaling_rows(found: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Rows of HEAD."""
+    for point in found:
+        yield [
+            point["sweep"],
+            point["value"],
+            point["layout"],
+            f"{1e6 / point['us_per_token']:,.0f}",
+            f"{point['us_per_token']:,.0f}",
+            f"{point['processor_us']:,.0f}",
+            f"{point['peak_bytes'] / 2**20:,.0f}",
+        ]
+
+
+def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """A panel for each sweep: microseconds per token over what grows, a line for each layout."""
+    names = list(dict.fromkeys(point["sweep"] for point in found))
+    with figure(path, 1, len(SWEEPS), figsize=(4 * len(SWEEPS), 3.4)) as panels:
+        for axes, name in zip(panels, names, strict=False):
+            points = [point for point in found if point["sweep"] == name]
+            for layout in dict.fromkeys(point["layout"] for point in points):
+                line = [(p["value"].removeprefix("llama_"), p["us_per_token"]) for p in points if p["layout"] == layout]
+                axes.plot(*zip(*line, strict=True), marker="o", label=layout)
+            axes.set(xlabel=name, ylabel="us per token", yscale="log" if name == "model" else "linear")
+            if name != "model":
+                axes.set_ylim(0, 1.08 * max(point["us_per_token"] for point in points))  # room for the uppermost mark
+            axes.legend(fontsize=8)
+
+
+def _page(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield from [f"# What a token costs ({date.today()})", ""]
+    yield f"Machine: {describe_machine('cpu')}. torch {torch_version()}, commit {commit()}."
+    yield from ["", f"    {command_line()}", ""]
+    yield f"In {args.precision}, {args.mode}; sequence, micro batches and ranks of {args.base}. A step has 8 sequences,"
+    yield "or where the sequence grows as many tokens. All ranks share the same cores: more of them show their cost,"
+    yield from ["not more speed. Medians.", ""]
+    yield from markdown_table(HEAD, scaling_rows(found))
+    yield from ["", f"![us per token]({args.output.with_suffix('.png').name})"]

@@ -1,0 +1,197 @@
+"""Verify the data preparation on whole datasets, which takes too long for the test suite.
+
+    python -m benchmarks.verify.data identity --input ../shared/data/redpajama_mini --tokenizer-model tokenizer.model
+    python -m benchmarks.verify.data index --tokens 10e9
+    python -m benchmarks.verify.data disk --input ... --tokenizer-model ...
+
+identity: every document's ids against sentencepiece, and both files against megatron-core's own builder, byte by byte.
+index: index building and blending of synthetic lengths through megatron-core's own datasets, timed, ratios checked.
+disk: a real full disk (a small tmpfs, needs root), then room, then the rest of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from benchmarks.results import ROOT
+from megatron_llama.system.errors import MachineError, UserError, run_main
+from megatron_llama.system.files import sha256_file
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def preprocess(*args: object) -> subprocess.CompletedProcess[str]:
+    """Runs preprocess.py as a user does."""
+    command = [sys.executable, str(ROOT / "data_prep/preprocess.py"), "--append-eod", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def identity(args: argparse.Namespace) -> Iterator[str]:
+    """One line per input file, and one for all of them in one dataset."""
+    import numpy as np
+
+    from data_prep.lib.input_files import find_sources
+    from data_prep.lib.sources import read_lines
+    from megatron_llama.text.tokenizer import read_sentencepiece
+
+    processor = read_sentencepiece(Path(args.tokenizer_model))
+    everything: list[npt.NDArray] = []
+    sources = find_sources([args.input]).sources
+    with tempfile.TemporaryDirectory() as name:
+        prefix = Path(name) / "x"
+        for source in sources:
+            documents = []
+            for line in read_lines(source):
+                if line.strip():
+                    ids = processor.encode(json.loads(line)["text"])
+                    documents.append(np.array(ids + [processor.eos_id()] if ids else [], dtype=np.uint16))
+            everything += documents
+            yield _compare(args, [source.path], prefix, documents)
+        if len(sources) > 1:
+            yield _compare(args, [args.input], prefix, everything)
+
+
+def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, documents: list[npt.NDArray]) -> str:
+    """Prepares ``inputs`` and compares both files with those of megatron-core's own builder, from ``documents``."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    done = preprocess(
+        *("--input", *inputs, "--tokenizer-model", args.tokenizer_model, "--output-prefix", prefix, "--overwrite"),
+        *("--workers", args.workers, "--json-keys", "text"),
+    )
+    if done.returncode:
+        raise MachineError(done.stderr)
+    reference = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for ids in documents:
+        reference.add_document(ids, [len(ids)] if len(ids) else [])
+    reference.finalize(f"{prefix}.idx")
+    for end in (".bin", ".idx"):
+        if Path(f"{prefix}_text_document{end}").read_bytes() != Path(f"{prefix}{end}").read_bytes():
+            raise MachineError(f"{inputs}: {end} differs from the reference")
+    encoder = json.loads(Path(f"{prefix}_text_document.json").read_bytes())["encoder"]
+    digest = sha256_file(Path(f"{prefix}.bin"))[:16]
+    what = os.path.relpath(inputs[0], args.input)
+    return (
+        f"{what}: {len(documents):,} documents, {sum(map(len, documents)):,} tokens by {encoder}: "
+        f"ids, .bin and .idx identical (sha256 of the .bin {digest}...)"
+    )
+
+
+def index(args: argparse.Namespace) -> Iterator[str]:
+    """Writes indices over sparse .bin files, then builds GPT and blended datasets of megatron-core over them."""
+    from benchmarks.stream import make_datasets
+
+    total = int(float(args.tokens))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = time.monotonic()
+        documents, blend = make_datasets(folder, total)
+        weights = {Path(path).name: weight for weight, path in zip(blend[::2], blend[1::2], strict=True)}
+        seconds = time.monotonic() - start
+        yield f"{documents:,} documents, {total:,} tokens wanted, 4 .idx files written in {seconds:.1f} s"
+        yield from _blend(folder, weights, total)
+
+
+def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]:
+    import numpy as np
+    import torch
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    # The part of a tokenizer's interface that the dataset needs.
+    tokenizer = SimpleNamespace(vocab_size=32000, eod=2, pad=0, unique_identifiers={"class": "none"})
+    length = 4096
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=length,
+        blend=([str(folder / name) for name in weights], list(weights.values())),
+        split="980,10,10",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=tokenizer,
+        path_to_cache=str(folder / "cache"),
+        mmap_bin_files=True,
+    )
+    # the blended dataset needs the rank before it writes its cache
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    samples = total // length
+    for attempt in ("from nothing", "from its cache"):
+        start = time.monotonic()
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, [samples, samples // 100, 0], lambda: True, config)
+        train = builder.build()[0]
+        seconds = time.monotonic() - start
+        yield f"blend of {len(train):,} samples of {length} tokens, {attempt}: {seconds:.1f} s"
+    counts = np.bincount(train.dataset_index, minlength=len(weights))
+    for (name, weight), count in zip(weights.items(), counts, strict=True):
+        wanted = weight * len(train)
+        yield f"  {name}: {count:,} samples, {wanted:,.1f} wanted (off by {abs(count - wanted):.1f})"
+        if abs(count - wanted) > 2:
+            raise MachineError(f"the blend is off for {name}")
+    prefix = np.cumsum(train.dataset_index[:100_000] == 0)
+    worst = np.abs(prefix - list(weights.values())[0] * np.arange(1, len(prefix) + 1)).max()
+    yield f"  along the first {len(prefix):,} samples the first share is never off by more than {worst:.2f} samples"
+
+
+def disk(args: argparse.Namespace) -> Iterator[str]:
+    """Fills a small tmpfs, enlarges it, continues; compares with an undisturbed run."""
+    if os.geteuid() != 0:
+        raise UserError("mounting a small tmpfs needs root")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        small = folder / "small"
+        small.mkdir()
+        base = ["--input", args.input, "--tokenizer-model", args.tokenizer_model, "--workers", args.workers]
+        base += ["--checkpoint-seconds", 0.2]
+        preprocess(*base, "--output-prefix", folder / "whole")
+        size = Path(f"{folder}/whole_text_document.bin").stat().st_size
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 2}", "none", str(small)], check=True)
+        try:
+            full = preprocess(*base, "--output-prefix", small / "x")
+            yield f"disk of half the size needed: status {full.returncode}, {full.stderr.strip().splitlines()[-1]}"
+            visible = [path.name for path in small.iterdir() if not path.name.startswith(".")]
+            if full.returncode != 1 or visible or "Traceback" in full.stderr:
+                raise MachineError(f"not as it must be: {visible} {full.stderr}")
+            subprocess.run(["mount", "-o", f"remount,size={2 * size + 2**24}", str(small)], check=True)
+            done = preprocess(*base, "--output-prefix", small / "x")
+            yield f"with room: status {done.returncode}, {done.stdout.splitlines()[0]}"
+            for end in (".bin", ".idx"):
+                a, b = Path(f"{folder}/whole_text_document{end}"), Path(f"{small}/x_text_document{end}")
+                if a.read_bytes() != b.read_bytes():
+                    raise MachineError(f"{end} differs from an undisturbed run's")
+            yield "both files identical to an undisturbed run's"
+        finally:
+            subprocess.run(["umount", str(small)], check=False)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("what", choices=["identity", "index", "disk"])
+    parser.add_argument("--input", help="a file or folder of records")
+    parser.add_argument("--tokenizer-model", help="sentencepiece model of fewer than 65,500 pieces")
+    parser.add_argument("--tokens", default="10e9", help="for index (default 10e9)")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    if args.what != "index" and not (args.input and args.tokenizer_model):
+        raise UserError(f"{args.what} needs --input and --tokenizer-model")
+    for line in {"identity": identity, "index": index, "disk": disk}[args.what](args):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

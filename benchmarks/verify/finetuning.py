@@ -1,0 +1,146 @@
+"""Fine-tune a real model on real datasets, and evaluate it before and after: a table, a figure, each report as JSON.
+
+    python -m benchmarks.verify.finetuning --model SMOLLM2_FOLDER --data FOLDER --output runs/finetuning
+
+FOLDER holds qnli_dev.tsv and gsm8k_{train,test}.jsonl. QNLI: all weights, and LoRA; accuracy on lines held out, beside
+the share of the more frequent label. GSM8K: all weights for some steps; the share of held-out questions that are
+answered with a line `#### number`. Finished parts are not done again, so a run that was stopped can be continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import ROOT, figure, run_program
+from megatron_llama.system.errors import run_main
+from megatron_llama.system.text_table import markdown_table
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+from megatron_llama.train.smoothing import moving_average
+
+# Two ranks of one thread each are quicker than one rank of two, and compiled blocks quicker than eager ones.
+RECIPE = (
+    "model=from_hf device=cpu trainer.dp=2 trainer.precision=bf16 trainer.compile=true trainer.micro_batch_size=2 "
+    "trainer.global_batch_size=4 optim.warmup_ratio=0.1 trainer.val_every_steps=50 trainer.val_steps=10 "
+    "checkpoint.every_steps=50 checkpoint.keep=1 data.pack=true"
+).split()
+LORA = (
+    "finetune=lora finetune.lora_rank=16 finetune.lora_alpha=32 optim.lr=5e-4 "
+    "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+).split()
+FULL = ["finetune=full", "optim.lr=1e-4"]
+EVALUATION = ("--chat", "--dtype", "bfloat16", "--device", "cpu")
+WINDOW = 10  # steps that a loss is averaged over in the figure
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """The sets, where data=qnli and data=gsm8k look for them: datasets/ below the folder that they are started in."""
+    common = ("--tokenizer-model", args.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
+    if not (args.output / "datasets/qnli/qnli_train_sft.json").exists():
+        source = ("--input", args.data / "qnli_dev.tsv", "--template", "qnli", "--split", args.split)
+        run_program("data_prep/sft.py", *source, *common, "datasets/qnli/qnli", folder=args.output)
+    for part in ("train", "test"):
+        if not (args.output / f"datasets/gsm8k/{part}_sft.json").exists():
+            records = args.data / f"gsm8k_{part}.jsonl"
+            run_program("data_prep/sft.py", "--input", records, *common, f"datasets/gsm8k/{part}", folder=args.output)
+
+
+def evaluate(model: Path, task: str, report: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """scripts/evaluate.py's report on lines that no run has seen."""
+    if not report.exists():
+        if task == "qnli":
+            what = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
+        else:
+            what = ["--generative", args.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", args.questions]
+        run_program("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=args.output)
+    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return found
+
+
+def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: what was measured before and after."""
+
+    def words(share: Mapping[str, Any]) -> str:
+        return f"{share['share']:.1%} ({share['right']} of {share['of']}; {share['low']:.1%} to {share['high']:.1%})"
+
+    majority = reports["qnli_before"]["majority"]
+    qnli = [(f"always `{majority['label']}`", f"{majority['share']:.1%}", "")]
+    for name in ("before", "full", "lora"):
+        found = reports[f"qnli_{name}"]
+        chosen = ", ".join(f"{label} {counts['chosen']}" for label, counts in found["labels"].items())
+        qnli.append((name, words(found["accuracy"]), chosen))
+    gsm8k = [(name, reports[f"gsm8k_{name}"]) for name in ("before", "full")]
+    answers = [(name, words(found["well_formed"]), words(found["exact_match"])) for name, found in gsm8k]
+    lines = [
+        *markdown_table(("QNLI, held out", "accuracy (95 % interval)", "chosen"), qnli),
+        "",
+        *markdown_table(("GSM8K, held out", "ends in `#### number`", "the right number"), answers),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(folders: Mapping[str, Path], path: Path) -> None:
+    """Training losses, averaged over the last steps, and validation losses as dots; a panel for each set."""
+    with figure(path, 1, 2, figsize=(11, 4.2)) as panels:
+        for (name, folder), colour in zip(folders.items(), ("#2563eb", "#ea580c", "#0d9488"), strict=True):
+            axes = panels[int(name.startswith("gsm8k"))]
+            records = read_metrics(folder / METRICS_FILE)
+            steps, losses = ([record[name] for record in records] for name in ("step", "reduced_train_loss"))
+            middles, smooth = moving_average(steps, WINDOW), moving_average(losses, WINDOW)
+            axes.plot(middles, smooth, color=colour, linewidth=1.3, label=name)
+            checked = [(record["step"], record["val_loss"]) for record in records if "val_loss" in record]
+            axes.plot(*zip(*checked, strict=True), "o", color=colour, markersize=5, label=f"{name}, validation")
+        for axes, title in zip(panels, ("QNLI", "GSM8K"), strict=True):
+            axes.set(title=title, xlabel="step", ylabel="loss, nats per learned token")
+            axes.set_ylim(0, 1.2)  # the first steps are far above
+            axes.legend(frameon=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prepare, train, evaluate, report; status 1 where a program failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with a chat template")
+    parser.add_argument("--data", type=Path, required=True, help="folder of qnli_dev.tsv and gsm8k_*.jsonl")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "finetuning", help="folder for runs and results")
+    parser.add_argument("--split", default="4463,1000", help="QNLI's lines to learn and to hold out")
+    parser.add_argument("--epochs", type=int, default=1, help="of QNLI")
+    parser.add_argument("--gsm8k-steps", type=int, default=60, help="optimizer steps on GSM8K")
+    parser.add_argument("--questions", type=int, default=100, help="of GSM8K that are answered")
+    args = parser.parse_args(argv)
+    for name in ("model", "data", "output"):
+        setattr(args, name, getattr(args, name).resolve())
+    output: Path = args.output
+    output.mkdir(parents=True, exist_ok=True)
+    reports: dict[str, dict[str, Any]] = {}
+    qnli = ["data=qnli", f"trainer.epochs={args.epochs}"]
+    runs = {
+        "qnli_full": [*qnli, *FULL],
+        "qnli_lora": [*qnli, *LORA],
+        "gsm8k_full": ["data=gsm8k", f"trainer.steps={args.gsm8k_steps}", *FULL],
+    }
+    try:
+        prepare(args)
+        for task in ("qnli", "gsm8k"):
+            reports[f"{task}_before"] = evaluate(args.model, task, output / f"{task}_before.json", args)
+        for name, overrides in runs.items():
+            report = output / f"{name}.json"
+            if not report.exists():  # train.py continues a run that was stopped
+                overrides = [*RECIPE, f"init_from={args.model}", *overrides, f"run.dir={output / name}"]
+                run_program("train.py", *overrides, folder=output)
+            reports[name] = evaluate(output / name, name.partition("_")[0], report, args)
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"status {error.returncode}: {' '.join(map(str, error.cmd))}\n")
+        return 1
+    (output / "finetuning.md").write_text(table(reports), encoding="utf-8")
+    draw({name: output / name for name in runs}, output / "finetuning.png")
+    print(table(reports))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,213 @@
+"""scripts/tune.py under a memory limit against an exhaustive trial: is what it finds within 5 % of the best?
+
+python -m benchmarks.verify.tuner [--memory 700] [--trials 8] [--steps 5] [--out docs/results/tune.md]
+
+Puts itself into a control group whose limit is --memory MiB (as root, versions 1 and 2; else each process gets that
+much address space beside what torch itself maps, as by ulimit -v, and the result says so). There it runs the tuner,
+then every set of settings that the tuner may choose from, then its choice and the best of all in turn, five times.
+About twenty minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.results import ROOT, commit
+from megatron_llama.devices.processor import processor
+from megatron_llama.system.errors import run_main
+from megatron_llama.system.files import read_json
+from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.units import gib
+from megatron_llama.tools.settings import TuneConfig
+from megatron_llama.tools.tune import objectives
+from megatron_llama.tools.tune.candidates import Candidate, Tuned, kept_settings
+from megatron_llama.tools.tune.trial import DONE, MEMORY, Outcome, run_trial
+
+WORDS = (
+    "model=llama_2m model.vocab_size=4096 data=mock device=cpu data.seq_length=512 trainer.global_batch_size=8 "
+    "trainer.zero=1 trainer.vpp=1 logging.tensorboard=false"
+).split()
+TORCH_MAPS = 6 << 30
+"""Address space that a rank maps before it has a tensor: libraries and the stacks of threads."""
+WITHIN = 0.05
+TURNS = 5
+
+
+def main() -> int:
+    """Runs all of it; 0 where the tuner's choice is within 5 % of the best."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", type=int, default=700, help="MiB")
+    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="prove_tuner"))
+    name = f"prove_tuner_{os.getpid()}"
+    written = ROOT / "conf" / "experiment" / f"{name}.yaml"
+    begun = time.monotonic()
+    try:
+        with limited(arguments.memory << 20) as limit:
+            words = [f"tune.name={name}", f"tune.trials={arguments.trials}", f"tune.steps={arguments.steps}"]
+            words += [f"tune.dir={folder / 'tuner'}"]
+            command = [sys.executable, str(ROOT / "scripts" / "tune.py"), *WORDS, *words]
+            found = subprocess.run(command, capture_output=True, text=True)
+            sys.stdout.write(found.stdout + found.stderr)
+            if found.returncode:
+                return found.returncode
+            tuned_seconds = time.monotonic() - begun
+            asked = objectives.read([*WORDS, *words, "tune.overwrite=true"])
+            tuned = Tuned(asked.config, kept_settings(asked.config, list(asked.words)), asked.target)
+            every = tuned.space(sure=0.0).candidates
+            measured = exhaustive(every, asked.tune, folder)
+            chosen = by_key(every, best_of_journal(folder / "tuner" / "trials.json"))
+            best = min(
+                (each for each in every if measured[each.key].status == DONE), key=lambda e: seconds(measured, e)
+            )
+            pairs = in_turn([chosen, best], asked.tune, folder) if chosen is not best else []
+        lines = report(arguments, limit, every, measured, (chosen, best), pairs, tuned_seconds, begun)
+    finally:
+        written.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    text = "\n".join(lines) + "\n"
+    sys.stdout.write(text)
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    return int(not within(pairs))
+
+
+@contextlib.contextmanager
+def limited(size: int) -> Iterator[str]:
+    """Puts this process, and all that it starts, under a limit; says which."""
+    group = None
+    for tree, name in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
+        folder = Path("/sys/fs/cgroup") / tree / f"prove_tuner_{os.getpid()}"
+        try:
+            folder.mkdir()
+            (folder / name).write_text(str(size))
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+            group = folder
+            break
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    if group is None:
+        resource.setrlimit(resource.RLIMIT_AS, (TORCH_MAPS + size, TORCH_MAPS + size))
+        yield f"ulimit -v: {gib(size)} beside {gib(TORCH_MAPS)} for what torch maps"
+        return
+    try:
+        version_number = 1 if group.parent.name == "memory" else 2
+        yield f"a control group (version {version_number}) of {gib(size)}"
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+        for _ in range(50):  # processes that were killed may still be leaving
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> dict[str, Outcome]:
+    """Every candidate, one after the other."""
+    found: dict[str, Outcome] = {}
+    begun = time.monotonic()
+    for number, each in enumerate(every, 1):
+        found[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
+        left = (time.monotonic() - begun) / number * (len(every) - number)
+        sys.stderr.write(f"{number} of {len(every)}, {left:.0f} s left: {each.key}: {found[each.key]}\n")
+    return found
+
+
+def in_turn(both: list[Candidate], tune: TuneConfig, folder: Path) -> list[tuple[float, float]]:
+    """Seconds of a step of both, TURNS times in turn."""
+    runs = [
+        [run_trial(each, WORDS, tune, folder / "trial", None, 1).seconds or 0.0 for each in both] for _ in range(TURNS)
+    ]
+    return [(one, other) for one, other in runs]
+
+
+def best_of_journal(path: Path) -> str:
+    """The settings that the tuner has written: the fastest that it tried."""
+    trials = [each for each in read_json(path)["trials"] if each["outcome"]["status"] == DONE]
+    return str(min(trials, key=lambda each: each["outcome"]["seconds"])["settings"])
+
+
+def by_key(every: list[Candidate], key: str) -> Candidate:
+    """The candidate with these settings."""
+    return next(each for each in every if each.key == key)
+
+
+def seconds(measured: dict[str, Outcome], each: Candidate) -> float:
+    """Of a step that was measured."""
+    return measured[each.key].seconds or float("inf")
+
+
+def loss(pairs: list[tuple[float, float]]) -> float:
+    """By how much the tuner's choice is slower than the best: the fastest time of each, since near the limit the
+    system takes pages back, and one time can be a multiple of the next. 0 where it is the best itself."""
+    if not pairs:
+        return 0.0
+    ours, best = (min(times) for times in zip(*pairs, strict=True))
+    return ours / best - 1
+
+
+def within(pairs: list[tuple[float, float]]) -> bool:
+    """Whether it is within 5 %."""
+    return loss(pairs) <= WITHIN
+
+
+def report(
+    arguments: argparse.Namespace,
+    limit: str,
+    every: list[Candidate],
+    measured: dict[str, Outcome],
+    both: tuple[Candidate, Candidate],
+    pairs: list[tuple[float, float]],
+    tuned_seconds: float,
+    begun: float,
+) -> list[str]:
+    """The page."""
+    chosen, best = both
+    model = processor().get("model name", platform.machine())
+    failed = [each for each in every if measured[each.key].status == MEMORY]
+    command = f"python -m benchmarks.verify.tuner --memory {arguments.memory} --trials {arguments.trials}"
+    lines = [f"# The tuner under a memory limit, against an exhaustive trial, {time.strftime('%Y-%m-%d')}", ""]
+    lines += [f"    {command} --steps {arguments.steps}", ""]
+    lines += [
+        f"{model}, {len(os.sched_getaffinity(0))} cores; torch {version('torch')}, megatron-core "
+        f"{version('megatron-core')}; commit {commit()}.",
+        f"Limit: {limit}. `{' '.join(WORDS)}`: {len(every)} sets of settings obey the rules; {len(failed)} of them ran "
+        "out of memory in the exhaustive trial.",
+        "",
+        f"The tuner took {tuned_seconds:.0f} s, all of it with the exhaustive trial {time.monotonic() - begun:.0f} s.",
+        f"It chose `{chosen.key}`; the best of the exhaustive trial is `{best.key}`.",
+        f"Once each, the choice is slower by {seconds(measured, chosen) / seconds(measured, best) - 1:.1%}; "
+        f"in turn: {', '.join(f'{one:.3f} / {other:.3f} s' for one, other in pairs) or 'not needed'}; the fastest of "
+        f"each: **{loss(pairs):+.1%}** ({'within' if within(pairs) else 'NOT within'} 5 %).",
+        "",
+    ]
+    rows = []
+    for each in sorted(every, key=lambda each: seconds(measured, each)):
+        out = measured[each.key]
+        marks = " (the tuner's)" * (each == chosen)
+        time_of_step = f"{out.seconds:.3f}" if out.seconds else out.status
+        rows.append(
+            (f"`{each.key.replace('trainer.', '')}`{marks}", f"{each.seconds:.3f}", time_of_step, gib(each.needs))
+        )
+    head = ("settings", "forecast, s", "measured, s", "memory, forecast")
+    return [*lines, *markdown_table(head, rows)]
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,264 @@
+"""Deals out faults to runs, and judges what became of each: nothing lost, no hang, the right status, no leftovers."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.corpus.indexed_format import write_index
+from tests.chaos.attempts import STEPS, Attempt, Life
+from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, harm
+from tests.chaos.interposer import Interposer
+
+LIMIT_SECONDS = 300.0
+"""Of an attempt without a fault. More than any start takes on a busy machine."""
+GONE_SECONDS = 20.0
+"""In which the last process of a run must follow the first."""
+DAMAGE = "damage"
+KINDS_OF_FAULT = (*FAULTS, DAMAGE)
+
+
+class Broken(Exception):
+    """A promise was not kept; the message says which."""
+
+
+@dataclass
+class Undisturbed:
+    """What a run in a layout gives when nothing happens to it."""
+
+    losses: list[tuple[int, float]]
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass
+class Tally:
+    """What became of the faults of one kind."""
+
+    faults: int = 0
+    ended: int = 0
+    """The run ended by it, with a right status."""
+    unharmed: int = 0
+    """The run went on to its last step."""
+    told: int = 0
+    """Damaged files: the run named the damage, and went on from what was whole or refused to start."""
+    unseen: int = 0
+    """Damaged files: the run gave other losses without a word. Files without a checksum: .bin."""
+    resumed: int = 0
+    broken: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+
+
+class Campaign:
+    """Faults to runs in several layouts, below one folder."""
+
+    def __init__(
+        self, folder: Path, layouts: Sequence[str], kinds: Sequence[str], seed: int, interposer: Interposer | None
+    ) -> None:
+        self.folder, self.layouts, self.seed, self.interposer = folder, layouts, seed, interposer
+        self.kinds = [kind for kind in kinds if interposer is not None or kind not in NEED_INTERPOSER]
+        self.tallies = {kind: Tally() for kind in self.kinds}
+        self.failures: list[str] = []
+        self.longest = 0.0
+        self.lives: dict[str, Life] = {}
+        self._count = 0
+        self.dataset = _make_dataset(folder / "data")
+        self.undisturbed = {layout: self._leave_alone(layout) for layout in layouts}
+
+    def run(self, faults: int) -> Iterator[str]:
+        """Deals out ``faults`` faults; yields a line about each."""
+        number = 0
+        while number < faults:
+            # Each fault has a seed of its own, so that it can be tried again alone.
+            chance = random.Random(f"{self.seed}/{self._count}")
+            self._count += 1
+            kind, layout = self.kinds[number % len(self.kinds)], chance.choice(list(self.layouts))
+            try:
+                told = self._damage(layout, chance) if kind == DAMAGE else self._harm(kind, layout, chance)
+            except Broken as broken:
+                self.tallies[kind].faults += 1
+                self.tallies[kind].broken += 1
+                self.failures.append(f"seed {self.seed}/{self._count - 1}, {kind}, {layout}: {broken}")
+                told = f"BROKEN: {broken}"
+            if told:
+                number += 1
+                yield f"{number}/{faults} {kind}, {layout}: {told}"
+        for layout in list(self.lives):
+            try:
+                self._finish(self.lives.pop(layout))
+            except Broken as broken:
+                self.failures.append(f"the end of {layout}: {broken}")
+
+    def _leave_alone(self, layout: str) -> Undisturbed:
+        life = Life(self.folder / f"{layout}_undisturbed", layout, self.dataset)
+        attempt = life.start()
+        if not attempt.wait(LIMIT_SECONDS) or attempt.status != 0:
+            attempt.kill()
+            raise Broken(f"the run that is left alone ends with {attempt.status}:\n{attempt.said}")
+        return Undisturbed(life.losses(), _tensors(life))
+
+    def _life(self, layout: str) -> Life:
+        if layout not in self.lives:
+            self.lives[layout] = Life(self.folder / f"{layout}_{self._count:04d}", layout, self.dataset)
+        return self.lives[layout]
+
+    def _harm(self, kind: str, layout: str, chance: random.Random) -> str | None:
+        """One attempt with one fault, and whether all was as it must be; None where the run ended before the fault."""
+        life, tally = self._life(layout), self.tallies[kind]
+        hang = [f"trainer.hang_timeout_seconds={HANG_SECONDS}"] if kind in MAKE_HANG else []
+        saved, attempt = life.newest_checkpoint(), life.start(*hang)
+        try:
+            fault = FAULTS[kind](attempt, chance, self.interposer)
+            begin = time.monotonic()
+            if fault is not None:
+                life.faults.append(fault.what)
+            if not attempt.wait(LIMIT_SECONDS if fault is None else fault.seconds + LIMIT_SECONDS / 5):
+                raise Broken(f"no end within {time.monotonic() - begin:.0f} s of {fault and fault.what}")
+            self.longest = max(self.longest, time.monotonic() - begin)
+            if fault is not None and self.interposer is not None:
+                self.interposer.heal()
+            self._judge(life, attempt, fault, saved)
+            if attempt.status == 0:
+                self._finished(self.lives.pop(layout))
+        except Broken:
+            self._keep(life, attempt)
+            raise
+        finally:
+            attempt.kill()
+            if self.interposer is not None:
+                self.interposer.heal()
+        if fault is None:
+            return None
+        tally.faults += 1
+        assert attempt.status is not None
+        tally.statuses[attempt.status] += 1
+        tally.ended += attempt.status != 0
+        tally.unharmed += attempt.status == 0
+        tally.resumed += saved > 0
+        return f"{fault.what}: status {attempt.status}, {time.monotonic() - begin:.1f} s"
+
+    def _judge(self, life: Life, attempt: Attempt, fault: Fault | None, saved: int) -> None:
+        """Raises Broken for what an attempt did wrong."""
+        statuses = {0} if fault is None else fault.statuses
+        what = "no fault" if fault is None else fault.what
+        if attempt.status not in statuses:
+            raise Broken(f"{what}: status {attempt.status}, not one of {sorted(statuses)}")
+        if not attempt.gone(GONE_SECONDS):
+            raise Broken(f"{what}: processes {attempt.processes()} still run")
+        said = attempt.said
+        allowed = 0 if fault is None else fault.tracebacks
+        if said.count("Traceback (most recent call last)") > allowed:
+            raise Broken(f"{what}: {said.count('Traceback (most')} tracebacks, where {allowed} are allowed")
+        if fault is not None and attempt.status == 1 and (missing := [w for w in fault.says if w not in said]):
+            raise Broken(f"{what}: it failed and did not say {missing}")
+        wrong = [pair for pair in life.losses() if pair not in self.undisturbed[life.layout].losses]
+        if wrong:
+            raise Broken(f"{what}: (step, loss) {wrong[0]} is not the undisturbed run's")
+        first = re.search(rf"^step (\d+)/{STEPS}", said, re.MULTILINE)
+        if first and int(first[1]) != saved + 1:
+            raise Broken(f"{what}: it went on with step {first[1]}, and step {saved} was saved")
+        last = life.losses()[-1][0] if life.losses() else 0
+        if attempt.status == 75 and fault is not None and fault.saved and life.newest_checkpoint() != last:
+            raise Broken(f"{what}: status 75, but of {last} steps {life.newest_checkpoint()} are saved")
+
+    def _finish(self, life: Life) -> None:
+        """Lets a run come to its end, and judges it."""
+        saved, attempt = life.newest_checkpoint(), life.start()
+        try:
+            if not attempt.wait(LIMIT_SECONDS):
+                raise Broken("no end of the last attempt")
+            self._judge(life, attempt, None, saved)
+            self._finished(life)
+        except Broken:
+            self._keep(life, attempt)
+            raise
+        finally:
+            attempt.kill()
+
+    def _finished(self, life: Life) -> None:
+        """Raises Broken where a finished run is not the undisturbed one to the last bit; deletes it otherwise."""
+        undisturbed = self.undisturbed[life.layout]
+        if life.losses() != undisturbed.losses:
+            raise Broken("the losses of the finished run are not the undisturbed one's")
+        ours = _tensors(life)
+        differ = [n for n, tensor in undisturbed.tensors.items() if n not in ours or not torch.equal(ours[n], tensor)]
+        if differ or ours.keys() != undisturbed.tensors.keys():
+            raise Broken(f"tensors of the finished run differ: {differ[:3]}")
+        if left := life.leftovers():
+            raise Broken(f"left behind: {left}")
+        shutil.rmtree(life.folder)
+        life.output.unlink()
+
+    def _damage(self, layout: str, chance: random.Random) -> str:
+        """Damages a file of a run that has ended, and starts that again for a few steps more."""
+        kind = chance.choice(list(DAMAGED_FILES))
+        place = self.folder / f"{layout}_{self._count:04d}"
+        shutil.copytree(self.folder / f"{layout}_undisturbed", place / "run")
+        shutil.copytree(self.dataset.parent, place / "data")
+        for path in (place / "run/checkpoints").glob(f"step_{STEPS:08d}"):
+            shutil.rmtree(path)  # so that it has steps to train
+        path = chance.choice(sorted(place.glob(DAMAGED_FILES[kind])))
+        what = f"{kind}, {harm(path, chance)}"
+        life, tally = Life(place / "run", layout, place / "data" / self.dataset.name), self.tallies[DAMAGE]
+        attempt = life.start()
+        try:
+            if not attempt.wait(LIMIT_SECONDS):
+                raise Broken(f"{what}: no end")
+            if attempt.status not in (0, 2):
+                raise Broken(f"{what}: status {attempt.status}")
+            if "Traceback" in attempt.said:
+                raise Broken(f"{what}: a traceback")
+            told = attempt.status == 2 or "damaged" in attempt.said
+            trained = attempt.status == 0 and self._same_end(life)
+            if attempt.status == 0 and not trained and not told and kind != ".bin":
+                raise Broken(f"{what}: other losses, without a word")
+        except Broken:
+            self._keep(life, attempt)
+            raise
+        finally:
+            attempt.kill()
+        tally.faults += 1
+        tally.told += told
+        tally.unharmed += trained and not told
+        tally.unseen += not told and not trained
+        tally.statuses[int(attempt.status or 0)] += 1
+        shutil.rmtree(place)
+        return f"{what}: status {attempt.status}, {'told' if told else 'unharmed' if trained else 'UNSEEN'}"
+
+    def _same_end(self, life: Life) -> bool:
+        """Whether the last checkpoint is the undisturbed run's."""
+        ours, theirs = _tensors(life), self.undisturbed[life.layout].tensors
+        return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    def _keep(self, life: Life, attempt: Attempt) -> None:
+        """Leaves a run that failed where it is, with a note of what was done to it; the next one starts anew."""
+        life.folder.with_name(life.folder.name + ".faults").write_text("\n".join(life.faults) + "\n")
+        self.lives.pop(life.layout, None)
+
+
+def _tensors(life: Life) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint."""
+    stored = read_manifest(find_checkpoint(life.folder)).stored
+    return {name: stored.rows(name) for name in stored.tensors}
+
+
+def _make_dataset(folder: Path) -> Path:
+    """A dataset of random tokens; returns its prefix."""
+    folder.mkdir()
+    random_tokens, lengths = np.random.default_rng(0), np.arange(20, 60, dtype="<i4").repeat(4)
+    lengths.tofile(folder / "lengths")
+    with open(folder / "tokens.idx", "wb") as file:
+        write_index(file, folder / "lengths", np.dtype("<u2"))
+    (folder / "lengths").unlink()
+    random_tokens.integers(0, 64, int(lengths.sum())).astype("<u2").tofile(folder / "tokens.bin")
+    return folder / "tokens"

@@ -1,0 +1,166 @@
+"""The fault campaign: its library, its damage, and that it would see each promise that a run breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.chaos import campaign as campaign_module
+from tests.chaos.attempts import Life
+from tests.chaos.campaign import Broken, Campaign, Undisturbed
+from tests.chaos.faults import Fault, harm
+from tests.chaos.interposer import build
+from tests.paths import ROOT
+
+LOSSES = [(1, 4.0), (2, 3.5), (3, 3.25)]
+OBEDIENT = """
+import errno, sys, time
+from pathlib import Path
+from tests.chaos.interposer import Interposer
+interposer, folder = Interposer.loaded(), Path(sys.argv[1])
+before = time.time()
+interposer.clock_jumps(3600)
+assert 3599 < time.time() - before < 3700
+interposer.disk_fails(folder / "run", errno.ENOSPC, 2)
+(folder / "run").mkdir()
+results = []
+for name in ("run/a", "other", "run/b"):
+    try:
+        (folder / name).write_text("text")
+        results.append(name)
+    except OSError as error:
+        results.append(error.errno)
+interposer.heal()
+(folder / "run/c").write_text("text")
+assert abs(time.time() - before) < 60
+assert results == ["run/a", "other", errno.ENOSPC], results  # opening it and writing to it are two
+assert interposer.failed_writes == 1, interposer.failed_writes
+"""
+
+
+def test_the_library_breaks_disks_and_clocks(tmp_path: Path) -> None:
+    variables = build(tmp_path)
+    if isinstance(variables, str):
+        pytest.skip(variables)
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", OBEDIENT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_damage_follows_from_its_seed(tmp_path: Path) -> None:
+    content, seen = bytes(range(256)) * 40, set()
+    for seed in range(40):
+        results = []
+        for path in (tmp_path / "a", tmp_path / "b"):
+            path.write_bytes(content)
+            results.append((harm(path, random.Random(seed)).partition(": ")[2], path.read_bytes()))
+        assert results[0] == results[1]
+        seen.add((len(results[0][1]) > len(content)) - (len(results[0][1]) < len(content)))
+        assert results[0][1] != content or "zero" in results[0][0]
+    assert seen == {-1, 0, 1}
+
+
+@dataclass
+class Told:
+    """What an attempt is taken to have done."""
+
+    status: int = 0
+    said: str = ""
+    left: list[int] = field(default_factory=list)
+
+    def gone(self, _: float) -> bool:
+        """Whether no process is left."""
+        return not self.left
+
+    def processes(self) -> list[int]:
+        """Those that are."""
+        return self.left
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Campaign:
+    """A campaign that has seen one undisturbed run, of three steps and one tensor."""
+    made = object.__new__(Campaign)
+    made.undisturbed = {"single": Undisturbed(LOSSES, {"weight": torch.ones(2)})}
+    return made
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Life:
+    """A run that has come to step 2, and saved it."""
+    found = Life(tmp_path / "run", "single", tmp_path / "tokens")
+    write_metrics(found, LOSSES[:2])
+    (found.folder / "checkpoints/step_00000002").mkdir(parents=True)
+    return found
+
+
+def write_metrics(life: Life, losses: list[tuple[int, float]]) -> None:
+    life.folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"step": step, "reduced_train_loss": loss}) + "\n" for step, loss in losses]
+    (life.folder / "metrics.jsonl").write_text("".join(lines))
+
+
+FAULT = Fault("kill", frozenset({0, 1, 75}), says=("rank 0 was killed",), saved=True)
+
+
+def test_what_is_right_passes(campaign: Campaign, life: Life) -> None:
+    said = "step 1/24  loss\nstep 2/24  loss\n"
+    campaign._judge(life, Told(75, said), FAULT, 0)  # type: ignore[arg-type]
+    campaign._judge(life, Told(1, said + "rank 0 was killed"), FAULT, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "losses", "saved", "rule"),
+    [
+        (Told(3), LOSSES[:2], 0, "status 3"),
+        (Told(0, left=[7]), LOSSES[:2], 0, "still run"),
+        (Told(0, "Traceback (most recent call last)"), LOSSES[:2], 0, "1 tracebacks"),
+        (Told(1, "Segmentation fault"), LOSSES[:2], 0, "did not say"),
+        (Told(0), [(1, 4.0), (2, 3.5000000000000004)], 0, "not the undisturbed run's"),
+        (Told(0, "step 1/24  loss"), LOSSES[:2], 2, "it went on with step 1, and step 2 was saved"),
+        (Told(75), LOSSES, 0, "of 3 steps 2 are saved"),
+    ],
+)
+def test_each_broken_promise_is_seen(
+    campaign: Campaign, life: Life, told: Told, losses: list[tuple[int, float]], saved: int, rule: str
+) -> None:
+    write_metrics(life, losses)
+    with pytest.raises(Broken, match=rule):
+        campaign._judge(life, told, FAULT, saved)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flaw", ["a step twice", "a bit of a tensor", "a tensor less", "a draft"])
+def test_a_finished_run_must_be_the_undisturbed_one(
+    campaign: Campaign, life: Life, monkeypatch: pytest.MonkeyPatch, flaw: str
+) -> None:
+    tensors: dict[str, Any] = {"weight": torch.ones(2)}
+    write_metrics(life, LOSSES + (LOSSES[-1:] if flaw == "a step twice" else []))
+    if flaw == "a bit of a tensor":
+        tensors["weight"] = torch.tensor([1.0, 1.0000001])
+    elif flaw == "a tensor less":
+        tensors = {}
+    elif flaw == "a draft":
+        (life.folder / ".config.yaml.draft").touch()
+    monkeypatch.setattr(campaign_module, "_tensors", lambda _: tensors)
+    with pytest.raises(Broken):
+        campaign._finished(life)
+
+
+@pytest.mark.slow
+def test_a_short_campaign(tmp_path: Path) -> None:
+    """Two faults of each kind."""
+    command = [sys.executable, "-m", "tests.chaos", str(tmp_path / "chaos"), "--faults", "18", "--seed", "3"]
+    done = subprocess.run([*command, "--layouts", "single,tp2"], capture_output=True, text=True, timeout=800, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("status") >= 18 and "BROKEN" not in done.stdout
