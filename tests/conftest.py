@@ -26,6 +26,15 @@ SLOW_SECONDS = 900
 LONG_FOLDERS = ("checkpoint", "launch", "layouts", "finetuning", "inference", "data_prep", "devices", "parallel")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def signals_have_defaults() -> Iterator[None]:
+    """Undo ``nohup`` and ``&``: both ignore signals, and commands and forked ranks would inherit that."""
+    from tests.processes import default_signals
+
+    with default_signals():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def torchs_own_products() -> Iterator[None]:
     """A test that measures this process as a rank may choose how it multiplies; the next test is asked anew."""
