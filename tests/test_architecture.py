@@ -9,7 +9,9 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,12 @@ def strays(room: str, tree: ast.Module) -> list[str]:
     return sorted({m for m in imported(tree) if room_of(m) != room and ROW[room_of(m)] <= ROW[room]})
 
 
+def nonempty(problems: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The files that have problems."""
+    return {name: each for name, each in problems.items() if each}
+
+
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -77,10 +85,10 @@ def test_every_room_has_a_row() -> None:
     assert rooms == set(ROW), "give the new room a row in docs/tour.md, or take the old one out"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if module_of(path) != "megatron_llama"], ids=name_of)
-def test_imports_go_down(path: Path) -> None:
-    found = strays(room_of(module_of(path)), parsed(path))
-    assert not found, f"{name_of(path)} imports from its own row or above: {found}"
+def test_imports_go_down() -> None:
+    rooms = {path: room_of(module_of(path)) for path in SOURCES if module_of(path) != "megatron_llama"}
+    upward = {name_of(path): strays(room, parsed(path)) for path, room in rooms.items()}
+    assert not nonempty(upward), "imports from a file's own row or above"
 
 
 def test_an_import_that_goes_up_would_be_seen() -> None:
@@ -133,31 +141,39 @@ def test_no_file_name_twice() -> None:
     assert not twice, f"a stranger who looks for {sorted(twice)} finds the wrong one first"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_files_and_functions_can_be_read_at_once(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES_OF_A_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= MOST_LINES_OF_A_FUNCTION, f"{node.name} has {length} lines"
+def test_files_and_functions_can_be_read_at_once() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
+    assert not nonempty({name_of(path): long_functions(parsed(path)) for path in SOURCES})
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if room_of(module_of(path)) != "data_prep"], ids=name_of)
-def test_the_library_does_not_print(path: Path) -> None:
-    # What a run says goes through its logger, its progress line or stderr, so that it can be led elsewhere.
-    prints = [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-    assert not prints, f"print in line {prints}"
+def long_functions(tree: ast.Module) -> list[tuple[str, int]]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in functions]
+    return [(name, lines) for name, lines in lengths if lines > MOST_LINES_OF_A_FUNCTION]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_every_file_says_what_it_is(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not tree.body or ast.get_docstring(tree), "a file begins with what it is for"
+def test_the_library_does_not_print() -> None:
+    # A run's messages use its logger, its progress line or stderr, so that users can redirect them.
+    library = [path for path in SOURCES if room_of(module_of(path)) != "data_prep"]
+    assert not nonempty({name_of(path): prints(parsed(path)) for path in library})
+
+
+def prints(tree: ast.Module) -> list[int]:
+    """Lines with a call of ``print``."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+
+
+def test_long_functions_and_prints_are_reported() -> None:
+    lines = ["def f():", *["    x = 1"] * MOST_LINES_OF_A_FUNCTION, "print(f())"]
+    assert long_functions(ast.parse("\n".join(lines))) == [("f", MOST_LINES_OF_A_FUNCTION + 1)]
+    assert prints(ast.parse("\n".join(lines))) == [MOST_LINES_OF_A_FUNCTION + 2]
+
+
+def test_every_file_says_what_it_is() -> None:
+    trees = {name_of(path): parsed(path) for path in SOURCES}
+    assert not [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
 # Where a device's name may stand: the devices, the list of choices, the planner's table of hardware; and where other
@@ -191,11 +207,10 @@ def device_names(source: str) -> Iterator[str]:
     yield from (text for text in prose if isinstance(text, str) and IN_PROSE.search(text))
 
 
-@pytest.mark.parametrize("path", PROGRAM, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nobody_else_names_a_device(path: Path) -> None:
-    if not path.relative_to(ROOT).as_posix().startswith(MAY_NAME_DEVICES):
-        found = list(device_names(path.read_text(encoding="utf-8")))
-        assert not found, f"ask the Device instead: {found}"
+def test_nobody_else_names_a_device() -> None:
+    others = [path for path in PROGRAM if not name_of(path).startswith(MAY_NAME_DEVICES)]
+    names = {name_of(path): list(device_names(path.read_text(encoding="utf-8"))) for path in others}
+    assert not nonempty(names), "ask the Device instead"
 
 
 @pytest.mark.parametrize(
