@@ -21,9 +21,30 @@ import torch  # noqa: E402
 # ever.
 torch.set_num_threads(1)
 SLOW_SECONDS = 900
-# Folders whose files take minutes, because their tests start ranks or commands. `make test` hands whole files to two
-# workers in this order, so that no worker begins with a long file when the other has nothing left.
-LONG_FOLDERS = ("checkpoint", "launch", "layouts", "finetuning", "inference", "data_prep", "devices", "parallel")
+# Folders with long files, because their tests start ranks or commands. `make test` gives whole files to three workers
+# in this order, so that no worker begins a long file when the others are idle.
+LONG_FOLDERS = (
+    "checkpoint",
+    "launch",
+    "layouts",
+    "finetuning",
+    "inference",
+    "data_prep",
+    "optim",
+    "model",
+    "tools",
+    "devices",
+    "parallel",
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_have_defaults() -> Iterator[None]:
+    """Undo ``nohup`` and ``&``: both ignore signals, and commands and forked ranks would inherit that."""
+    from tests.processes import default_signals
+
+    with default_signals():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -84,5 +105,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank_of_folder(item: pytest.Item) -> int:
-    folder = item.path.parent.name
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONG_FOLDERS.index(folder) if folder in LONG_FOLDERS else len(LONG_FOLDERS)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,31 @@ STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_"
 def environment(**more: str) -> dict[str, str]:
     """This process's variables without those of whatever started the tests."""
     return {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)} | more
+
+
+DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+}
+"""Reactions to signals in a process that a terminal's shell starts."""
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """Give each ignored or blocked signal of ``DEFAULTS`` its default reaction, here and in processes started here."""
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFAULTS)
+    ignored = [number for number in DEFAULTS if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, DEFAULTS[number])
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 # Longer than any machine here is slow, shorter than what the ranks of these tests wait for.
@@ -180,23 +207,33 @@ def losses(folder: Path) -> list[float]:
 def run_train_py(folder: Path, *overrides: str, timeout: float = 200) -> tuple[int, str]:
     """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
     output = folder.with_suffix(".txt")
-    worker = multiprocessing.get_context("fork").Process(
-        target=_train_py, args=(output, [*overrides, f"run.dir={folder}"])
-    )
+    status = run_forked(partial(_train_py, [*overrides, f"run.dir={folder}"]), output, output, timeout)
+    return status, output.read_text()
+
+
+def _train_py(arguments: list[str]) -> None:
+    sys.argv = [str(TRAIN_PY), *arguments]
+    runpy.run_path(str(TRAIN_PY), run_name="__main__")
+
+
+def run_forked(function: Callable[[], None], stdout: Path, stderr: Path, timeout: float) -> int:
+    """Run ``function`` in a fork of this process, which writes to these files; return the exit status."""
+    worker = multiprocessing.get_context("fork").Process(target=_with_output, args=(function, stdout, stderr))
     worker.start()
     worker.join(timeout)
     if worker.is_alive():
         worker.kill()
         worker.join()
-        raise AssertionError(f"no end within {timeout} s:\n{output.read_text()}")
+        raise AssertionError(f"no end within {timeout} s:\n{stdout.read_text()}\n{stderr.read_text()}")
     assert worker.exitcode is not None
-    return worker.exitcode, output.read_text()
+    return worker.exitcode
 
 
-def _train_py(output: Path, arguments: list[str]) -> None:
-    with output.open("wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def _with_output(function: Callable[[], None], stdout: Path, stderr: Path) -> None:
+    for number, path in ((1, stdout), (2, stderr)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if number == 1 else 0), 0o666)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    sys.argv = [str(TRAIN_PY), *arguments]
-    runpy.run_path(str(TRAIN_PY), run_name="__main__")
+    function()

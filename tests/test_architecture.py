@@ -8,7 +8,9 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,12 @@ def strays_among_tools(tool: str, tree: ast.Module) -> list[str]:
     return sorted({module for module in imported(tree) if tool_of(module) not in allowed})
 
 
+def nonempty(problems: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The files that have problems."""
+    return {name: each for name, each in problems.items() if each}
+
+
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -93,10 +101,10 @@ def test_every_room_has_a_row() -> None:
     assert rooms == set(ROW), "give the new room a row in docs/tour.md, or take the old one out"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if module_of(path) != "megatron_llama"], ids=name_of)
-def test_imports_go_down(path: Path) -> None:
-    found = strays(room_of(module_of(path)), parsed(path))
-    assert not found, f"{name_of(path)} imports from its own row or above: {found}"
+def test_imports_go_down() -> None:
+    rooms = {path: room_of(module_of(path)) for path in SOURCES if module_of(path) != "megatron_llama"}
+    upward = {name_of(path): strays(room, parsed(path)) for path, room in rooms.items()}
+    assert not nonempty(upward), "imports from a file's own row or above"
 
 
 def test_an_import_that_goes_up_would_be_seen() -> None:
@@ -126,18 +134,16 @@ def names_of_tools(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", TRAINER, ids=name_of)
-def test_the_trainer_imports_no_tool(path: Path) -> None:
-    """Not by name either, except in hooks.py."""
-    found = names_of_tools(path)
-    assert len(found) == 2 * (path.name == "hooks.py"), f"ask hooks.py for {found}"
+def test_the_trainer_imports_no_tool() -> None:
+    """Not by name either, except in hooks.py, which has two names."""
+    names = {name_of(path): names_of_tools(path) for path in TRAINER}
+    assert len(names.pop("megatron_llama/hooks.py")) == 2
+    assert not nonempty(names), "ask hooks.py"
 
 
-@pytest.mark.parametrize("path", [path for name, path in MODULES.items() if tool_of(name)], ids=name_of)
-def test_tools_import_one_another_in_one_order(path: Path) -> None:
-    tool = tool_of(module_of(path))
-    assert tool is not None
-    assert not strays_among_tools(tool, parsed(path))
+def test_tools_import_one_another_in_one_order() -> None:
+    tools = {name: tool for name in MODULES if (tool := tool_of(name))}
+    assert not nonempty({name: strays_among_tools(tool, parsed(MODULES[name])) for name, tool in tools.items()})
 
 
 def test_a_stray_among_tools_would_be_seen() -> None:
@@ -150,9 +156,7 @@ def test_a_stray_among_tools_would_be_seen() -> None:
 def test_arch_corpus_and_plan_import_no_torch() -> None:
     """Not even inside functions: a login node has answers in a second."""
     for path in SOURCES:
-        if room_of(module_of(path)) in ("arch", "corpus", "plan", "config", "hooks") and "data_prep" not in name_of(
-            path
-        ):
+        if room_of(module_of(path)) in ("arch", "corpus", "plan", "config", "hooks", "topology"):
             names = [
                 alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
                 for node in ast.walk(parsed(path))
@@ -192,31 +196,39 @@ def test_a_circle_would_be_seen() -> None:
     assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *PROGRAMS], ids=name_of)
-def test_files_and_functions_can_be_read_at_once(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES_OF_A_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= MOST_LINES_OF_A_FUNCTION, f"{node.name} has {length} lines"
+def test_files_and_functions_can_be_read_at_once() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *PROGRAMS]}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
+    assert not nonempty({name_of(path): long_functions(parsed(path)) for path in [*SOURCES, *PROGRAMS]})
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if room_of(module_of(path)) != "data_prep"], ids=name_of)
-def test_the_library_does_not_print(path: Path) -> None:
-    # What a run says goes through its logger, its progress line or stderr, so that it can be led elsewhere.
-    prints = [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-    assert not prints, f"print in line {prints}"
+def long_functions(tree: ast.Module) -> list[tuple[str, int]]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in functions]
+    return [(name, lines) for name, lines in lengths if lines > MOST_LINES_OF_A_FUNCTION]
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *PROGRAMS], ids=name_of)
-def test_every_file_says_what_it_is(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not tree.body or ast.get_docstring(tree), "a file begins with what it is for"
+def test_the_library_does_not_print() -> None:
+    # A run's messages use its logger, its progress line or stderr, so that users can redirect them.
+    library = [path for path in SOURCES if room_of(module_of(path)) != "data_prep"]
+    assert not nonempty({name_of(path): prints(parsed(path)) for path in library})
+
+
+def prints(tree: ast.Module) -> list[int]:
+    """Lines with a call of ``print``."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+
+
+def test_long_functions_and_prints_are_reported() -> None:
+    lines = ["def f():", *["    x = 1"] * MOST_LINES_OF_A_FUNCTION, "print(f())"]
+    assert long_functions(ast.parse("\n".join(lines))) == [("f", MOST_LINES_OF_A_FUNCTION + 1)]
+    assert prints(ast.parse("\n".join(lines))) == [MOST_LINES_OF_A_FUNCTION + 2]
+
+
+def test_every_file_says_what_it_is() -> None:
+    trees = {name_of(path): parsed(path) for path in [*SOURCES, *PROGRAMS]}
+    assert not [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
 # Where a device's name may stand: the devices, the list of choices, the planner's table of hardware; and where other
@@ -226,15 +238,12 @@ MAY_NAME_DEVICES = (
     "megatron_llama/config/settings.py",
     "megatron_llama/tools/import_nemo/",
 )
-# More files that may name the CPU: benchmarks run programs on a device that the user names, and the planner's table of
-# hardware has a row for it. Other code asks the Device, or writes ``devices.HOST`` for the host's memory. A method such
+# More files that may name the CPU: the planner's table of hardware has a row for it. Other code asks the Device, or writes ``devices.HOST`` for the host's memory. A method such
 # as ``.cpu()`` moves a tensor there: it is no question about a device, so it is allowed.
 MAY_NAME_THE_CPU = (
     *MAY_NAME_DEVICES,
-    "megatron_llama/optim/",
-    "megatron_llama/tools/bench/",
-    "megatron_llama/plan/forecast/hardware.py",
-    "megatron_llama/plan/forecast/this_machine.py",
+    "megatron_llama/tools/forecast/hardware.py",
+    "megatron_llama/tools/forecast/this_machine.py",
     "scripts/",
 )
 # Tools that replace or rate the host's device compare with its name; the trainer does not.
@@ -263,11 +272,10 @@ def device_names(source: str) -> Iterator[str]:
     yield from (text for text in prose if isinstance(text, str) and IN_PROSE.search(text))
 
 
-@pytest.mark.parametrize("path", PROGRAM, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nobody_else_names_a_device(path: Path) -> None:
-    if not path.relative_to(ROOT).as_posix().startswith(MAY_NAME_DEVICES):
-        found = list(device_names(path.read_text(encoding="utf-8")))
-        assert not found, f"ask the Device instead: {found}"
+def test_nobody_else_names_a_device() -> None:
+    others = [path for path in PROGRAM if not name_of(path).startswith(MAY_NAME_DEVICES)]
+    names = {name_of(path): list(device_names(path.read_text(encoding="utf-8"))) for path in others}
+    assert not nonempty(names), "ask the Device instead"
 
 
 def names_of_the_cpu(source: str) -> Iterator[str]:
@@ -288,15 +296,12 @@ def comparisons_with_the_host(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", PROGRAM, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nobody_else_compares_with_the_cpu(path: Path) -> None:
-    name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    if not name.startswith(MAY_NAME_THE_CPU):
-        found = list(names_of_the_cpu(source))
-        assert not found, f"ask the Device, or write devices.HOST for the host's memory: {found}"
-    if not name.startswith(MAY_COMPARE_WITH_THE_HOST):
-        found = list(comparisons_with_the_host(source))
-        assert not found, f"ask the Device instead: {found}"
+def test_nobody_else_compares_with_the_cpu() -> None:
+    sources = {name_of(path): path.read_text(encoding="utf-8") for path in PROGRAM}
+    named = {name: list(names_of_the_cpu(text)) for name, text in sources.items()}
+    compared = {name: list(comparisons_with_the_host(text)) for name, text in sources.items()}
+    assert not nonempty({name: each for name, each in named.items() if not name.startswith(MAY_NAME_THE_CPU)})
+    assert not nonempty({n: each for n, each in compared.items() if not n.startswith(MAY_COMPARE_WITH_THE_HOST)})
 
 
 @pytest.mark.parametrize(

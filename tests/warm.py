@@ -10,6 +10,7 @@ import os
 
 import matplotlib.backends.backend_agg  # noqa: F401  draws loss.png
 import matplotlib.pyplot  # noqa: F401
+import megatron.core.transformer.multi_token_prediction  # noqa: F401  schedules import it at each first pass
 import megatron.core.transformer.transformer_block  # noqa: F401
 
 import megatron_llama.cli

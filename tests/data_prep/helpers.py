@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import sentencepiece
 from data_prep.lib.check_dataset import read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from tests.paths import ROOT
+from tests.processes import run_forked
 
 SHARED = ROOT.parent / "shared" / "data"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -58,7 +62,26 @@ def killer(owner: str, name: str, count: int, *, after: bool = False, script: st
 
 
 def run_script(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
-    """Runs one of data_prep's scripts as a user does."""
+    """Run one of data_prep's scripts in a fork of this process, which has imported most libraries already. Options of
+    ``subprocess.run`` need a command, see ``run_command``."""
+    if more:
+        return run_command(name, *args, **more)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder) / "stdout", Path(folder) / "stderr"
+        status = run_forked(partial(_run_main, command(name, *args)[1:]), *files, timeout=120)
+        stdout, stderr = (file.read_bytes().decode() for file in files)
+    return subprocess.CompletedProcess(command(name, *args), status, stdout, stderr)
+
+
+def _run_main(arguments: list[str]) -> None:
+    os.chdir(ROOT)
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_command(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
+    """Run one of data_prep's scripts as a user does."""
     return subprocess.run(command(name, *args), cwd=ROOT, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
 
 

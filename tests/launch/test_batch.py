@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -25,6 +26,8 @@ exit $ENDS
 """
 # The last command before srun; the signal comes while it runs.
 MKDIR = '#!/bin/bash\n[ -z "$EARLY" ] || kill -s "$EARLY" "$PPID"\nexec /bin/mkdir "$@"\n'
+# The script's own looks once a second whether srun has ended.
+TAIL = f'#!/bin/sh\nexec {shutil.which("tail")} -s 0.02 "$@"\n'
 SCONTROL = '#!/bin/sh\necho "$@" >>"$FOLDER/scontrol"\n'
 
 
@@ -44,7 +47,7 @@ class Job:
         for name in ("train.py", "scripts", "run.slurm", "compile.slurm"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "bin").mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("mkdir", MKDIR)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("mkdir", MKDIR), ("tail", TAIL)):
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
 
