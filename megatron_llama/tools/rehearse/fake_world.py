@@ -27,14 +27,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_llama.config.precision import quantized_bytes
-from megatron_llama.devices import HOST, INDUCTOR, Device, device_named, find_device
+from megatron_llama import devices
+from megatron_llama.devices import INDUCTOR, Device, device_named, find_device
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.parallel import parallelize, shards
 from megatron_llama.topology import Topology
 
 
 @contextmanager
-def fake_world(topology: Topology, device: str = HOST) -> Iterator[None]:
+def fake_world(topology: Topology, device: str = devices.HOST) -> Iterator[None]:
     """A world of which only this rank is there. The process group ends with ``parallel.process_groups``.
 
     ``device`` is the name of the plan's device.
@@ -43,7 +44,7 @@ def fake_world(topology: Topology, device: str = HOST) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=topology.rank, world_size=topology.world_size)
     new_group = dist.new_group
     planned = find_device(device)
-    kind = device_named(HOST).kernel_type() if device == HOST else Kernels
+    kind = device_named(devices.HOST).kernel_type() if device == devices.HOST else Kernels
     masked = planned is not None and planned.attention == "mask"
 
     def kernels(self: Device, compiled: bool) -> Kernels:
