@@ -24,7 +24,7 @@ from benchmarks.results import figure
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices import HOST, get_device
 from megatron_llama.devices.visibility import Documents, dense_mask
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 MIB = 2**20

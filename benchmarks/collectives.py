@@ -16,10 +16,9 @@ from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.cli import main as launch
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.text_table import markdown_table
-from megatron_llama.tools.doctor.collectives import measure_collectives, read_rates
-from megatron_llama.tools.doctor.rate import Rate
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.system.tables import markdown_table
+from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.doctor.ranks import Rate, measure_collectives, read_rates
 from megatron_llama.topology import AXIS_NAMES
 
 HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "bus")

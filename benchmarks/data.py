@@ -32,7 +32,7 @@ from data_prep.lib.sources import read_lines
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 
 # The smallest program that a user would write: two processes, half of the lines each, tokens written to a file.
 PLAIN_SENTENCEPIECE = """

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.system.text_table import text_table
+from megatron_llama.system.tables import text_table
 from megatron_llama.tools.forecast.step_time import FILE, step_time
+from megatron_llama.tools.plan.forecast_page import NotSpoken, read_table
 from megatron_llama.tools.plan.judge import source_of, summary
 from megatron_llama.tools.plan.published import Published, read_run
-from megatron_llama.tools.plan.table_cells import NotSpoken, read_table
 
 FOLDS = 5
 WEIGHTS = {"high": 1.0, "medium": 0.25, "sweep": 0.05}

@@ -18,13 +18,12 @@ import torch
 
 from megatron_llama.cli import main as launch
 from megatron_llama.corpus.indexed_format import write_index
-from megatron_llama.data.batches import Batches, Samples, build_data
-from megatron_llama.data.prefetch import Prefetcher
+from megatron_llama.data.batches import Batches, Prefetcher, Samples, build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import FiniteCheck
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from megatron_llama import cli
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
-from megatron_llama.system.text_table import text_table
+from megatron_llama.system.tables import text_table
+from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.this_machine import load, step_here
-from megatron_llama.tools.mock_run import MOCK_RUN
-from megatron_llama.tools.plan.calibrate import calibrate
+from megatron_llama.tools.plan.measure_machine import calibrate
 
 SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
 LARGE = ("model=llama_56m", "trainer.micro_batch_size=1", "trainer.global_batch_size=2", "data.seq_length=512")
@@ -116,7 +116,7 @@ def _time_steps(count: int, folder: Path, plan: Plan) -> None:
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
-    from megatron_llama.tools.steps import steps_of
+    from megatron_llama.tools.common import steps_of
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))

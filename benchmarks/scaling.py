@@ -19,7 +19,7 @@ from benchmarks.harness.task import Task
 from benchmarks.results import ROOT, command_line, commit, describe_machine, figure
 from megatron_llama.devices import get_device
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 
 SWEEPS = ("model", "sequence", "micro batches", "ranks")
 HEAD = ("what grows", "value", "layout", "tokens/s", "us per token", "processor us per token", "resident MiB")

@@ -19,7 +19,7 @@ from benchmarks.harness.runner import Course, Start, compete, contestant_name, p
 from benchmarks.harness.task import Task
 from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 
 PARTS = ("imports", "ranks started", "built", "first_step")
 HEAD = ("contestant", "model", "cache", "to the first step", *PARTS, "graphs compiled")

@@ -28,8 +28,7 @@ from benchmarks.results import ROOT, command_line, commit
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.text_table import markdown_table
-from megatron_llama.system.units import short_count
+from megatron_llama.system.tables import markdown_table, short_count
 
 LENGTH, GLOBAL_BATCH = 4096, 256
 HEAD = (
@@ -72,7 +71,7 @@ def make_datasets(folder: Path, total: int) -> tuple[int, list[Any]]:
     """(documents, data.prefixes) of datasets of ``total`` tokens: log-normal lengths, 812 tokens on average."""
     import numpy as np
 
-    from data_prep.lib.redpajama_layout import shares
+    from data_prep.lib.download import shares
     from megatron_llama.corpus.indexed_format import write_index
 
     weights = shares(["common_crawl", "c4", "wikipedia", "arxiv"])

@@ -31,7 +31,7 @@ from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Device, get_device
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 
 EXPLANATION = """\
 Every contestant trains the same shape on the same tokens: forward, backward, gradients clipped to the same norm,

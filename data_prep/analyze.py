@@ -35,9 +35,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.job import RunOptions, cores
-from data_prep.lib.progress import Progress
-from megatron_llama.config.data_prefixes import MASK_SUFFIX
+from data_prep.lib.job import Progress, RunOptions, cores
+from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main

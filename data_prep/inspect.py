@@ -73,7 +73,7 @@ def decoded(
     if not path or (not model and not os.path.exists(path)):
         yield "(no tokenizer at hand to decode it: name one with --tokenizer-model)"
         return
-    from megatron_llama.config.hub import local_folder
+    from megatron_llama.config.hf_config import local_folder
     from megatron_llama.text.encoders import load_encoder
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--characters", type=int, default=SHOWN_CHARACTERS, help="of the document (default 1000)")
     parser.add_argument("--no-hashes", action="store_true", help="leave out the sha256, the slowest of the checks")
     args = parser.parse_args()
-    from data_prep.lib.check_dataset import problems, read_manifest
+    from data_prep.lib.dataset import problems, read_manifest
     from megatron_llama.corpus.indexed_format import IndexedDataset
 
     dataset = IndexedDataset(args.prefix)

@@ -19,7 +19,7 @@ from dataclasses import fields
 
 from data_prep.lib.input_files import TEXT_SUFFIXES
 from data_prep.lib.job import RunOptions, add_run_flags
-from data_prep.lib.text_set import TextOptions, make_text_set
+from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.system.errors import UserError, run_main
 
 

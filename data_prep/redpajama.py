@@ -21,22 +21,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from data_prep.lib.download import Item, fetch_all, parse_sums, read_text
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.job import RunOptions, cores
-from data_prep.lib.redpajama_layout import (
+from data_prep.lib.download import (
     URL_LIST,
     V2,
+    Item,
     Rule,
+    fetch_all,
     filter_file,
     find_subsets,
+    parse_sums,
+    read_text,
     shares,
     subset_of,
     write_conf,
 )
-from data_prep.lib.text_set import TextOptions, make_text_set
-from megatron_llama.config.data_prefixes import bare_name
-from megatron_llama.config.hub import local_folder
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.job import RunOptions, cores
+from data_prep.lib.sets import TextOptions, make_text_set
+from megatron_llama.config.data_settings import bare_name
+from megatron_llama.config.hf_config import local_folder
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 

@@ -20,9 +20,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from data_prep.lib.job import RunOptions, add_run_flags
-from data_prep.lib.record_formats import FORMATS
-from data_prep.lib.sft_set import ExampleOptions, find_records, make_sft_set
-from data_prep.lib.split_lines import PARTS, split_lines
+from data_prep.lib.records import FORMATS
+from data_prep.lib.sets import ExampleOptions, find_records, make_sft_set
+from data_prep.lib.sources import PARTS, split_lines
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.errors import UserError, run_main
 

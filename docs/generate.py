@@ -26,14 +26,13 @@ sys.path.insert(0, str(ROOT))
 
 # The project does not have to be installed.
 from megatron_llama.cli import CONF_DIR, what_it_is  # noqa: E402
-from megatron_llama.config import curriculum, model_settings, settings  # noqa: E402
+from megatron_llama.config import data_settings, settings  # noqa: E402
 from megatron_llama.config.fields import Setting, sections, settings_by_name, settings_of  # noqa: E402
 from megatron_llama.config.problems import shown  # noqa: E402
 from megatron_llama.plan.memory import USABLE  # noqa: E402
-from megatron_llama.system.text_table import markdown_table  # noqa: E402
-from megatron_llama.system.units import GIB  # noqa: E402
+from megatron_llama.system.tables import GIB, markdown_table  # noqa: E402
 from megatron_llama.tools import settings as tool_settings  # noqa: E402
-from megatron_llama.tools.mock_run import NO_FILES  # noqa: E402
+from megatron_llama.tools.common import NO_FILES  # noqa: E402
 from megatron_llama.tools.plan.forecast_run import Forecast, forecast_run  # noqa: E402
 from megatron_llama.topology import AXIS_NAMES  # noqa: E402
 
@@ -91,7 +90,7 @@ def field_docs(module_source: str) -> dict[str, dict[str, str]]:
 
 def config_page(_: str = "") -> str:
     """Return the whole of docs/config.md."""
-    docs = field_docs(inspect.getsource(model_settings)) | field_docs(inspect.getsource(settings))
+    docs = field_docs(inspect.getsource(settings))
     head = ("setting", "type", "default", "meaning")
     lines = [CONFIG_INTRODUCTION, "## Groups\n", *markdown_table(("write", "to get"), _groups()), ""]
     for name, section in sections().items():
@@ -101,7 +100,7 @@ def config_page(_: str = "") -> str:
     lines += ["## Without a section\n", *markdown_table(head, _settings("", docs["Config"])), ""]
     beside = " `train.py` does not take them."
     for module, name, owner, remark in (
-        (curriculum, curriculum.SECTION, curriculum.CurriculumMetric, ""),
+        (data_settings, data_settings.SECTION, data_settings.CurriculumMetric, ""),
         (tool_settings, tool_settings.CLUSTER, tool_settings.ClusterConfig, beside),
         (tool_settings, tool_settings.TUNE, tool_settings.TuneConfig, beside),
     ):

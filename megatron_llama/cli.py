@@ -201,7 +201,7 @@ def _print_plan(plan: Plan) -> int:
 
 def _check_datasets(plan: Plan) -> list[Problem]:
     """Return the problems of datasets that are here. A dry run may lack some."""
-    from megatron_llama.plan.rules.paths import check_data as missing_data
+    from megatron_llama.plan.rules.data import check_data as missing_data
 
     if plan.config.data.mock or plan.record_files or missing_data(plan.config, os.path.exists):
         return []

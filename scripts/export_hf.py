@@ -29,7 +29,7 @@ def main() -> int:
     from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
-    from megatron_llama.config.hub import local_folder
+    from megatron_llama.config.hf_config import local_folder
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)

@@ -239,7 +239,7 @@ MAY_NAME_DEVICES = (
     "megatron_llama/tools/import_nemo/",
 )
 # More files that may name the CPU: the planner's table of hardware has a row for it. Other code asks the Device, or
-# writes ``devices.HOST`` for the host's memory. A method such as ``.cpu()`` only moves a tensor there, so it is allowed.
+# writes ``devices.HOST`` for the host's memory. A method such as ``.cpu()`` only moves a tensor there, so it may.
 MAY_NAME_THE_CPU = (
     *MAY_NAME_DEVICES,
     "megatron_llama/tools/forecast/hardware.py",

@@ -19,8 +19,8 @@ from benchmarks.methods import variants
 from benchmarks.methods.variants import SUBSETS, Trained
 from benchmarks.results import ROOT, run_program
 from megatron_llama.config import load_config
-from megatron_llama.plan.batch_schedule import BatchSchedule
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.plan.schedules import BatchSchedule
+from megatron_llama.system.tables import markdown_table
 
 LENGTH, BATCH, VALIDATIONS = 256, 8, 4
 CURRICULA = {

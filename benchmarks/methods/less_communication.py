@@ -22,9 +22,9 @@ from benchmarks.methods.variants import Trained
 from benchmarks.results import ROOT, run_program
 from megatron_llama.config import load_config
 from megatron_llama.plan import resolve
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 from megatron_llama.tools.forecast.traffic import between_nodes, totals, wire
-from megatron_llama.tools.traffic.rank_groups import operations_of_rank
+from megatron_llama.tools.traffic.cli import operations_of_rank
 
 RANKS, PER_NODE = 4, 2
 RECIPE = (

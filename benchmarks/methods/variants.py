@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.results import commit, run_program
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import read_json, write_atomically
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 SUBSETS = ("arxiv", "c4", "github", "wikipedia")

@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.results import ROOT, figure, run_program
 from megatron_llama.system.errors import run_main
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
+from megatron_llama.train.loss_curve import moving_average
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
-from megatron_llama.train.smoothing import moving_average
 
 # Two ranks of one thread each are quicker than one rank of two, and compiled blocks quicker than eager ones.
 RECIPE = (

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megatron_llama.tools.rehearse.cli import plan_rehearsal
-from megatron_llama.tools.rehearse.operators import listed_as, published, unlisted
 from megatron_llama.tools.rehearse.rehearsal import rehearse
+from megatron_llama.tools.rehearse.report import listed_as, published, unlisted
 
 LAYOUTS = {
     "Trainium": ("experiment=llama2_7b_qnli_trainium", "model.num_hidden_layers=2", "trainer.global_batch_size=16"),

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from benchmarks.results import commit
 from megatron_llama.system.errors import run_main
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 
 KINDS = ("losses", "norms", "first_grads", "last_grads", "weights")
 

@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.methods import variants
 from benchmarks.results import ROOT, figure, run_program
 from megatron_llama.system.errors import run_main
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
+from megatron_llama.train.loss_curve import Floats, moving_average
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
-from megatron_llama.train.smoothing import Floats, moving_average
 
 PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
 # Constant batches and a small model: a precision needs a few minutes on two cores that know bf16.

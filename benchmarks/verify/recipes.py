@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.results import ROOT, commit, run_program
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config.load_config import from_yaml, load_config
-from megatron_llama.system.text_table import markdown_table
+from megatron_llama.system.tables import markdown_table
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 

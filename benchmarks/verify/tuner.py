@@ -28,8 +28,7 @@ from benchmarks.results import ROOT, commit
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.files import read_json
-from megatron_llama.system.text_table import markdown_table
-from megatron_llama.system.units import gib
+from megatron_llama.system.tables import gib, markdown_table
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune import objectives
 from megatron_llama.tools.tune.candidates import Candidate, Tuned, kept_settings

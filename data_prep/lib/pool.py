@@ -17,8 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from data_prep.lib.blocks import Block
-from data_prep.lib.encode_blocks import BlockEncoder
+from data_prep.lib.blocks import Block, BlockEncoder
 from data_prep.lib.job import Result
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import die_with

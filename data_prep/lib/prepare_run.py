@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_prefixes import has_columns, tokenizer_of_records
-from megatron_llama.config.hub import short_name
+from megatron_llama.config.data_settings import has_columns, tokenizer_of_records
+from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 
@@ -196,7 +196,7 @@ def _prepare_once(records: Records, data: DataConfig, quiet: bool) -> None:
 def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
     """Prepares the dataset in the folder ``aside`` and renames that; returns the dataset's manifest."""
     from data_prep.lib.job import RunOptions
-    from data_prep.lib.sft_set import ExampleOptions, make_sft_set
+    from data_prep.lib.sets import ExampleOptions, make_sft_set
 
     template = data.template if has_columns(records.path) else None
     examples = ExampleOptions(

@@ -3,24 +3,30 @@
 What a file is, its first bytes say: RedPajama's common_crawl is zstd although its names end in .json.gz. The name is
 asked only where the bytes can't tell, for .csv and text.
 """
-
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import os
 import stat
-from collections.abc import Generator, Iterator
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import IO, Any, BinaryIO
 
-from data_prep.lib.columnar import is_columnar, part_lines, part_sizes
-from data_prep.lib.csv_records import row_lines
-from data_prep.lib.json_array import element_lines
-from data_prep.lib.json_lines import BOM
-from data_prep.lib.pipes import is_pipe, stored
-from data_prep.lib.unpack import compression_of, unpack
-from megatron_llama.config.data_prefixes import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, bare_name
+import numpy as np
+
+from data_prep.lib.records import BOM, element_lines
+from data_prep.lib.tables import is_columnar, part_lines, part_sizes, row_lines
+from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, bare_name
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import atomic_open
 
 PIECE_BYTES = 1 << 17
 LARGEST_PART = 1 << 28
@@ -208,3 +214,202 @@ def check_unchanged(source: Source) -> None:
     status = Path(source.path).stat()
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UserError(f"{source.path} was changed while it was read: start again")
+
+
+# Compressed files as plain bytes: gzip, zstd, xz and bzip2, recognised by their first bytes, never by their name.
+#
+# A stream that ends early is an error, always: what was in the rest is unknown.
+
+
+# Small enough that one piece of a well-compressed file does not become hundreds of megabytes.
+READ_BYTES = 1 << 17
+# Files packed with a longer window (zstd --long, xz with a large dictionary) need that much memory to unpack.
+ZSTD_MAX_WINDOW = 1 << 27
+XZ_MAX_MEMORY = 1 << 28
+_MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
+_BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, and the end of an empty stream
+
+
+def compression_of(head: bytes) -> str:
+    """``gzip``, ``zstd``, ``xz``, ``bz2`` or nothing, by a file's first 10 bytes."""
+    if head[:3] == b"BZh" and head[4:10] in _BZ2_BLOCKS:
+        return "bz2"
+    return next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), "")
+
+
+def unpack(path: str, kind: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """The unpacked bytes of all frames, members or streams, in pieces, each with the bytes of the file read so far.
+
+    By hand, because the libraries' own readers take a file that is cut off for a shorter one, or stop after the first
+    frame. Zeros between and after gzip's members and xz's streams are padding.
+
+    Raises:
+        UserError: damaged, or cut off.
+    """
+    new, errors = _decompressor(path, kind)
+    padded = kind in ("gzip", "xz")
+    position = unpacked = 0
+    frame: Any = None
+    packed = b""
+    while True:
+        if not packed:
+            packed = file.read(READ_BYTES)
+            position += len(packed)
+            if not packed:
+                break
+        if frame is None:
+            packed = packed.lstrip(b"\0") if padded else packed
+            if not packed:
+                continue
+            frame = new()
+        try:
+            piece = frame.decompress(packed)
+        except errors as error:
+            raise UserError(f"{path}: damaged {kind} data after {unpacked:,} good bytes: {error}") from None
+        packed = frame.unused_data if frame.eof else b""
+        if frame.eof:
+            frame = None
+        if piece:
+            unpacked += len(piece)
+            yield piece, position
+    if frame is not None:
+        raise UserError(
+            f"{path} is cut off: its {kind} stream ends in the middle, after {unpacked:,} unpacked bytes. "
+            "Fetch it again, or leave it out"
+        )
+
+
+def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """(what makes a decompressor of one frame, the errors that it raises)"""
+    if kind == "gzip":
+        library: Any = zlib
+        with contextlib.suppress(ImportError):
+            library = importlib.import_module("isal.isal_zlib")  # twice as fast
+        return partial(library.decompressobj, 31), (library.error, zlib.error)
+    try:
+        if kind == "xz":
+            import lzma
+
+            new = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, XZ_MAX_MEMORY)
+            return new, (lzma.LZMAError, EOFError)
+        if kind == "bz2":
+            import bz2
+
+            return bz2.BZ2Decompressor, (OSError, ValueError, EOFError)
+        import zstandard
+    except ImportError as error:  # Pythons built by hand may lack lzma or bz2
+        advice = " (pip install zstandard)" if kind == "zstd" else ""
+        raise UserError(f"{path} is {kind}: that needs Python's package {error.name}{advice}") from None
+    return zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW).decompressobj, (zstandard.ZstdError,)
+
+
+# Pipes as input: standard input, ``<(zcat x.gz)``, a FIFO.
+#
+# A run reads its input's beginning more than once, and in several processes. So a pipe's bytes go to a nameless
+# temporary
+# file first, which is gone with this process however it ends.
+
+
+STDIN = "-"
+_kept: list[IO[bytes]] = []
+"""Open as long as this process and its workers live."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A pipe's content."""
+
+    path: str
+    size: int
+    """Bytes."""
+    identity: int
+    """Of the content; in place of a file's time, so that a run with the same content goes on."""
+
+
+def is_pipe(status: os.stat_result) -> bool:
+    """Whether it can be read only once, from its beginning to its end."""
+    return stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode)
+
+
+def stored(path: str) -> Stored:
+    """Reads a pipe to its end, into $TMPDIR.
+
+    Raises:
+        UserError: it is a terminal or another device, or there is no room.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "rb", buffering=0) as pipe:
+            if stat.S_ISCHR(os.fstat(pipe.fileno()).st_mode):
+                raise UserError(f"{path} is a terminal or a device: name a file, or write into a pipe")
+            file = tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
+            sys.stderr.write(f"note: {path} is a pipe: its bytes go to {tempfile.gettempdir()} first\n")
+            while piece := pipe.read(1 << 20):
+                file.write(piece)
+                digest.update(piece)
+                size += len(piece)
+            file.flush()
+    except OSError as error:
+        raise UserError(f"can't store the pipe {path} in {tempfile.gettempdir()}: {error.strerror}") from None
+    _kept.append(file)
+    name = f"/proc/self/fd/{file.fileno()}" if isinstance(file.name, int) else file.name
+    return Stored(name, size, int(digest.hexdigest()[:15], 16))
+
+
+# Shares the lines of a fine-tuning set out over training and validation, in files of their own.
+#
+# The lines stay as they are, so an evaluation can read them too. Which go where is a function of the seed and of how
+# many
+# there are; each part keeps the order of the input.
+
+
+PARTS = ("train", "validation")
+
+
+def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, tables: bool, seed: int) -> list[Path]:
+    """Writes <prefix>_train and <prefix>_validation (.tsv for ``tables``, else .jsonl) with ``sizes`` lines each.
+
+    Raises:
+        UserError: there are not that many lines, or the tables' headers differ.
+    """
+    headers = {header_of(source) for source in sources} if tables else set()
+    if len(headers) > 1:
+        raise UserError("--split: the tables have different headers")
+    count = sum(1 for source in sources for _ in _records(source, tables))
+    if sum(sizes) > count:
+        raise UserError(f"--split {','.join(map(str, sizes))} needs {sum(sizes):,} lines, and there are {count:,}")
+    part_of = np.full(count, len(sizes), dtype=np.int8)
+    order = np.random.RandomState(seed).permutation(count)
+    start = 0
+    for part, size in enumerate(sizes):
+        part_of[order[start : start + size]] = part
+        start += size
+    paths = [prefix.with_name(f"{prefix.name}_{part}{'.tsv' if tables else '.jsonl'}") for part in PARTS]
+    with ExitStack() as stack:
+        files = [stack.enter_context(atomic_open(path)) for path in paths]
+        for file in files:
+            for header in headers:
+                file.write(header + b"\n")
+        lines = (line for source in sources for line in _records(source, tables))
+        for part, line in zip(part_of.tolist(), lines, strict=True):
+            if part < len(files):
+                files[part].write(line + b"\n")
+    return paths
+
+
+def header_of(source: Source) -> bytes:
+    """The first line of a table.
+
+    Raises:
+        UserError: the file is empty.
+    """
+    for line in read_lines(source):
+        return line.removesuffix(b"\r")
+    raise UserError(f"{source.path} is empty: a table begins with the names of its columns")
+
+
+def _records(source: Source, tables: bool) -> Iterator[bytes]:
+    """Lines that hold something, without a table's header."""
+    for number, line in enumerate(read_lines(source)):
+        if not (tables and number == 0) and line and not line.isspace():
+            yield line

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from megatron_llama.config.model_settings import ModelConfig
+from megatron_llama.config.settings import ModelConfig
 
 LARGEST_FLASH_HEAD = 256
 """Widest head of FlashAttention's kernels; its width is a multiple of 8."""

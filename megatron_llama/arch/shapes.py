@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.precision import has_8bit_states
-from megatron_llama.config.settings import FinetuneConfig
+from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.agree import from_rank_0, together
+from megatron_llama.parallel.groups import from_rank_0, together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.batch_schedule import BatchSchedule
+from megatron_llama.plan.schedules import BatchSchedule
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 

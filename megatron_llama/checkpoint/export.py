@@ -18,16 +18,10 @@ from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.hf_config import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    NO_HF_BLOCKS,
-    hf_config,
-    read_hf_config,
-)
+from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_HF_BLOCKS, hf_config, read_hf_config
 from megatron_llama.system.files import sync_folder, write_synced
+from megatron_llama.text.chat_template import add_end, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
-from megatron_llama.text.trained_template import add_end, write_trained_template
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9

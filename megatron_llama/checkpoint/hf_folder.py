@@ -27,7 +27,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     read_json,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.config.hub import or_fetch_it
+from megatron_llama.config.hf_config import or_fetch_it
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Old exporters wrote these tensors although they follow from the config.

@@ -29,7 +29,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     read_json,
     whole_numbers,
 )
-from megatron_llama.plan.batch_schedule import Position
+from megatron_llama.plan.schedules import Position
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "megatron_llama checkpoint", 1

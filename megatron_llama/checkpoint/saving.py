@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
-from megatron_llama.parallel.agree import raise_together
+from megatron_llama.parallel.groups import raise_together
 from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01

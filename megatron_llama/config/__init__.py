@@ -7,10 +7,19 @@ Imports no torch. What a config means on a number of devices is ``megatron_llama
 
 from megatron_llama.config.hostfile import Host, hostfile_hosts, listed_hosts
 from megatron_llama.config.load_config import from_yaml, load_config, to_yaml
-from megatron_llama.config.model_settings import ModelConfig, RopeScaling, SparseAttention
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
-from megatron_llama.config.settings import Config, DataConfig, DeviceConfig, FinetuneConfig, RandomLTD, TrainerConfig
+from megatron_llama.config.settings import (
+    Config,
+    DataConfig,
+    DeviceConfig,
+    FinetuneConfig,
+    ModelConfig,
+    RandomLTD,
+    RopeScaling,
+    SparseAttention,
+    TrainerConfig,
+)
 
 __all__ = [
     "PRECISIONS",

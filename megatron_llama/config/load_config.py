@@ -23,13 +23,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.data_prefixes import settle_data
-from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name
+from megatron_llama.config.data_settings import settle_data
+from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name, suggest, unknown_setting
 from megatron_llama.config.hf_config import fill_from_folders
 from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
-from megatron_llama.config.suggest import suggest, unknown_setting
-from megatron_llama.system.bounded_yaml import check_yaml
+from megatron_llama.system.files import check_yaml
 
 # conf/config.yaml names the dataclasses so, and files in conf/ are checked against them.
 SCHEMA = "settings"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config.data_prefixes import weights_and_paths
+from megatron_llama.config.data_settings import weights_and_paths
 from megatron_llama.config.settings import DataConfig
 
 if TYPE_CHECKING:

@@ -1,15 +1,18 @@
 """From samples to the micro batches of a rank.
 
-A step trains on the samples that follow those consumed before it, as many as ``plan/batch_schedule.py`` says, in every
+A step trains on the samples that follow those consumed before it, as many as ``plan/schedules.py`` says, in every
 layout: micro batch m of data-parallel rank d holds the samples that follow offset (m·dp + d)·(micro batch).
 """
-
 from __future__ import annotations
 
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -25,16 +28,13 @@ from megatron_llama.data.graded_order import (
     levels_of,
     levels_to_json,
 )
-from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advanced, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, draw, subsets
 from megatron_llama.plan import Plan
-from megatron_llama.plan.batch_schedule import BatchSchedule, Position
-from megatron_llama.plan.curriculum_steps import Cut, cut_at
-from megatron_llama.plan.token_schedule import TokenSchedule
+from megatron_llama.plan.schedules import BatchSchedule, Cut, Position, TokenSchedule, cut_at
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
@@ -236,3 +236,99 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
         train=Batches(train, plan, topology, device, plan.batches, plan.random_ltd, pin_memory, levels_of(plan)),
         validation=None if validation is None else Batches(validation, plan, topology, device, pin_memory=pin_memory),
     )
+
+
+# Made-up tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.
+
+
+class MockDataset:
+    """Counting sequences with a random start and stride, so that there is something to learn.
+
+    ``examples`` above 1 share each sequence as packed ones do, in equal parts; a step then takes its work and graphs.
+    """
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, examples: int = 1) -> None:
+        self.num_samples, self.seq_length, self.vocab_size, self.seed = num_samples, seq_length, vocab_size, seed
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        start, stride = torch.randint(0, self.vocab_size, (2,), generator=generator).tolist()
+        text = (start + torch.arange(self.seq_length + 1) * (1 + stride % 7)) % self.vocab_size
+        sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(self.seq_length)}
+        if self.examples > 1:
+            sample["documents"] = torch.arange(self.seq_length) * self.examples // self.seq_length
+        return sample
+
+
+# Builds the next batches on a thread, while the device trains, so that no step waits for its data.
+#
+# Position in the data stays a number: the thread only guesses which one comes next. What was built for a wrong guess
+# is
+# thrown away, so a batch that is asked for is always the one that ``Batches.at`` gives.
+
+
+AHEAD = 2
+"""Global batches that are built before they are asked for: one would do, two bridge a slow read."""
+_CLOSE_SECONDS = 5.0  # for the batch that is being built when a run ends early; a read that hangs is left behind
+
+_Built = Future[list[MicroBatch]]
+
+
+class Prefetcher:
+    """``Batches`` that are built ahead inside a ``with`` block, which starts the thread: after a fork, in the rank."""
+
+    def __init__(self, batches: Batches, end: int) -> None:
+        """``end`` is the position where the last batch ends; nothing is built ahead from there on."""
+        self.batches, self.end = batches, end
+        self._coming: deque[tuple[int, _Built]] = deque()
+        self._requests: SimpleQueue[tuple[int, _Built] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._build, name="prefetch", daemon=True)
+
+    def __enter__(self) -> Prefetcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._drop()
+        self._requests.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
+        """What ``Batches.at`` gives, and raises: an error in the thread is raised here, with the thread's traceback.
+
+        Copies to the device are issued by the calling thread, in the order of its other work.
+        """
+        if not self._coming or self._coming[0][0] != consumed_samples:
+            self._drop()
+            self._request(consumed_samples)
+        while len(self._coming) <= AHEAD:
+            following = self.batches.following(self._coming[-1][0])
+            if following >= self.end:
+                break
+            self._request(following)
+        _, built = self._coming.popleft()
+        return self.batches.to_device(built.result())
+
+    def _request(self, consumed_samples: int) -> None:
+        built: _Built = Future()
+        self._coming.append((consumed_samples, built))
+        self._requests.put((consumed_samples, built))
+
+    def _drop(self) -> None:
+        """Forgets what was requested; what is not begun is never built."""
+        for _, built in self._coming:
+            built.cancel()
+        self._coming.clear()
+
+    def _build(self) -> None:
+        while (request := self._requests.get()) is not None:
+            consumed_samples, built = request
+            if built.set_running_or_notify_cancel():
+                try:
+                    built.set_result(self.batches.on_host(consumed_samples))
+                except BaseException as error:  # also one that ends a process: it is for the training thread to decide
+                    built.set_exception(error)

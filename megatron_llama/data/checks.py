@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.data_prefixes import MASK_SUFFIX, named_paths
+from megatron_llama.config.data_settings import MASK_SUFFIX, named_paths
 from megatron_llama.corpus.epochs import SPLITS, split_range
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.system.errors import UserError

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.data_prefixes import MASK_SUFFIX
+from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.epochs import Part, parts_of
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import OneEach, Order, Packed
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
-from megatron_llama.parallel.agree import raise_together, together
+from megatron_llama.parallel.groups import raise_together, together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.curriculum_steps import indexed_metrics
+from megatron_llama.plan.schedules import indexed_metrics
 
 PADDING = -1  # among the documents of a packed sequence
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.curriculum import PERCENTILE, SECTION, CurriculumMetric
+from megatron_llama.config.data_settings import PERCENTILE, SECTION, CurriculumMetric
 from megatron_llama.corpus.blend import Blend
 from megatron_llama.corpus.difficulty_index import (
     Measured,
@@ -33,7 +33,7 @@ from megatron_llama.corpus.epochs import Part
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order
 from megatron_llama.plan import Plan
-from megatron_llama.plan.curriculum_steps import Cut, difficulties_at, first_steps, indexed_metrics
+from megatron_llama.plan.schedules import Cut, difficulties_at, first_steps, indexed_metrics
 
 _GOLDEN = (5**0.5 - 1) / 2
 

@@ -11,9 +11,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
-from megatron_llama.config.data_prefixes import weights_and_paths
+from megatron_llama.config.data_settings import weights_and_paths
 from megatron_llama.corpus.indexed_format import read_index
-from megatron_llama.parallel.agree import raise_together
+from megatron_llama.parallel.groups import raise_together
 from megatron_llama.plan import Plan
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_llama.config.data_prefixes import named_paths, weights_and_paths
+from megatron_llama.config.data_settings import named_paths, weights_and_paths
 from megatron_llama.corpus.blend import EPOCHS, Timeline, same_shares, segments_from_json
 from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import dataset_facts, same_dataset

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.data_prefixes import named_paths
+from megatron_llama.config.data_settings import named_paths
 from megatron_llama.corpus.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
 from megatron_llama.corpus.difficulty_index import unit_range
 from megatron_llama.corpus.epochs import SPLITS, Part, open_part, planned_blends, planned_timeline
@@ -32,9 +32,9 @@ from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedStretches, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.record import Record, changes_reading, make_record, moved_datasets
-from megatron_llama.parallel.agree import raise_together, together
+from megatron_llama.parallel.groups import raise_together, together
 from megatron_llama.plan import Plan
-from megatron_llama.plan.curriculum_steps import indexed_metrics
+from megatron_llama.plan.schedules import indexed_metrics
 
 KEPT_EPOCHS = 2  # a global batch may reach into the next
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from megatron_llama.config import Problem
 from megatron_llama.launch.environment import ProcessContext, interface_of, own_address_towards
 from megatron_llama.launch.job_store import LaunchFailed
-from megatron_llama.system.text_table import text_table
+from megatron_llama.system.tables import text_table
 
 
 @dataclass(frozen=True)

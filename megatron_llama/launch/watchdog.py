@@ -25,7 +25,7 @@ from megatron_llama.launch.supervise import POLL_SECONDS, report
 from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.phase import Phase
-from megatron_llama.system.text_table import text_table
+from megatron_llama.system.tables import text_table
 
 # Between two looks no more than this counts: when a job was suspended (Ctrl-Z, a virtual machine that was moved), its
 # watcher was too, and no rank has lost time.

@@ -3,7 +3,7 @@
 The levels are those of dynamic quantization, and the scale is the largest magnitude in the block (Dettmers et al. 2022,
 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861). Arithmetic is that of torchao's AdamW8bit, which has
 the levels from bitsandbytes. Blocks are others: STATE_BLOCK successive values of a row, where torchao takes 256 of
-whatever lies in a rank's memory. So splitting a matrix by rows never splits a block, plan/rules/quantization.py refuses
+whatever lies in a rank's memory. So splitting a matrix by rows never splits a block, plan/rules/finetune.py refuses
 layouts in which splitting by columns would, and a value has the same neighbours in every layout.
 """
 

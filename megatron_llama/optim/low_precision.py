@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_llama.arch.names import Piece, keep_rows
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.model.mcore_config import torch_dtype
+from megatron_llama.model.init import torch_dtype
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 

@@ -25,9 +25,9 @@ import torch._inductor.config as inductor
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
-from megatron_llama.parallel.async_tp import NotOverlapped, Overlap, nothing_overlaps, overlap_products
+from megatron_llama.parallel.tensor import NotOverlapped, Overlap, nothing_overlaps, overlap_products
 from megatron_llama.plan import Plan
-from megatron_llama.plan.curriculum_steps import lengths
+from megatron_llama.plan.schedules import lengths
 from megatron_llama.system.files import wait_for_lock, write_atomically
 
 WARM_UP_BATCHES = 2
@@ -88,7 +88,7 @@ class Compiler:
         self._compile = torch._dynamo.lookup_backend(self.device.compiler)
         self._overlap = overlap_products(self.device) if self.plan.config.trainer.async_tp else None
         # Compile the backward graph with the forward one, not at the first backward pass, so that both are ready after
-        # one forward; and cache graphs with a custom backward (parallel/traceable_linear.py).
+        # one forward; and cache graphs with a custom backward (parallel/tensor.py).
         functorch.force_non_lazy_backward_lowering = True
         functorch.autograd_cache_allow_custom_autograd_functions = True
         # CPU kernels read the number of threads when they run. Otherwise Inductor makes the compiling process's number

@@ -1,24 +1,24 @@
 """The process groups of a rank: torch.distributed and megatron-core's groups for each parallel axis."""
-
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import _register_process_group
 
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import Device
 from megatron_llama.devices.mcore import route
 from megatron_llama.plan import Plan
-from megatron_llama.system.attempt import ATTEMPT
-from megatron_llama.system.phase import PATIENT
+from megatron_llama.system.phase import ATTEMPT, PATIENT
 from megatron_llama.topology import AXES, Topology
 
 
@@ -115,3 +115,52 @@ def _rename(group: dist.ProcessGroup, name: str) -> None:
     """
     group._set_group_name(name)  # type: ignore[arg-type]
     _register_process_group(name, group)  # type: ignore[arg-type]
+
+
+# What one rank finds becomes known to all, so that none waits in a collective for a rank that has given up.
+
+
+T = TypeVar("T")
+
+
+def raise_together(error: Exception | Sequence[Problem] | None) -> None:
+    """Raises on all ranks what any rank passes; returns where no rank has an error. Collective over all ranks.
+
+    Problems are raised as one ConfigError, those of several ranks with each problem once, also where they come as
+    ConfigErrors. Without any, the lowest rank's error is raised: on the other ranks a copy, by pickle, of it.
+    """
+    mine = error.problems if isinstance(error, ConfigError) else error
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    problems: list[Problem] = []
+    for reported in found:
+        if not isinstance(reported, Exception):  # not a set below: a problem's value may be a list
+            problems += [problem for problem in reported or () if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    found[dist.get_rank()] = error  # not a copy: this one has its traceback and its cause
+    for reported in found:
+        if isinstance(reported, Exception):
+            raise reported
+
+
+@contextmanager
+def together(*expected: type[Exception]) -> Iterator[None]:
+    """A block that ends on all ranks with the same error where one of ``expected`` is raised on any. All must enter it;
+    it may hold no collective, as a rank that fails would be missing there."""
+    error: Exception | None = None
+    try:
+        yield
+    except expected as caught:
+        error = caught
+    raise_together(error)
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What ``make`` returns on rank 0, on all ranks; a ConfigError that it raises there is raised on all."""
+    made: list[T | None] = [None]
+    with together(ConfigError):
+        if dist.get_rank() == 0:
+            made[0] = make()
+    dist.broadcast_object_list(made)
+    return made[0]  # type: ignore[return-value]

@@ -22,21 +22,18 @@ from megatron_llama.arch.names import is_lora
 from megatron_llama.devices import Device
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model import random_ltd, recompute
-from megatron_llama.model.init import initial_values
+from megatron_llama.model.init import initial_values, mcore_config, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused
-from megatron_llama.model.mcore_config import mcore_config, torch_dtype
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.data import allocate, data_groups, shard_chunk
+from megatron_llama.parallel.fsdp import WorkingCopies, allocate, data_groups, filled, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups
 from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
-from megatron_llama.parallel.tensor import ReplicatedGradients
-from megatron_llama.parallel.traceable_linear import make_traceable
-from megatron_llama.parallel.working_copies import WorkingCopies, filled
+from megatron_llama.parallel.tensor import ReplicatedGradients, make_traceable
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 

@@ -21,8 +21,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
-from megatron_llama.parallel.data import before_last_microbatch
-from megatron_llama.parallel.working_copies import WorkingCopies
+from megatron_llama.parallel.fsdp import WorkingCopies, before_last_microbatch
 from megatron_llama.plan import Plan
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_llama.arch.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.model.quantized import dequantize, quantize
-from megatron_llama.parallel.working_copies import WorkingCopies
+from megatron_llama.parallel.fsdp import WorkingCopies
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -23,7 +23,7 @@ class Shard:
     name: str
     """The parameter's name in its chunk, the same for all layouts."""
     parameter: nn.Parameter
-    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/data.py): the
+    """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/fsdp.py): the
     master, if the layers have a working copy."""
     pieces: list[Piece]
     """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary are in none."""

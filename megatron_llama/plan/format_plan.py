@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from megatron_llama.arch.flops import with_random_ltd
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.config.curriculum import PERCENTILE, VALUE, metrics_of
+from megatron_llama.config.data_settings import PERCENTILE, VALUE, metrics_of
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
-from megatron_llama.plan.batch_schedule import BatchSchedule
-from megatron_llama.plan.curriculum_steps import lengths
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
-from megatron_llama.system.units import gib, plural, short_count
+from megatron_llama.plan.schedules import BatchSchedule, lengths
+from megatron_llama.system.tables import gib, plural, short_count
 from megatron_llama.topology import chunks_of
 
 WIDTH = 96

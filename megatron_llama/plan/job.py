@@ -16,8 +16,8 @@ from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import INDUCTOR, find_device
+from megatron_llama.plan.derive import spread
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.stage_split import spread
 from megatron_llama.plan.storage import SHARDS
 from megatron_llama.topology import AXIS_NAMES
 

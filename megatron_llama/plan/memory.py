@@ -21,7 +21,7 @@ from megatron_llama.devices import find_device
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import COPIES, PLAIN
-from megatron_llama.system.units import GIB, gib
+from megatron_llama.system.tables import GIB, gib
 
 USABLE = 0.94
 """Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_llama.arch.shapes import StageParameters
-from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.epochs import Reading
-from megatron_llama.plan.batch_schedule import BatchSchedule, Position
+from megatron_llama.plan.schedules import BatchSchedule, Position, TokenSchedule
 from megatron_llama.plan.storage import COPIES, Storage
-from megatron_llama.plan.token_schedule import TokenSchedule
 from megatron_llama.topology import Divided, Grid, Topology
 
 

@@ -1,24 +1,25 @@
 """From a ``Config`` and a number of devices to a ``Plan``, or to everything that is wrong with the config."""
-
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
-from megatron_llama.config.fields import check_limits, with_defaults_for
+from megatron_llama.config.fields import check_limits, get, with_defaults_for
 from megatron_llama.config.problems import ConfigError, Problem, told_together
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import Config, OptimConfig
 from megatron_llama.corpus.epochs import Reading, readings
-from megatron_llama.plan.choices import choose_defaults
+from megatron_llama.plan.choices import choose_defaults, notes_on
 from megatron_llama.plan.derive import derive_plan
 from megatron_llama.plan.memory import Machine, check_memory
-from megatron_llama.plan.notes import notes_on
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.rules import RULES
-from megatron_llama.plan.rules.paths import check_paths
+from megatron_llama.plan.rules.data import check_paths
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.topology import AXES
 
 
 def _again(config: Config, world_size: int) -> Plan:
@@ -73,3 +74,28 @@ def resolve(
         with contextlib.suppress(OSError, ValueError):  # a missing or broken dataset is for the checks of files
             read = readings(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
     return replace(plan, readings=read, notes=(*plan.notes, *refusals, *notes_on(sanitized, plan)))
+
+
+# Configs that differ from one in a few settings: to plan what else could be run.
+
+
+def varied(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
+    """A copy of ``config``, as it was asked for, with other ``settings`` by their full names.
+
+    Data are made up, and no memory is stated, so that nothing is refused for what is tried by itself. With another tp
+    or pp, what follows from them is derived again unless it is among the settings. ``optim`` is the derived one, where
+    it is known: to resolve the schedule again takes most of the time of a plan.
+    """
+    config = deepcopy(config)
+    if optim is not None:
+        config.optim = deepcopy(optim)
+    config.data.mock, config.data.prefixes, config.device.memory_gib = True, [], None
+    if any(f"trainer.{axis.name}" in settings for axis in AXES if not axis.is_derived):
+        config.trainer.dp = None  # what the others leave
+        config.trainer.shard_group = None
+    if "trainer.pp" in settings:
+        config.trainer.pipeline_layers = None
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        setattr(get(config, section), key, value)
+    return config

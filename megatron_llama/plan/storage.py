@@ -18,7 +18,7 @@ class Storage:
     kind: str
     """``plain``: layers compute with the parameters themselves. One data-parallel rank has no peers to share with, and
     weights and gradients have one dtype throughout. ``copies``: such a rank casts all weights itself for a pass
-    (parallel/working_copies.py). ``shards``: ``fully_shard`` gathers and casts, also for one rank under ZeRO 3, which
+    (parallel/fsdp.py). ``shards``: ``fully_shard`` gathers and casts, also for one rank under ZeRO 3, which
     casts block by block in less memory."""
     one_micro_batch: bool
     """Each step has one forward and one backward pass."""

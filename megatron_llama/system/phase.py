@@ -3,7 +3,6 @@
 A rank's phase stands in a small file in memory that its starter reads, so that it can be read also when the rank is
 stopped, holds the interpreter's lock, or has not imported torch yet.
 """
-
 from __future__ import annotations
 
 import mmap
@@ -99,3 +98,13 @@ def awaited() -> str:
 def _write(descriptor: int, phase: Phase) -> None:
     text = f"{phase.number} {phase.patience} {phase.name}".encode()[:_RECORD_BYTES]
     os.pwrite(descriptor, text.ljust(_RECORD_BYTES), 0)  # one call: a reader sees the old record or the new one
+
+
+# Which attempt of its start a rank belongs to.
+#
+# torchrun starts ranks again in the store where they met before. What the earlier ones have left there must not
+# count.
+
+
+ATTEMPT = "MEGATRON_LLAMA_ATTEMPT"
+"""The variable with a word that the ranks of one attempt share, and no others have."""

@@ -4,21 +4,25 @@ A named template is a few strings for each role. The tokenizer's own is Jinja, r
 renders it (tests compare the two). Of an answer the model learns what it has to generate: the text and the token that
 ends it, not the white space that the template puts after that.
 """
-
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_llama.config.data_settings import weights_and_paths
+from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import read_whole
+from megatron_llama.system.files import read_json, read_whole, write_synced
 from megatron_llama.text.conversation import Bad, Turn
-from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, read_settings
+from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, read_settings
 
 
 @dataclass(frozen=True)
@@ -244,3 +248,154 @@ def own_template(path: Path, ends: Sequence[str]) -> Jinja:
         if isinstance(value, str):
             variables[name] = value
     return Jinja(source, variables, ends, str(folder))
+
+
+# The chat template that a run was fine-tuned with, read from the manifests of its data sets or from its config, and
+# written into exported tokenizers for other programs.
+
+
+@dataclass(frozen=True)
+class TrainedTemplate:
+    """How the conversations were rendered that a model was fine-tuned on, so that prompts can be rendered alike."""
+
+    template: str
+    """``own`` (the tokenizer's), or a name in ``chat_template.NAMED``."""
+    add_bos: bool | None = None
+    """Whether each example began with BOS; None: as the tokenizer does it."""
+
+
+def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
+    """The template of the run with these settings; None for pretraining, and where its data sets differ."""
+    data = settings.get("data", {})
+    if data.get("kind") != "sft" or data.get("mock"):
+        return None
+    found = set()
+    for prefix in weights_and_paths(data.get("prefixes", []))[1]:
+        try:
+            options = read_json(Path(f"{prefix}.json"))["options"]
+            template, add_bos = options["chat_template"], options["add_bos"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if template in CHAT_TEMPLATES:
+            found.add(TrainedTemplate(template, bool(add_bos)))
+    if not found:  # the sets are gone, or elsewhere
+        found = {TrainedTemplate(data.get("chat_template", "own"))}
+    return found.pop() if len(found) == 1 else None
+
+
+def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
+    """Writes the named template that the run was trained with beside the tokenizer in ``folder``, where it replaces
+    the tokenizer's own: the model never saw that one. Returns the id that ends its answers.
+
+    Does nothing and returns None for other runs, and where the folder has no tokenizer that can be read.
+    """
+    trained, settings_file = trained_template(settings), folder / SETTINGS
+    if trained is None or trained.template not in NAMED or not settings_file.exists():
+        return None
+    named = NAMED[trained.template]
+    try:
+        content = read_json(settings_file)
+        tokenizer = open_tokenizer(folder)
+    except (UserError, OSError, ValueError):
+        return None
+    add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
+    _rewrite(folder / "chat_template.jinja", named.jinja(tokenizer, add_bos))
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    if content.pop("chat_template", None) is not None:
+        _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
+    answer = named.pieces([Turn("assistant", "")])
+    ends = [tokenizer.control(piece.text) for piece in answer if piece.control and piece.learn]
+    return ends[-1] if ends else None
+
+
+def add_end(file: Path, end: int) -> None:
+    """Adds an id at which generation stops to a generation_config.json."""
+    content = read_json(file)
+    known = content.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in ends:
+        _rewrite(file, json.dumps({**content, "eos_token_id": [*ends, end]}, indent=2) + "\n")
+
+
+def _rewrite(file: Path, content: str) -> None:
+    """Replaces a file; not atomic, since the folder is not published yet."""
+    file.unlink(missing_ok=True)
+    write_synced(file, content.encode())
+
+
+# Pieces of a rendered conversation to token ids, with a mask that is exact at the borders.
+#
+# A text is encoded whole, as at inference. Where a token would cross the border of an answer, the two sides are
+# encoded
+# apart: the prompt ends there at inference, so the model could never have produced that token.
+
+
+# Prefixes with which a text is encoded as the middle of another; the first that shares no token with it is taken.
+ANCHORS = ("\n", "0", "|", ".")
+
+
+def encode_pieces(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, parse_special: bool = False
+) -> tuple[list[int], list[bool]]:
+    """(ids, whether each is learned) of a rendered conversation.
+
+    ``parse_special`` is for the pieces of a tokenizer's own template, which are text with the names of control tokens
+    in it. Raises Bad.
+    """
+    ids: list[int] = []
+    learn: list[bool] = []
+    for control, group in groupby(pieces, lambda piece: _control_id(piece, tokenizer)):
+        run = list(group)
+        if control is None:
+            found, marks = _encode_run(run, tokenizer, parse_special)
+        else:
+            found, marks = [control] * len(run), [piece.learn for piece in run]
+        ids += found
+        learn += marks
+    return ids, learn
+
+
+def _control_id(piece: Piece, tokenizer: Tokenizer) -> int | None:
+    """The id of a control token, None for text. A template's control token is text to a tokenizer that has none of
+    that name; the end of text has an id in any tokenizer."""
+    if not piece.control:
+        return None
+    number = tokenizer.control(piece.text)
+    return tokenizer.end if number is None and piece.text == END else number
+
+
+def _encode_run(run: Sequence[Piece], tokenizer: Tokenizer, parse_special: bool) -> tuple[list[int], list[bool]]:
+    """(ids, whether each is learned) of pieces of text that follow one another."""
+    text = "".join(piece.text for piece in run)
+    if not text:
+        return [], []
+    borders: list[int] = []  # the first characters of stretches that are learned or not
+    learn: list[bool] = []
+    position = 0
+    for piece in run:
+        if not learn or learn[-1] != piece.learn:
+            borders.append(position)
+            learn.append(piece.learn)
+        position += len(piece.text)
+    spans = tokenizer.spans(text, parse_special)
+    starts, ends = np.array(spans.starts), np.array(spans.ends)
+    if not any(((starts < border) & (ends > border)).any() for border in borders[1:]):
+        return spans.ids, np.array(learn)[np.searchsorted(borders, starts, side="right") - 1].tolist()
+    ids: list[int] = []
+    marks: list[bool] = []
+    for start, stop, is_learned in zip(borders, [*borders[1:], len(text)], learn, strict=True):
+        part = _encode_part(text[start:stop], tokenizer, parse_special, is_continued=start > 0)
+        ids += part
+        marks += [is_learned] * len(part)
+    return ids, marks
+
+
+def _encode_part(text: str, tokenizer: Tokenizer, parse_special: bool, is_continued: bool) -> list[int]:
+    """The ids of a text; ``is_continued``: in the middle of another, where no space is added before it."""
+    if not is_continued:
+        return tokenizer.spans(text, parse_special).ids
+    for anchor in ANCHORS:
+        before, both = (tokenizer.spans(one, parse_special).ids for one in (anchor, anchor + text))
+        if both[: len(before)] == before:
+            return both[len(before) :]
+    raise Bad("template_refuses", "no token ends where an answer begins")

@@ -1,6 +1,6 @@
 """A conversation's turns, and the reasons why a record of a fine-tuning set gives none.
 
-Records are read in data_prep/lib/record_formats.py; the lines of labelled tables become questions here.
+Records are read in data_prep/lib/records.py; the lines of labelled tables become questions here.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.config.hub import or_fetch_it
+from megatron_llama.config.hf_config import or_fetch_it
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
-from megatron_llama.text import sentencepiece_model
+from megatron_llama.text import tokenizer
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     PIECES,
@@ -99,11 +99,11 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
         return encoder
     model = read_model(tokenizer.file)
     # Text that looks like the model's own special pieces, and some of its longest ordinary ones.
-    special = list(sentencepiece_model.special_pieces(model))[:64]
+    special = list(tokenizer.special_pieces(model))[:64]
     longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
     probes = [*PROBES, *(text for piece in special + longest for text in (piece, f"x{piece} y")), *sample]
     reasons = []
-    unfit = sentencepiece_model.why_not_fast(model)
+    unfit = tokenizer.why_not_fast(model)
     for name in FAST if choice == "auto" else (choice,):
         if unfit:
             reasons.append(unfit)
@@ -145,11 +145,11 @@ def _load_gigatoken(model: Any, reference: Encode) -> Encode:
     """gigatoken, which gives other ids around user-defined pieces: text that has one goes to the reference."""
     import gigatoken
 
-    encode: Encode = gigatoken.Tokenizer.from_json(sentencepiece_model.to_tokenizer_json(model)).backend.encode
-    special = list(sentencepiece_model.special_pieces(model, (sentencepiece_model.USER_DEFINED,)))
+    encode: Encode = gigatoken.Tokenizer.from_json(tokenizer.to_tokenizer_json(model)).backend.encode
+    special = list(tokenizer.special_pieces(model, (tokenizer.USER_DEFINED,)))
     if not special:
         return encode
-    spaces = f"{sentencepiece_model.SPACE} \n\t"
+    spaces = f"{tokenizer.SPACE} \n\t"
     if len(special) > MAX_USER_DEFINED or not all(piece.strip(spaces) for piece in special):
         raise ValueError("its user-defined pieces are in nearly every text")
     has_special = re.compile("|".join(re.escape(piece) for piece in special)).search

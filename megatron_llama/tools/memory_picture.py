@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_llama.system.units import GIB, gib
+from megatron_llama.system.tables import GIB, gib
 
 MOST_COLUMNS = 1500
 """Of a picture; each shows the highest moment of those that it stands for."""

@@ -1,16 +1,17 @@
 """The training loop: ``train`` over all steps, ``training_step`` for one, ``validate`` for the held-out samples."""
-
 from __future__ import annotations
 
+import os
+import signal
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from types import FrameType
 
 import torch
 
 from megatron_llama import hooks
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.data.batches import Batches, Data
-from megatron_llama.data.prefetch import Prefetcher
+from megatron_llama.data.batches import Batches, Data, Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
@@ -19,12 +20,12 @@ from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_RESTART
+from megatron_llama.system.signals import ASKED_TO_STOP, handling
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger, measure_peak
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
-from megatron_llama.train.stop import StopSignals
 from megatron_llama.train.stragglers import StragglerWatch
 
 
@@ -150,3 +151,40 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
     weights = torch.stack(counts).cpu().double()
     means = (torch.stack(found).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum().clamp(min=1)
     return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))
+
+
+# SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second one stops at once, except under Slurm.
+#
+# SIGHUP is what a terminal that closes sends, as often as it likes: it never stops at once. nohup keeps it out.
+
+
+# A signal to a whole job reaches a rank twice, directly and through its starter. Within this time it is one request.
+_ECHO_SECONDS = 1.0
+# Slurm sends both signals, seconds apart (SIGUSR1 before the time limit, SIGTERM at it), and SIGKILL to whoever takes
+# too long: under Slurm the second signal only repeats the first.
+_SLURM_JOB = "SLURM_JOB_ID"
+
+
+class StopSignals(ExitStack):
+    """Inside its ``with`` block, records whether this rank was asked to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first_at: float | None = None
+
+    @property
+    def received(self) -> bool:
+        """Whether a signal has come."""
+        return self._first_at is not None
+
+    def __enter__(self) -> StopSignals:
+        self.enter_context(handling((signal.SIGUSR1, *ASKED_TO_STOP), self._receive))
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+        elif number != signal.SIGHUP and now - self._first_at > _ECHO_SECONDS and _SLURM_JOB not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.arch.flops import mfu, with_random_ltd
-from megatron_llama.config.curriculum import metrics_of
+from megatron_llama.config.data_settings import metrics_of
 from megatron_llama.devices import Device, Peak
 from megatron_llama.plan import Plan
-from megatron_llama.plan.batch_schedule import BatchSchedule
-from megatron_llama.plan.curriculum_steps import difficulties_at
+from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records

@@ -9,7 +9,7 @@ import pytest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.corpus.blend import Blend
-from megatron_llama.plan.batch_schedule import Position
+from megatron_llama.plan.schedules import Position
 from tests.checkpoint.runner import assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
 from tests.data.megatron import megatron_record

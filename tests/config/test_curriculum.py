@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_llama.config.curriculum import CurriculumMetric
+from megatron_llama.config.data_settings import CurriculumMetric
 from megatron_llama.plan import resolve
 from tests.config.helpers import make
 

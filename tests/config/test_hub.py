@@ -8,7 +8,7 @@ import pytest
 
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.config import ConfigError, ModelConfig, load_config
-from megatron_llama.config.hub import cache_folder, is_hub_name, local_folder, or_fetch_it, short_name
+from megatron_llama.config.hf_config import cache_folder, is_hub_name, local_folder, or_fetch_it, short_name
 from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from tests.paths import ROOT

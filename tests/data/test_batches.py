@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_llama.data.batches import Batches, build_data
-from megatron_llama.data.mock import MockDataset
+from megatron_llama.data.batches import Batches, MockDataset, build_data
 from megatron_llama.plan import resolve
 from tests.config.helpers import make
 from tests.model.llamas import CPU

@@ -22,8 +22,7 @@ from megatron_llama.data.graded_order import Turns, cut_sample, group_seed, leve
 from megatron_llama.data.record import Record
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
-from megatron_llama.plan.batch_schedule import Position
-from megatron_llama.plan.curriculum_steps import Cut
+from megatron_llama.plan.schedules import Cut, Position
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import text
 from tests.model.llamas import CPU

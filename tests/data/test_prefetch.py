@@ -11,9 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_llama.data import prefetch
-from megatron_llama.data.batches import Batches
-from megatron_llama.data.prefetch import AHEAD, Prefetcher
+from megatron_llama.data import batches
+from megatron_llama.data.batches import AHEAD, Batches, Prefetcher
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.plan import Plan, resolve
@@ -137,7 +136,7 @@ def test_the_thread_ends_with_the_run(how: str) -> None:
 
 
 def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(batches, "_CLOSE_SECONDS", 0.1)
     samples = Watched()
     with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
         prefetcher.at(0)

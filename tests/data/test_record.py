@@ -15,7 +15,7 @@ from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.data.record import Record, differences, make_record
 from megatron_llama.plan import Plan
-from megatron_llama.plan.batch_schedule import Position
+from megatron_llama.plan.schedules import Position
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import megatron_record, run_texts, text
 from tests.model.llamas import CPU

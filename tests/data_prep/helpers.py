@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from data_prep.lib.check_dataset import read_manifest
+from data_prep.lib.dataset import read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from tests.paths import ROOT
 from tests.processes import run_forked

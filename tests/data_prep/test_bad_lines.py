@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.json_lines import REASONS
+from data_prep.lib.records import REASONS
 from megatron_llama.text.conversation import Bad
 from tests.data_prep.helpers import Run, assert_refused, listing, manifest, outputs, reference
 
@@ -128,29 +128,29 @@ def test_one_bad_key_of_two_skips_the_whole_record(tmp_path: Path, preprocess: R
 
 
 def test_writing_without_the_fast_library_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from data_prep.lib import json_lines
+    from data_prep.lib import records
 
     text = "".join(map(chr, (*range(0x300), 0x2028, 0x2029, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)))
-    records = [{text: text, "": ""}, [text, "a"], {"a": "caf\udce9"}]
-    fast = [json_lines.dump_texts(record) for record in records]  # type: ignore[arg-type]
-    monkeypatch.setattr(json_lines, "_fast_dumps", None)
-    assert [json_lines.dump_texts(record) for record in records] == fast  # type: ignore[arg-type]
+    examples = [{text: text, "": ""}, [text, "a"], {"a": "caf\udce9"}]
+    fast = [records.dump_texts(record) for record in examples]  # type: ignore[arg-type]
+    monkeypatch.setattr(records, "_fast_dumps", None)
+    assert [records.dump_texts(record) for record in examples] == fast  # type: ignore[arg-type]
     assert fast[2] == b'{"a":"caf\xe9"}'
 
 
 def test_parsing_without_the_fast_parser_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from data_prep.lib import json_lines
+    from data_prep.lib import records
 
     good = [b'{"text": "a\\u00e9\\n\xc3\xa9"}', b' {"text":"", "x": NaN}\r', b'{"text": "a", "text": "b"}']
     lines = good + [bad for bad, reason in BAD.values() if reason != "line_too_long"]
 
     def parsed(line: bytes) -> list[str] | tuple[str, str]:
         try:
-            return json_lines.parse_line(line, ["text"])
+            return records.parse_line(line, ["text"])
         except Bad as bad:
             return bad.reason, bad.detail
 
     fast = [parsed(line) for line in lines]
-    monkeypatch.setattr(json_lines, "loads", json.loads)
+    monkeypatch.setattr(records, "loads", json.loads)
     assert [parsed(line) for line in lines] == fast
     assert fast[: len(good)] == [["aé\né"], [""], ["b"]]

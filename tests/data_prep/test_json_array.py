@@ -12,7 +12,7 @@ import pytest
 
 from data_prep import sft
 from data_prep.lib.input_files import find_sources
-from data_prep.lib.json_array import element_lines
+from data_prep.lib.records import element_lines
 from data_prep.lib.sources import with_array
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import BAD_LINES, GOOD, read

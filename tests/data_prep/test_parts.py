@@ -16,8 +16,8 @@ import pytest
 
 from data_prep import preprocess, sft
 from data_prep.lib.blocks import Slots, cut_blocks, segment_lines
+from data_prep.lib.encoding_run import numbers_in_words, ranges
 from data_prep.lib.input_files import find_sources
-from data_prep.lib.parts import numbers_in_words, ranges
 from megatron_llama.system.errors import MachineError, UserError
 from tests.data_prep.helpers import GOOD, killer, listing, manifest, some_texts, write_jsonl
 from tests.paths import ROOT

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from data_prep.lib.blocks import Block, Slots
-from data_prep.lib.encode_blocks import BlockEncoder
+from data_prep.lib.blocks import Block, BlockEncoder, Slots
 from data_prep.lib.job import Result
 from data_prep.lib.pool import Pool
 from megatron_llama.system.errors import MachineError

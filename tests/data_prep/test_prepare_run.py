@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import data_prep.sft
-from data_prep.lib import prepare_run, sft_set
+from data_prep.lib import prepare_run, sets
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
-from megatron_llama.config.data_prefixes import folder_of_records, record_files
+from megatron_llama.config.data_settings import folder_of_records, record_files
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.plan import resolve
 from megatron_llama.text.chat_template import NAMED
@@ -196,7 +196,7 @@ def test_each_choice_is_a_template() -> None:
 
 
 def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = sft_set.make_sft_set
+    prepare = sets.make_sft_set
 
     def slowly(*arguments: Any) -> Any:
         deadline = time.monotonic() + 100
@@ -212,7 +212,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
         return try_lock(file)
 
     monkeypatch.setattr(prepare_run, "try_lock", looking)
-    monkeypatch.setattr(sft_set, "make_sft_set", slowly)
+    monkeypatch.setattr(sets, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
     (records,) = prepare_run._find_records(config, config.data, record_files(config.data), [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.redpajama_layout import LLAMA_SHARES, shares
+from data_prep.lib.download import LLAMA_SHARES, shares
 from tests.data_prep.helpers import assert_refused, listing, manifest, outputs, reference, run_script, some_texts
 from tests.paths import CONF
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from data_prep import sft
-from data_prep.lib import record_formats
-from data_prep.lib.json_lines import REASONS as LINE_REASONS
-from data_prep.lib.sft_set import ExampleOptions, chat_of
+from data_prep.lib import records
+from data_prep.lib.records import REASONS as LINE_REASONS
+from data_prep.lib.sets import ExampleOptions, chat_of
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import own_template
-from megatron_llama.text.chat_tokenizer import encode_pieces
+from megatron_llama.text.chat_template import encode_pieces, own_template
 from megatron_llama.text.conversation import REASONS, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, killer, read, run_script, say
@@ -59,7 +58,7 @@ def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monk
     """Whatever a record makes of the readers, the others are taken."""
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
-    monkeypatch.setitem(record_formats._READERS, "gsm8k", lambda record: record["answer"]["no"])
+    monkeypatch.setitem(records._READERS, "gsm8k", lambda record: record["answer"]["no"])
     made = ["--input", source, "--tokenizer-model", folder, "--output-prefix", tmp_path / "out", "--seq-length", 128]
     assert sft.main([*map(str, made), "--workers", "1", "--on-bad-line", "skip"]) == 0
     manifest = read(tmp_path / "out")[2]

@@ -25,10 +25,9 @@ from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
-from megatron_llama.parallel.async_tp import Overlap, overlap_products
-from megatron_llama.parallel.traceable_linear import make_traceable
+from megatron_llama.parallel.tensor import Overlap, make_traceable, overlap_products
 from megatron_llama.plan import Plan
-from megatron_llama.tools.rehearse.fake_world import FakeTensors, fake_world
+from megatron_llama.tools.rehearse.rehearsal import FakeTensors, fake_world
 from tests.oracle import make_plan
 from tests.ranks import run_ranks
 

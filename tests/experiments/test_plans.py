@@ -11,8 +11,8 @@ from megatron_llama.cli import CONF_DIR, main
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve, stage_memory
-from megatron_llama.system.units import GIB
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.system.tables import GIB
+from megatron_llama.tools.common import MOCK_RUN
 
 WORLDS = {
     "llama2_70b_fsdp_chat": 16,

@@ -16,7 +16,7 @@ from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import USABLE, stage_footprints
-from megatron_llama.system.units import GIB
+from megatron_llama.system.tables import GIB
 from tests.processes import run_train_py
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron_llama.system.errors import run_main  # noqa: E402
-from megatron_llama.system.text_table import text_table  # noqa: E402
+from megatron_llama.system.tables import text_table  # noqa: E402
 from tests.fuzz.runner import Target, fuzz, read_case  # noqa: E402
 from tests.fuzz.targets import TARGETS  # noqa: E402
 

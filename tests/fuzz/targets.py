@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save as save_safetensors
 
-from data_prep.lib import check_dataset
-from data_prep.lib.blocks import START, Slots, cut_blocks
-from data_prep.lib.encode_blocks import ExampleEncoder, TextEncoder
+from data_prep.lib.blocks import START, ExampleEncoder, Slots, TextEncoder, cut_blocks
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import Chat, Job
 from data_prep.lib.sources import with_array
@@ -29,7 +27,7 @@ from megatron_llama.text.chat_template import NAMED, Jinja, own_template
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.encoders import load_encoder
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
-from megatron_llama.tools.compare.read_logs import read_log
+from megatron_llama.tools.compare.runs import read_log
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records, read_metrics
@@ -117,10 +115,10 @@ def read_dataset(case: Path) -> None:
         index = IndexedDataset(prefix).index
         make_epoch(np.asarray(index.lengths), 0, len(index), 4, 1, 0)
     dataset = IndexedDataset(prefix)
-    manifest = check_dataset.read_manifest(prefix)
+    manifest = dataset.read_manifest(prefix)
     for line in [*counts(dataset, manifest), *histogram(dataset)]:
         line.encode()
-    if not list(check_dataset.problems(dataset, manifest, check_hashes=True)):
+    if not list(dataset.problems(dataset, manifest, check_hashes=True)):
         for number in range(len(dataset)):
             list(decoded(dataset, manifest, number, None, 100))
 

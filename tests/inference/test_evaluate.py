@@ -17,17 +17,19 @@ from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.text.conversation import Template
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
-from megatron_llama.tools.inference.accuracy import (
+from megatron_llama.tools.inference.chat import PromptBuilder
+from megatron_llama.tools.inference.evaluation import (
+    TEMPLATES,
     EncodedRecord,
     answer_accuracy,
     encode_records,
     final_number,
+    find_template,
     label_scores,
+    read_records,
     share,
+    windows,
 )
-from megatron_llama.tools.inference.eval_data import TEMPLATES, find_template, read_records
-from megatron_llama.tools.inference.perplexity import windows
-from megatron_llama.tools.inference.prompts import PromptBuilder
 from tests.data_prep.helpers import run_script
 from tests.inference.commands import CPU, command, evaluate
 from tests.inference.models import make_folder

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_llama.model.kv_cache import LayerCache
-from megatron_llama.tools.inference.generator import Answer, Generator
-from megatron_llama.tools.inference.sampling import Sampling
+from megatron_llama.tools.inference.generator import Answer, Generator, Sampling
 from tests.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 from tests.ranks import run_ranks
 

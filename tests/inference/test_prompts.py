@@ -14,16 +14,10 @@ from data_prep.sft import main as prepare
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED
+from megatron_llama.text.chat_template import NAMED, TrainedTemplate, add_end, trained_template, write_trained_template
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_llama.text.trained_template import (
-    TrainedTemplate,
-    add_end,
-    trained_template,
-    write_trained_template,
-)
-from megatron_llama.tools.inference.prompts import PromptBuilder, open_prompt_builder
+from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder
 from tests.inference.models import write_tokenizer
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_llama.tools.inference.sampling import Sampling, choose, nucleus
+from megatron_llama.tools.inference.generator import Sampling, choose, nucleus
 
 P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)  # exact sums
 

@@ -17,8 +17,8 @@ from megatron_llama.text.tokenizer import (
     TokenizerError,
     open_tokenizer,
 )
+from megatron_llama.tools.inference.chat import Decoder, Printer
 from megatron_llama.tools.inference.saved_model import SavedModel, stop_ids, tokenizer_of
-from megatron_llama.tools.inference.stream import Decoder, Printer
 from tests.inference.models import write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"

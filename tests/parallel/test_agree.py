@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.parallel.agree import from_rank_0, raise_together, together
+from megatron_llama.parallel.groups import from_rank_0, raise_together, together
 from tests.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.plan import resolve
-from megatron_llama.plan.batch_schedule import BatchSchedule, Position
+from megatron_llama.plan.schedules import BatchSchedule, Position
 from tests.config.helpers import make, problems_of
 
 

@@ -11,7 +11,7 @@ from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config import Config, load_config
 from megatron_llama.plan import Machine, Plan, format_plan, resolve, stage_memory
 from megatron_llama.plan.memory import States, rank_memory, stage_footprints
-from megatron_llama.system.units import GIB, gib
+from megatron_llama.system.tables import GIB, gib
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
 

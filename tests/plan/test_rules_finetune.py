@@ -10,7 +10,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.config.settings import LORA_TARGETS
 from megatron_llama.plan import format_plan, parameters, resolve, stage_memory
-from megatron_llama.system.units import GIB
+from megatron_llama.system.tables import GIB
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
 

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.derive import head_in_layers, split_layers, spread, uneven_layers
 from megatron_llama.plan.memory import stage_footprints
-from megatron_llama.plan.stage_split import head_in_layers, split_layers, spread, uneven_layers
-from megatron_llama.system.units import GIB
+from megatron_llama.system.tables import GIB
 from tests.paths import CONF
 
 

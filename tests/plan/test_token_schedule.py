@@ -8,8 +8,7 @@ import pytest
 
 from megatron_llama.arch.flops import Kept, flops_per_token, with_random_ltd
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.batch_schedule import BatchSchedule
-from megatron_llama.plan.token_schedule import TokenSchedule
+from megatron_llama.plan.schedules import BatchSchedule, TokenSchedule
 from tests.config.helpers import make
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Line, between_nodes, totals, wire
-from megatron_llama.tools.traffic.rank_groups import compact, groups_of_ranks, operations_of_rank
+from megatron_llama.tools.traffic.cli import compact, groups_of_ranks, operations_of_rank
 from tests.oracle import make_plan
 from tests.paths import CONF
 

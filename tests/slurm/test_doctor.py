@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.tools.doctor.examination_report import Report
+from megatron_llama.tools.doctor.examination import Report
 from megatron_llama.tools.doctor.finding import Finding, Node
-from megatron_llama.tools.doctor.meeting import ClockReading
+from megatron_llama.tools.doctor.network import ClockReading
 from tests.paths import ROOT
 from tests.slurm.cluster import Lab
 

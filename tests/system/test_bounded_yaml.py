@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.system.bounded_yaml import MOST_BYTES, MOST_VALUES, check_yaml
+from megatron_llama.system.files import MOST_BYTES, MOST_VALUES, check_yaml
 
 TENFOLD = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
 

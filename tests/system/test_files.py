@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.check_dataset import read_manifest as read_dataset_manifest
+from data_prep.lib.dataset import read_manifest as read_dataset_manifest
 from data_prep.lib.input_files import find_sources
 from megatron_llama.checkpoint.folder import pointed
 from megatron_llama.checkpoint.manifest import NAME, read_manifest
@@ -16,13 +16,12 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.launch.run_dir import claimed
-from megatron_llama.system.bounded_yaml import check_yaml
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import read_json, read_whole, sha256_file
+from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file
 from megatron_llama.text.chat_template import own_template
 from megatron_llama.text.encoders import load_encoder
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
-from megatron_llama.tools.compare.read_logs import read_log
+from megatron_llama.tools.compare.runs import read_log
 
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe.yaml": lambda folder: check_yaml(folder / "recipe.yaml"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_llama.system.text_table import text_table
+from megatron_llama.system.tables import text_table
 
 
 def test_columns_are_aligned() -> None:

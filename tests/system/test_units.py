@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_llama.system.units import GIB, gib
+from megatron_llama.system.tables import GIB, gib
 
 MIB = 2**20
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.sft_set import ExampleOptions, chat_of
-from megatron_llama.text.chat_template import NAMED, Jinja, Piece, own_template
-from megatron_llama.text.chat_tokenizer import encode_pieces
+from data_prep.lib.sets import ExampleOptions, chat_of
+from megatron_llama.text.chat_template import NAMED, Jinja, Piece, encode_pieces, own_template
 from megatron_llama.text.conversation import Bad, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, SPECIAL

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.record_formats import turns_of
+from data_prep.lib.records import turns_of
 from megatron_llama.text.conversation import LABELLED, REASONS, Bad, Turn, labelled_turns
 
 TWO = [Turn("user", "q"), Turn("assistant", "a")]

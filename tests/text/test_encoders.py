@@ -14,8 +14,7 @@ import sentencepiece
 from megatron_llama.system.errors import UserError
 from megatron_llama.text import encoders
 from megatron_llama.text.encoders import FAST, check_same, first_difference, load_encoder
-from megatron_llama.text.sentencepiece_model import why_not_fast
-from megatron_llama.text.tokenizer import read_model
+from megatron_llama.text.tokenizer import read_model, why_not_fast
 from tests.data_prep.helpers import SHARED, Run, assert_refused, outputs, reference, run_script, write_jsonl
 
 V1, V3 = SHARED / "tokenizers/mistral_v1_32000.model", SHARED / "tokenizers/mistral_v3_32768.model"

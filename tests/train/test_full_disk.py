@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.system.errors import MachineError
-from megatron_llama.train import tensorboard_file
+from megatron_llama.train import sinks
 from megatron_llama.train.metrics_file import MetricsFile
-from megatron_llama.train.tensorboard_file import TensorBoardFile
+from megatron_llama.train.sinks import TensorBoardFile
 from tests.train.full_disk import on_a_full_disk
 
 
@@ -27,7 +27,7 @@ def test_metrics_that_can_not_be_written_are_the_end_and_closing_adds_nothing(tm
 
 
 def test_tensorboard_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard_file, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.01)
 
     def work() -> None:
         board = TensorBoardFile(tmp_path / "tensorboard", 0)

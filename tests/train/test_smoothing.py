@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_llama.train.smoothing import moving_average
+from megatron_llama.train.loss_curve import moving_average
 
 
 def test_straight_lines_and_levels_are_kept() -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron_llama.train import stop
+from megatron_llama.train import loop
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,13 @@ from megatron_llama.train import stop
 )
 def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, second: int, end: int) -> None:
     """Slurm only repeats the first, and so does a terminal that closes."""
-    monkeypatch.setattr(stop, "_ECHO_SECONDS", -1.0)
+    monkeypatch.setattr(loop, "_ECHO_SECONDS", -1.0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
     child = os.fork()
     if child == 0:
-        with stop.StopSignals() as signals:
+        with loop.StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
             received = signals.received
             os.kill(os.getpid(), second)

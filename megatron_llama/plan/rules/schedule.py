@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_llama import hooks
-from megatron_llama.config.data_prefixes import weights_and_paths
+from megatron_llama.config.data_settings import weights_and_paths
 from megatron_llama.config.problems import Problem, two_lengths
 from megatron_llama.config.settings import Config, TrainerConfig
 from megatron_llama.plan.derive import resolved_schedule

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
-from megatron_llama.tools.compare.metric_names import ROLES
-from megatron_llama.tools.compare.read_logs import FILES_OF_A_RUN
+from megatron_llama.tools.compare.runs import FILES_OF_A_RUN, ROLES
 
 if TYPE_CHECKING:  # these need numpy, which --help does not
     from megatron_llama.tools.compare.runs import Run
@@ -33,9 +32,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This comparison") + "\n")
         return EXIT_USER
-    from megatron_llama.tools.compare.comparison_page import as_html
-    from megatron_llama.tools.compare.comparison_plot import draw
-    from megatron_llama.tools.compare.comparison_report import as_text
+    from megatron_llama.tools.compare.report import as_html, as_text, draw
 
     sys.stdout.write(as_text(comparison))
     picture, page = Path(f"{arguments.out}.png"), Path(f"{arguments.out}.html")

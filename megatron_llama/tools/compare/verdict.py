@@ -1,7 +1,7 @@
 """Whether curves agree. docs/compare.md defines each figure."""
-
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -10,9 +10,7 @@ import numpy as np
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.tools.compare.runs import Run
-from megatron_llama.tools.compare.sample_grid import Grid, binned, borders, common_grid
-from megatron_llama.tools.compare.seed_band import seeds_band
-from megatron_llama.train.smoothing import Floats, moving_average
+from megatron_llama.train.loss_curve import Floats, moving_average
 
 # A curve that is outside the band for longer than this many windows has diverged; what is shorter is a spike, which a
 # window spreads over its own length.
@@ -202,3 +200,153 @@ def _step_noise(bins: Floats, to: Comparison) -> float:
     # The median of |N(0, s) - N(0, s)| is 0.6745 · sqrt(2) · s; spikes hardly change it.
     spread = float(np.median(np.abs(changes))) / (0.6745 * 2**0.5)
     return 2 * spread / float(np.sqrt(to.grid.window))
+
+
+# The spread of runs that differ only in their seed, and the interval in which one more run is expected.
+#
+# docs/compare.md derives the band; the terms are those of one-way analysis of variance with random effects.
+
+
+# The share of runs without a true gap that are inside the band at a point; the variance is pooled over this many
+# windows around the point.
+LEVEL, POOLED_WINDOWS = 0.99, 5
+
+
+def seeds_band(curves: Floats, window: int) -> Floats:
+    """How far a further run may be from the seeds' mean, relative to it, at each point.
+
+    ``curves`` are the smoothed curves of at least two seeds, [seeds, points]; ``window`` is the smoothing's, in points.
+    A prediction interval: t · σ · sqrt(1 + 1/seeds), with Student's t at the effective degrees of freedom: fewer
+    where each seed stays on its side of the mean all along the curve.
+    """
+    seeds, points = curves.shape
+    mean = curves.mean(axis=0)
+    deviations = (curves - mean) / np.abs(mean)
+    variance = pooled((deviations**2).sum(axis=0) / (seeds - 1), min(POOLED_WINDOWS * window, points))
+    sigma = np.sqrt(variance)
+    kept = persistence(deviations / np.where(sigma > 0, sigma, 1.0), window)
+    windows = max(1.0, min(POOLED_WINDOWS, points / window))
+    freedom = degrees_of_freedom(seeds, windows, kept)
+    return student_t((1 + LEVEL) / 2, freedom) * sigma * math.sqrt(1 + 1 / seeds)
+
+
+def pooled(values: Floats, span: int) -> Floats:
+    """The mean over ``span`` points around each; at the ends over those that are there. NaN is left out."""
+    finite = np.isfinite(values)
+    sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
+    counts = np.concatenate(([0], np.cumsum(finite)))
+    index = np.arange(len(values))
+    low, high = np.maximum(index - span // 2, 0), np.minimum(index + span // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)
+
+
+def persistence(standardised: Floats, window: int) -> float:
+    """The share of the seeds' variance, 0 to 1, that is constant along the curve (the intraclass correlation).
+
+    ``standardised`` are deviations from the seeds' mean in units of their spread, [seeds, points]. Windows that don't
+    overlap are the members of a class. One window is not enough to estimate it, and gives 1.
+    """
+    blocks = standardised[:, ::window]
+    blocks = blocks[:, np.isfinite(blocks).all(axis=0)]
+    seeds, count = blocks.shape
+    if count < 2:
+        return 1.0
+    own = blocks.mean(axis=1, keepdims=True)
+    between = count * float((own**2).sum()) / (seeds - 1)
+    within = float(((blocks - own) ** 2).sum()) / ((seeds - 1) * (count - 1))
+    kept = max(0.0, (between - within) / count)
+    return kept / (kept + within) if kept + within > 0 else 1.0
+
+
+def degrees_of_freedom(seeds: int, windows: float, kept: float) -> float:
+    """Satterthwaite's for a variance pooled over ``windows``, where the share ``kept`` of it is the same in all.
+
+    seeds - 1 for ``kept`` 1, (seeds - 1) · windows for 0.
+    """
+    if windows <= 1:
+        return seeds - 1.0
+    shared = (kept + (1 - kept) / windows) ** 2
+    own = (1 - kept) ** 2 * (1 - 1 / windows) ** 2 / (windows - 1)
+    return (seeds - 1) / (shared + own)
+
+
+def student_t(probability: float, freedom: float) -> float:
+    """The quantile of Student's t, for probabilities above 0.5, to about 1e-5.
+
+    With t = sqrt(f) · tan(a) the density becomes cos(a)^(f - 1), which is summed over a fine grid.
+    """
+    freedom = min(freedom, 1000.0)
+    angles = np.linspace(0.0, math.pi / 2, 200_001)
+    heights = np.cos(angles) ** (freedom - 1)
+    areas = np.concatenate(([0.0], np.cumsum((heights[1:] + heights[:-1]) / 2)))
+    angle = float(np.interp(2 * probability - 1, areas / areas[-1], angles))
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+# Curves on one grid of samples, bins of the samples that all have. docs/compare.md explains it.
+
+
+# The window when none is given: this share of what is compared, but no fewer bins than that.
+SHARE, FEWEST_BINS = 0.05, 8
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Equal bins over the samples that all runs have; a bin is a step of the run with the largest ones."""
+
+    start: float
+    """Samples before the first bin."""
+    width: float
+    """Samples in a bin."""
+    bins: int
+    window: int
+    """Bins that a smoothed value is the mean of."""
+
+    @property
+    def end(self) -> float:
+        """Samples after the last bin."""
+        return self.start + self.bins * self.width
+
+    @property
+    def edges(self) -> Floats:
+        """Samples at the bins' borders, bins + 1 of them."""
+        return self.start + self.width * np.arange(self.bins + 1, dtype=np.float64)
+
+    @property
+    def centres(self) -> Floats:
+        """Samples in the middle of each window, bins - window + 1 of them."""
+        return self.start + self.width * (self.window / 2 + np.arange(self.bins - self.window + 1, dtype=np.float64))
+
+
+def borders(run: Run) -> Floats:
+    """Samples before and after each logged step: the first step is taken to be as large as the median one."""
+    return np.concatenate(([run.samples[0] - run.step], run.samples))
+
+
+def common_grid(runs: Sequence[Run], window_samples: float | None = None) -> Grid | None:
+    """The grid that all runs share, or None where they share no bin."""
+    start = max(float(borders(run)[0]) for run in runs)
+    end = min(float(run.samples[-1]) for run in runs)
+    width = max(run.step for run in runs)
+    bins = int((end - start) / width + 1e-6)
+    if bins < 1:
+        return None
+    window = max(FEWEST_BINS, round(SHARE * bins)) if window_samples is None else max(1, round(window_samples / width))
+    return Grid(start, width, bins, min(window, bins))
+
+
+def binned(run: Run, grid: Grid) -> Floats:
+    """The mean loss in each bin, weighted by samples. A logged loss is that of all samples since the one before.
+
+    So runs with different steps are averaged over the very same samples. NaN where less than half of a bin has a
+    finite loss.
+    """
+    edges = borders(run)
+    finite = np.isfinite(run.losses)
+    widths = np.diff(edges)
+    covered = np.concatenate(([0.0], np.cumsum(widths * finite)))
+    summed = np.concatenate(([0.0], np.cumsum(widths * np.where(finite, run.losses, 0.0))))
+    cover = np.diff(np.interp(grid.edges, edges, covered))
+    total = np.diff(np.interp(grid.edges, edges, summed))
+    known = cover > grid.width / 2
+    return np.where(known, total / np.where(known, cover, 1.0), np.nan)

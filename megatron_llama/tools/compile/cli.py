@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config

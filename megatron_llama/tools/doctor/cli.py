@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.launch.environment import ProcessContext
     from megatron_llama.launch.world import World
-    from megatron_llama.tools.doctor.examination import Case
-    from megatron_llama.tools.doctor.examination_report import Report
+    from megatron_llama.tools.doctor.examination import Case, Report
     from megatron_llama.tools.doctor.finding import Finding
-    from megatron_llama.tools.doctor.meeting import Meeting
+    from megatron_llama.tools.doctor.network import Meeting
 
 QUICK, JSON = "--quick", "--json"
 USAGE = """\
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.environment import process_context
     from megatron_llama.launch.job_store import LaunchFailed
-    from megatron_llama.tools.mock_run import MOCK_RUN
+    from megatron_llama.tools.common import MOCK_RUN
 
     overrides = [word for word in argv if word not in (QUICK, JSON)]
     try:
@@ -96,8 +95,7 @@ def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_
     """One process's part; the first one prints."""
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
-    from megatron_llama.tools.doctor.examination import Case, examine_nodes, say
-    from megatron_llama.tools.doctor.examination_report import Report
+    from megatron_llama.tools.doctor.examination import Case, Report, examine_nodes, say
     from megatron_llama.tools.doctor.finding import BREAKS, Finding, of_problem, severest
 
     begin, wanted = time.monotonic(), config.device.name
@@ -135,7 +133,7 @@ def _meet(context: ProcessContext | None) -> tuple[Meeting | None, list[Finding]
     from megatron_llama.launch.job_store import LaunchFailed
     from megatron_llama.launch.join import secret_of_job
     from megatron_llama.tools.doctor.finding import BREAKS, Finding, of_problem
-    from megatron_llama.tools.doctor.meeting import Meeting
+    from megatron_llama.tools.doctor.network import Meeting
 
     host = socket.gethostname()
     try:
@@ -163,9 +161,9 @@ def _measure(case: Case, world: World, meeting: Meeting) -> tuple[dict[str, Any]
     """Starts the ranks, or becomes one; on the first process what they have measured, and what is slow."""
     from megatron_llama.launch.join import join
     from megatron_llama.launch.start import Share, start_ranks
-    from megatron_llama.tools.doctor import speeds
+    from megatron_llama.tools.doctor import ranks
     from megatron_llama.tools.doctor.finding import BREAKS, Finding
-    from megatron_llama.tools.doctor.rank_measurements import RESULT, measure_ranks
+    from megatron_llama.tools.doctor.ranks import RESULT, measure_ranks
 
     plan = case.plan
     assert plan is not None, "without one nothing is measured"
@@ -187,4 +185,4 @@ def _measure(case: Case, world: World, meeting: Meeting) -> tuple[dict[str, Any]
         if not case.is_first:
             return None, []
         measured = json.loads((Path(folder) / RESULT).read_text(encoding="utf-8"))
-        return measured, list(speeds.judge(measured))
+        return measured, list(ranks.judge(measured))

@@ -14,7 +14,7 @@ from statistics import median_high
 from typing import IO, Any
 
 from megatron_llama.system.files import sync_folder, try_lock
-from megatron_llama.system.units import gib
+from megatron_llama.system.tables import gib
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, Node, names
 
 CHECK = "disks"

@@ -1,24 +1,30 @@
 """The nodes' part of an examination: each first process observes its node, all meet, and the first one judges."""
-
 from __future__ import annotations
 
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import Config
+from megatron_llama.config.precision import BYTES
+from megatron_llama.config.problems import fill
 from megatron_llama.devices import get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Plan
-from megatron_llama.tools.doctor import clocks, disks, hardware_check, interfaces, pairs, process_limits, versions
-from megatron_llama.tools.doctor.finding import BREAKS, Finding, Node
-from megatron_llama.tools.doctor.meeting import ClockReading, Meeting
-from megatron_llama.tools.doctor.need import folders_of, need_of
+from megatron_llama.plan.memory import optimizer_bytes
+from megatron_llama.system.files import user_cache
+from megatron_llama.system.tables import gib, plural, text_table
+from megatron_llama.tools.doctor import disks, machine, network
+from megatron_llama.tools.doctor.disks import RUN, Need
+from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, Node
+from megatron_llama.tools.doctor.network import ClockReading, Meeting
+from megatron_llama.tools.doctor.ranks import Rate
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def examine_nodes(case: Case, meeting: Meeting) -> tuple[list[Node], list[Findin
     with ExitStack() as stack:
         echo = mark = None
         if case.leads and case.nodes > 1:
-            echo = pairs.Echo()
+            echo = network.Echo()
             stack.callback(echo.close)
         say(case, "looking at versions, devices, networks, disks and limits")
         report = _report(case, meeting.own_address, echo.port if echo else 0) if case.leads else None
@@ -73,7 +79,7 @@ def examine_nodes(case: Case, meeting: Meeting) -> tuple[list[Node], list[Findin
         if case.leads and case.nodes > 1:
             own = next(each["node"] for each in reports if each["address"] == meeting.own_address)
             peers = {each["node"]: (each["address"], each["port"]) for each in reports if each["node"] != own}
-            tried = (own, pairs.reach_all(own, peers))
+            tried = (own, network.reach_all(own, peers))
             if not case.is_first and reports[0].get("mark"):
                 look = disks.look_for(reports[0]["mark"])
         answers = meeting.exchange((tried, look))
@@ -97,13 +103,13 @@ def _report(case: Case, address: str, port: int) -> dict[str, Any]:
     context = case.context
     device = case.config.device.name
     seen = {
-        versions.CHECK: versions.observe(),
-        hardware_check.CHECK: hardware_check.observe(device, count=not case.quick),
-        process_limits.CHECK: process_limits.observe(),
+        machine.VERSIONS: machine.observe_versions(),
+        machine.HARDWARE: machine.observe_hardware(device, count=not case.quick),
+        machine.LIMITS: machine.observe_limits(),
         disks.CHECK: disks.observe(folders_of(case.config)),
     }
-    name = seen[hardware_check.CHECK].get("device")
-    seen[interfaces.CHECK] = interfaces.observe(get_device(name).interface_variable if name else interfaces.GLOO)
+    name = seen[machine.HARDWARE].get("device")
+    seen[network.INTERFACES] = network.observe_interfaces(get_device(name).interface_variable if name else network.GLOO)
     return {
         "process": 0 if context is None else context.rank,
         "node": 0 if context is None else context.node,
@@ -139,14 +145,14 @@ def _judge(
     readings: Sequence[ClockReading | None],
 ) -> Iterator[Finding]:
     yield from _missing(case, meeting)
-    yield from versions.judge(nodes)
-    yield from hardware_check.judge(nodes)
-    yield from interfaces.judge(nodes)
-    yield from pairs.judge(nodes, results)
-    yield from clocks.judge(nodes, readings)
+    yield from machine.judge_versions(nodes)
+    yield from machine.judge_hardware(nodes)
+    yield from network.judge_interfaces(nodes)
+    yield from network.judge_pairs(nodes, results)
+    yield from machine.judge_clocks(nodes, readings)
     yield from disks.judge(nodes, looks, None if case.plan is None else need_of(case.plan))
-    found = nodes[0].seen[hardware_check.CHECK].get("device")
-    yield from process_limits.judge(nodes, accelerator=bool(found) and get_device(found).is_accelerator)
+    found = nodes[0].seen[machine.HARDWARE].get("device")
+    yield from machine.judge_limits(nodes, accelerator=bool(found) and get_device(found).is_accelerator)
 
 
 def _missing(case: Case, meeting: Meeting) -> Iterator[Finding]:
@@ -178,3 +184,140 @@ def _host_names(count: int) -> list[str]:
         return []
     found = done.stdout.split()
     return found if len(found) == count else []
+
+
+# What the doctor prints: the nodes, the collectives' speeds, and every finding with what to do.
+
+
+WIDTH = 110
+_MARKS = {BREAKS: "✗", WARNS: "!", NOTES: "·"}
+_COLOURS = {BREAKS: "31;1", WARNS: "33;1", NOTES: "36"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that an examination has brought to light."""
+
+    nodes: Sequence[Node]
+    readings: Sequence[ClockReading | None]
+    """Of the nodes' clocks."""
+    findings: Sequence[Finding]
+    measured: Mapping[str, Any] | None
+    """What the ranks have measured; None where they did not."""
+    seconds: float
+    """That it took."""
+
+    def page(self, *, colour: bool) -> str:
+        """As text for people."""
+        lines = [*_node_table(self.nodes, self.readings), ""] if self.nodes else []
+        if self.measured is not None:
+            lines += [*_speed_table(self.measured), ""]
+        ordered = sorted(self.findings, key=lambda finding: SEVERITIES.index(finding.severity))
+        for finding in ordered:
+            lines += _block(finding, colour)
+        return "\n".join([*lines, *_verdict(self.nodes, ordered, self.seconds)]) + "\n"
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self) | {"seconds": round(self.seconds, 1)}
+
+
+def _node_table(nodes: Sequence[Node], readings: Sequence[ClockReading | None]) -> list[str]:
+    rows = [("node", "ranks", "address", "interface", "device", "torch", "commit", "clock", "run.dir", "free")]
+    for node, reading in zip(nodes, readings, strict=True):
+        device, disk = node.seen[machine.HARDWARE], node.seen[disks.CHECK][disks.RUN]
+        count = f"{device['count']} x " if device.get("count") else ""
+        clock = "" if reading is None else f"{reading.ahead:+.3f} s"
+        speed = f"{disks.WRITTEN / disk['seconds'] / 1e6:,.0f} MB/s" if "seconds" in disk else "?"
+        rows.append(
+            (
+                node.name,
+                node.ranks,
+                node.address,
+                network.interface_of_node(node) or "",
+                f"{count}{device.get('device', 'none')}",
+                str(node.seen[machine.VERSIONS]["torch"]),
+                node.seen[machine.VERSIONS]["commit"],
+                clock,
+                speed,
+                "?" if disk["free"] is None else gib(disk["free"]),
+            )
+        )
+    return text_table([[*map(str, row)] for row in rows])
+
+
+def _speed_table(measured: Mapping[str, Any]) -> list[str]:
+    """The slowest group of each axis, as the NCCL tests count."""
+    slowest: dict[tuple[str, str, int], Rate] = {}
+    for fields in measured["collectives"]:
+        rate = Rate(**fields)
+        known = slowest.get((rate.axis, rate.kind, rate.size))
+        if known is None or rate.seconds > known.seconds:
+            slowest[rate.axis, rate.kind, rate.size] = rate
+    rates = [rate / 1e9 for rate in measured["products"]]
+    lines = [f"Products: {min(rates):,.1f} to {max(rates):,.1f} GFLOP/s on {len(rates)} {plural(len(rates), 'rank')}."]
+    if links := [rate / 1e6 for _, _, rate in measured["links"]]:
+        lines.append(f"Links between nodes: {min(links):,.0f} to {max(links):,.0f} MB/s.")
+    if not slowest:
+        return lines
+    rows = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
+    for rate in slowest.values():
+        rows.append(
+            (
+                rate.axis,
+                rate.kind,
+                str(rate.ranks),
+                _size(rate.size),
+                f"{1e6 * rate.seconds:,.0f} us",
+                f"{rate.algorithm_bandwidth / 1e9:.3f} GB/s",
+                f"{rate.bus_bandwidth / 1e9:.3f} GB/s",
+            )
+        )
+    return [*lines, "", *text_table(rows, left=2)]
+
+
+def _block(finding: Finding, colour: bool) -> Iterator[str]:
+    title = f"{_MARKS[finding.severity]} {finding.check:12s}{finding.where}"
+    yield f"\x1b[{_COLOURS[finding.severity]}m{title}\x1b[0m" if colour else title
+    yield fill(f"  {'':12s}", finding.what, WIDTH)
+    yield fill(f"  {'do':>10s}  ", finding.remedy, WIDTH)
+    yield ""
+
+
+def _verdict(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -> Iterator[str]:
+    looked = f"{len(nodes)} {plural(len(nodes), 'node')} in {seconds:.0f} s"
+    if not findings:
+        yield f"Nothing is wrong with {looked}."
+        return
+    counts = [sum(finding.severity == severity for finding in findings) for severity in SEVERITIES]
+    words = ("sure to break a run", "that may cost one", "good to know")
+    told = ", ".join(f"{count} {word}" for count, word in zip(counts, words, strict=True) if count)
+    yield f"{len(findings)} {plural(len(findings), 'finding')} on {looked}: {told}."
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+# What the settings say about the machines before a run: its folders, and what it will write into them.
+
+
+def folders_of(config: Config) -> dict[str, Path]:
+    """The folders that a run writes to, by their setting."""
+    found = {RUN: Path(config.run.dir or "runs")}
+    if config.trainer.compile:
+        found["trainer.compile_cache"] = Path(config.trainer.compile_cache or user_cache("compile")).expanduser()
+    if config.data.cache_dir:
+        found["data.cache_dir"] = Path(config.data.cache_dir).expanduser()
+    return found
+
+
+def need_of(plan: Plan) -> Need:
+    """Weights and optimizer states of what is trained, and how many checkpoints there will be."""
+    config = plan.config
+    size = plan.whole.trained * BYTES[plan.precision.param_dtype] + optimizer_bytes(plan, plan.whole)
+    every, keep, steps = config.checkpoint.every_steps, config.checkpoint.keep, config.trainer.steps
+    made = (steps // every if every else 0) + (1 if config.checkpoint.save_last and (not every or steps % every) else 0)
+    # An old one goes once the new one is whole.
+    kept = made if keep is None else min(made, keep + 1)
+    return Need(size if made else 0, kept)

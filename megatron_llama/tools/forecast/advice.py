@@ -10,11 +10,11 @@ from typing import Any
 from megatron_llama.config.fields import get
 from megatron_llama.config.problems import ConfigError, shown
 from megatron_llama.config.settings import OFFLOADED, RECOMPUTE, Config
+from megatron_llama.plan.derive import spread
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.stage_split import spread
-from megatron_llama.plan.variation import varied
-from megatron_llama.system.units import gib
+from megatron_llama.plan.resolve import varied
+from megatron_llama.system.tables import gib
 from megatron_llama.tools.forecast.hardware import Device, devices
 from megatron_llama.tools.forecast.step_time import fitted, step_time
 

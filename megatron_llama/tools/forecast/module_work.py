@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, head_dim, matrices
-from megatron_llama.config.model_settings import ModelConfig
-from megatron_llama.config.settings import FinetuneConfig
+from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.plan.plan import Plan
 
 

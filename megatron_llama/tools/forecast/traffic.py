@@ -366,7 +366,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload, apart)
 
 
-# The parameters of one rank, in the units that ``fully_shard`` gathers and scatters (parallel/data.py), as numbers.
+# The parameters of one rank, in the units that ``fully_shard`` gathers and scatters (parallel/fsdp.py), as numbers.
 
 
 class Parameter(NamedTuple):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
-from megatron_llama.config.model_settings import ModelConfig
 from megatron_llama.config.problems import ConfigError, Problem, shown
+from megatron_llama.config.settings import ModelConfig
 from megatron_llama.tools.import_nemo import nemo_keys as keys
-from megatron_llama.tools.import_nemo.found import (
+from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, on, precision_of, rows_of_tokenizer
+from megatron_llama.tools.import_nemo.read_yaml import (
     MEANINGLESS,
     RENAMED,
     SAME,
@@ -20,11 +21,11 @@ from megatron_llama.tools.import_nemo.found import (
     UNSUPPORTED,
     Converted,
     Found,
+    flat,
+    load,
+    open_reference,
     unread,
 )
-from megatron_llama.tools.import_nemo.nemo_precision import PRESETS, SWITCHES, on, precision_of
-from megatron_llama.tools.import_nemo.nemo_vocabulary import rows_of_tokenizer
-from megatron_llama.tools.import_nemo.read_yaml import flat, load, open_reference
 
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
 # Optimizers that are Adam with decoupled weight decay; they differ in where the optimizer states are.

@@ -17,10 +17,9 @@ from megatron_llama.tools.inference.arguments import OpenedModel, Problems, Star
 
 if TYPE_CHECKING:
     from megatron_llama.text.conversation import Template
-    from megatron_llama.tools.inference.accuracy import EncodedRecord
+    from megatron_llama.tools.inference.chat import PromptBuilder
+    from megatron_llama.tools.inference.evaluation import EncodedRecord, Progress
     from megatron_llama.tools.inference.generator import Generator
-    from megatron_llama.tools.inference.perplexity import Progress
-    from megatron_llama.tools.inference.prompts import PromptBuilder
 
 DESCRIPTION = """\
 Say how good a model is: python scripts/evaluate.py CHECKPOINT followed by one of
@@ -69,7 +68,7 @@ class DatasetTask(Evaluation):
     max_tokens: int | None
 
     def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        from megatron_llama.tools.inference.perplexity import open_examples, open_windows, perplexity
+        from megatron_llama.tools.inference.evaluation import open_examples, open_windows, perplexity
 
         examples = open_examples(self.dataset, generator.plan.model)
         if examples is None:
@@ -93,7 +92,7 @@ class RecordsTask(Evaluation):
     max_new_tokens: int
 
     def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        from megatron_llama.tools.inference.accuracy import answer_accuracy, label_accuracy
+        from megatron_llama.tools.inference.evaluation import answer_accuracy, label_accuracy
 
         name = self.prompts.template
         report: dict[str, Any] = {
@@ -168,7 +167,7 @@ def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
     if arguments.dataset is None:
         return _records_task(arguments, opened, problems)
 
-    from megatron_llama.tools.inference.perplexity import is_fine_tuning_set, open_examples, open_ids
+    from megatron_llama.tools.inference.evaluation import is_fine_tuning_set, open_examples, open_ids
 
     is_set = is_fine_tuning_set(arguments.dataset)
     problems.collect(open_examples if is_set else open_ids, arguments.dataset, opened.saved.model)
@@ -179,9 +178,8 @@ def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
 
 
 def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> RecordsTask | None:
-    from megatron_llama.tools.inference.accuracy import encode_records
-    from megatron_llama.tools.inference.eval_data import TEMPLATES, find_template, read_records
-    from megatron_llama.tools.inference.prompts import open_prompt_builder
+    from megatron_llama.tools.inference.chat import open_prompt_builder
+    from megatron_llama.tools.inference.evaluation import TEMPLATES, encode_records, find_template, read_records
     from megatron_llama.tools.inference.saved_model import stop_ids
 
     kind, file = ("labelled", arguments.labelled) if arguments.labelled else ("generative", arguments.generative)

@@ -21,9 +21,8 @@ from megatron_llama.tools.inference.arguments import (
 
 if TYPE_CHECKING:
     from megatron_llama.text.tokenizer import Tokenizer
-    from megatron_llama.tools.inference.generator import Generator
-    from megatron_llama.tools.inference.prompts import PromptBuilder
-    from megatron_llama.tools.inference.sampling import Sampling
+    from megatron_llama.tools.inference.chat import PromptBuilder
+    from megatron_llama.tools.inference.generator import Generator, Sampling
 
 DESCRIPTION = "Let a model write: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat\n"
 EPILOG = "Text goes to stdout, tokens/s to stderr."
@@ -43,8 +42,7 @@ class Request(Task):
     system: str | None
 
     def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
-        from megatron_llama.tools.inference.chat import Chat
-        from megatron_llama.tools.inference.stream import Printer
+        from megatron_llama.tools.inference.chat import Chat, Printer
 
         if self.chat is not None:
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
@@ -116,8 +114,8 @@ def _drawing(arguments: argparse.Namespace) -> dict[str, Any]:
 def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
     """What the ranks are to do; prompts that do not fit the model, and a template that can't be used, are problems."""
     from megatron_llama.config import ConfigError
-    from megatron_llama.tools.inference.prompts import open_prompt_builder
-    from megatron_llama.tools.inference.sampling import Sampling
+    from megatron_llama.tools.inference.chat import open_prompt_builder
+    from megatron_llama.tools.inference.generator import Sampling
     from megatron_llama.tools.inference.saved_model import stop_ids
 
     assert opened.tokenizer is not None

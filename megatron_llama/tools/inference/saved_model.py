@@ -20,16 +20,17 @@ from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     fill_from_adapter,
+    local_folder,
+    or_fetch_it,
     other_than_llama,
     read_hf_config,
     shape_from_hf,
 )
-from megatron_llama.config.hub import local_folder, or_fetch_it
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.text.chat_template import TrainedTemplate, trained_template
 from megatron_llama.text.tokenizer import FAST_JSON, PIECES, Tokenizer, TokenizerError, open_tokenizer
-from megatron_llama.text.trained_template import TrainedTemplate, trained_template
 
 ARGUMENT = "CHECKPOINT"
 

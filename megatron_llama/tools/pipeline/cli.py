@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from megatron_llama import cli
 from megatron_llama.devices import find_device
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.system.text_table import text_table
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.system.tables import text_table
+from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
-    from megatron_llama.tools.pipeline.durations import Passes
-    from megatron_llama.tools.pipeline.timeline import Timeline
+    from megatron_llama.tools.pipeline.lanes import Timeline
+    from megatron_llama.tools.pipeline.record import Passes
     from megatron_llama.tools.settings import ClusterConfig
 
 MOST_MICROBATCHES = 32
@@ -111,20 +111,18 @@ def _check(plan: Plan, out: Path) -> None:
 def _draw(plan: Plan, cluster: ClusterConfig | None, out: Path, measure: bool) -> int:
     from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
-    from megatron_llama.tools.pipeline import durations
-    from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw
-    from megatron_llama.tools.pipeline.measure import measured
-    from megatron_llama.tools.pipeline.order import recorded_order
-    from megatron_llama.tools.pipeline.timeline import as_early_as_possible
+    from megatron_llama.tools.pipeline import record
+    from megatron_llama.tools.pipeline.lanes import Panel, as_early_as_possible, as_png, as_svg, draw
+    from megatron_llama.tools.pipeline.record import measured, recorded_order
 
     pp, vpp, microbatches = plan.config.trainer.pp, plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
     real = measured(plan) if measure else None
     if isinstance(real, int):
         return real
     if real is not None:
-        passes = durations.as_medians(real, vpp)
+        passes = record.as_medians(real, vpp)
     else:
-        passes = durations.by_flops(plan) if cluster is None else durations.on_cluster(plan, cluster)
+        passes = record.by_flops(plan) if cluster is None else record.on_cluster(plan, cluster)
     ideal = as_early_as_possible(recorded_order(pp, vpp, microbatches), passes.of(pp))
     panels = [Panel(f"passes {passes.source}; bubble {ideal.bubble:.1%}", passes.unit, ideal)]
     if real is not None:
@@ -154,7 +152,7 @@ def _report(plan: Plan, passes: Passes, ideal: Timeline, real: Timeline | None, 
     """What each stage computes, and the bubbles."""
     from megatron.core import __version__ as megatron_core
 
-    from megatron_llama.tools.pipeline.timeline import bubble_of_equal_stages
+    from megatron_llama.tools.pipeline.lanes import bubble_of_equal_stages
 
     pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
     yield f"megatron-core {megatron_core}: {_schedule(plan)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.tools.mock_run import NO_FILES
+from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\
 python scripts/plan.py [--json] [group=choice ...] [section.setting=value ...] [cluster.setting=value ...]
@@ -102,7 +102,7 @@ def _published(arguments: Sequence[str], as_json: bool) -> int:
 
 def _calibrate(others: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.tools.plan.calibrate import calibrate
+    from megatron_llama.tools.plan.measure_machine import calibrate
 
     if others:
         raise ConfigError([Problem(CALIBRATE, " ".join(others), "takes nothing else", "leave the rest out")])
@@ -110,8 +110,7 @@ def _calibrate(others: Sequence[str]) -> int:
 
 
 def _devices() -> int:
-    from megatron_llama.system.text_table import text_table
-    from megatron_llama.system.units import GIB
+    from megatron_llama.system.tables import GIB, text_table
     from megatron_llama.tools.forecast.hardware import devices
 
     head = ("device", "bf16 TFLOP/s", "fp8", "memory GiB", "TB/s", "a node", "link GB/s", "network GB/s", "source")

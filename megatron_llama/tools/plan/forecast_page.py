@@ -1,16 +1,18 @@
 """A forecast as text and as JSON."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_llama.plan.memory import USABLE
-from megatron_llama.system.text_table import text_table
-from megatron_llama.system.units import GIB, gib, plural, short_count
+from megatron_llama.system.tables import GIB, gib, plural, short_count, text_table
 from megatron_llama.tools.forecast import this_machine
 from megatron_llama.tools.forecast.step_time import provenance
+from megatron_llama.tools.plan import forecast_run
 from megatron_llama.tools.plan.forecast_run import Forecast
 
 MOST_STAGES = 16
@@ -171,3 +173,73 @@ def report_json(found: Forecast) -> dict[str, Any]:
         "scaling": [asdict(each) for each in found.scaling],
         "assumed": list(assumptions(found)),
     }
+
+
+# Tables of published runs as people write them: which file is one, and what its cells say.
+
+
+Row = Mapping[str, str]
+NO = ("no", "off", "none", "false", "0", "0.0", "n", "disabled")
+_NOTHING = ("?", "-", "n/a", "na", "null", "unknown", "not stated")
+_CAPITALS = {name.lower(): name for name in ("peak_mem_GiB", "GPUs")}
+"""Columns that have capitals, by their names without."""
+_NUMBER = re.compile(r"[~≈<>]?\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(%|[a-z/ .]*)", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=\d)[,\s'](?=\d{3}(?!\d))")
+_REMARK = re.compile(r"\(.*?\)")
+_TIMES = re.compile(r"\s*[x×*]\s*")
+
+
+class NotSpoken(ValueError):
+    """A row that nothing can be predicted for, and why."""
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file of published runs, or of a sweep; columns that are not there are empty.
+
+    Columns may stand in any order and be written in capitals or not; commas, semicolons or tabs may separate them.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        head = file.readline()
+        file.seek(0)
+        lines = csv.reader(file, delimiter=max(",;\t", key=head.count))
+        names = [_CAPITALS.get(name.strip().lower(), name.strip().lower()) for name in next(lines, [])]
+        cells = [list(map(str.strip, line)) for line in lines]
+    rows = [dict.fromkeys(names, "") | dict(zip(names, row, strict=False)) for row in cells if any(row)]
+    for row in rows:
+        row["confidence"] = row.get("confidence", "").lower()
+    return forecast_run.published_rows(rows) if forecast_run.is_sweep(rows) else rows
+
+
+def number(row: Row, column: str) -> float | None:
+    """What a cell says: "4,096", "2 x 8" devices, "8k" tokens, "870 ms"; None where it is no positive number."""
+    plain = _THOUSANDS.sub("", _REMARK.sub("", row.get(column, ""))).strip()
+    value = 1.0
+    for part in map(_NUMBER.fullmatch, _TIMES.split(plain)):
+        if part is None:
+            return None
+        unit = part[2].strip().lower().partition(" ")[0]
+        scale = {"k": 1024 if column == "seq" else 1000, "ms": 1e-3 if column == "step_time_s" else 1}
+        value *= float(part[1]) * scale.get(unit, 1)
+    return value if 0 < value < float("inf") else None
+
+
+def whole(row: Row, column: str) -> int | None:
+    """The same where it is a whole number."""
+    value = number(row, column)
+    return int(value) if value is not None and value >= 1 and value == int(value) else None
+
+
+def need(row: Row, column: str, what: str) -> int:
+    """The same of a column that a prediction needs. Raises NotSpoken."""
+    value = whole(row, column)
+    if value is None:
+        raise NotSpoken(f"{what} is not stated")
+    return value
+
+
+def said(row: Row, column: str) -> bool | None:
+    """Whether a cell says yes or no; None where it says nothing."""
+    words = row.get(column, "").lower()
+    if not words or words in _NOTHING:
+        return None
+    return words not in NO and not words.startswith("no ")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.system.text_table import text_table
-from megatron_llama.system.units import GIB, gib
+from megatron_llama.system.tables import GIB, gib, text_table
 from megatron_llama.tools.forecast.step_time import fitted, step_time
+from megatron_llama.tools.plan.forecast_page import NotSpoken, read_table
 from megatron_llama.tools.plan.published import (
     DO_NOT_FIT,
     Published,
@@ -20,7 +20,6 @@ from megatron_llama.tools.plan.published import (
     predicted_memory,
     read_run,
 )
-from megatron_llama.tools.plan.table_cells import NotSpoken, read_table
 
 UNSTATED = "(not stated)"
 LEAST_MFU = 0.01

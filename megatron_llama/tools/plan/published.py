@@ -15,7 +15,7 @@ from megatron_llama.plan.job import Job, Program, Shape, StateBytes
 from megatron_llama.plan.memory import footprint
 from megatron_llama.tools.forecast.hardware import Device, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
-from megatron_llama.tools.plan.table_cells import NO, NotSpoken, Row, need, number, said, whole
+from megatron_llama.tools.plan.forecast_page import NO, NotSpoken, Row, need, number, said, whole
 
 SQUAD_DOCUMENT = 256
 """Tokens of an example of the fine-tuning sets that NVIDIA's pages pack (SQuAD): attention is computed among them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.tools.mock_run import NO_FILES
+from megatron_llama.tools.common import NO_FILES
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def profile_one_rank(plan: Plan) -> None:
     """What each rank does: trains, and the first one prints what was found."""
-    from megatron_llama.tools.profile.profile_files import TEXT_FILE
+    from megatron_llama.tools.profile.files import TEXT_FILE
     from megatron_llama.tools.profile.profiler import FOLDER as PROFILE
     from megatron_llama.train.run_rank import run_rank
 

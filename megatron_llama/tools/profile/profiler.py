@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile, record_function, supported_activities
 
-from megatron_llama.data.prefetch import Prefetcher
+from megatron_llama.data.batches import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.forecast.module_work import rank_work
-from megatron_llama.tools.profile.clock import NORM, OPTIMIZER, Clock, Zone
-from megatron_llama.tools.profile.module_clock import ModuleClock
-from megatron_llama.tools.profile.module_tree import RankProfile
-from megatron_llama.tools.profile.profile_files import write_profile
-from megatron_llama.tools.profile.trace import Memory, finish_trace, step_name
+from megatron_llama.tools.profile.files import write_profile
+from megatron_llama.tools.profile.modules import ModuleClock, RankProfile
+from megatron_llama.tools.profile.trace import NORM, OPTIMIZER, Clock, Memory, Zone, finish_trace, step_name
 from megatron_llama.topology import Topology
 from megatron_llama.train.waits import AXES, DATA, WAITED, watching_waits
 

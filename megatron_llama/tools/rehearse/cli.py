@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
@@ -59,9 +59,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USER
     from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
-    from megatron_llama.tools.rehearse.picture import draw
     from megatron_llama.tools.rehearse.rehearsal import rehearse
-    from megatron_llama.tools.rehearse.text import as_json, lines
+    from megatron_llama.tools.rehearse.text import as_json, draw, lines
 
     if arguments.json:
         found = [as_json(rehearse(plan, rank)) for rank in ranks]

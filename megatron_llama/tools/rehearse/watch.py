@@ -37,7 +37,7 @@ from megatron_llama.tools.rehearse.report import (
     TABLES,
     TEMPORARY,
 )
-from megatron_llama.tools.traffic.count_collectives import TrafficCounter
+from megatron_llama.tools.traffic.count import TrafficCounter
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # (module of the caller, functions or all, kind): the innermost frame that is listed decides.
@@ -48,7 +48,7 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (_FSDP + "param", (), GATHERED),
     ("megatron.core.utils", ("get_tensor",), COMMUNICATION),  # the gather buffer of sequence parallelism
     ("megatron.core.pipeline_parallel.p2p_communication", (), COMMUNICATION),
-    ("megatron_llama.parallel.working_copies", ("_hand_over",), GRADIENTS),
+    ("megatron_llama.parallel.fsdp", ("_hand_over",), GRADIENTS),
     ("megatron_llama.parallel.tensor", (), COMMUNICATION),
     ("megatron_llama.parallel.parallelize", ("count", "init_weights"), TEMPORARY),
     ("megatron_llama.model.offload", ("__init__",), HOST),

@@ -16,8 +16,7 @@ from types import FrameType
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
 from megatron_llama.system.signals import ASKED_TO_STOP, handling
-from megatron_llama.tools.sweep.combinations import Combination, Sweep
-from megatron_llama.tools.sweep.outcomes import Record
+from megatron_llama.tools.sweep.combinations import Combination, Record, Sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 STOPPED = (EXIT_RESTART, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGUSR1)

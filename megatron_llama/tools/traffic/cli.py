@@ -1,7 +1,8 @@
 """``scripts/traffic.py``: the bytes that each rank sends in a training step, predicted, and counted on this machine."""
-
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import pickle
 import sys
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
+from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
-from megatron_llama.system.text_table import text_table
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.system.tables import text_table
+from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.forecast.traffic import Operation, operations
 
 if TYPE_CHECKING:
-    from megatron_llama.plan import Plan
+    pass
     from megatron_llama.tools.forecast.traffic import Line, Traffic
+
 
 MEASURE = "--measure"
 USAGE = f"""\
@@ -70,11 +74,10 @@ def main(argv: Sequence[str]) -> int:
 def predicted_lines(plan: Plan) -> Iterator[str]:
     """The predicted table of each kind of rank, each line followed by the operations that it is the sum of."""
     from megatron_llama.tools.forecast.traffic import totals, wire
-    from megatron_llama.tools.traffic.rank_groups import compact, groups_of_ranks
 
     yield from _head(plan)
-    for ranks, operations in groups_of_ranks(plan):
-        found = totals(operations)
+    for ranks, sent in groups_of_ranks(plan):
+        found = totals(sent)
         amounts = [
             (f"{amount.calls:,}", f"{amount.payload:,}", f"{wire(line, amount.payload):,.0f}")
             for line, amount in found.items()
@@ -103,7 +106,6 @@ def compared_lines(found: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 
     ``found`` has for each rank what it is predicted to send, then what it sent in each counted step.
     """
-    from megatron_llama.tools.traffic.rank_groups import compact
 
     for number, of_rank in enumerate(found):
         if of_rank not in found[:number]:
@@ -125,7 +127,6 @@ def _measure(plan: Plan) -> int:
     """Runs the ranks here; prints the comparison and returns the exit status."""
     from megatron_llama.launch.start import Share, start_ranks
     from megatron_llama.tools.forecast.traffic import totals
-    from megatron_llama.tools.traffic.rank_groups import operations_of_rank
 
     with tempfile.TemporaryDirectory() as folder:
         entry, share = partial(count_one_rank, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
@@ -144,8 +145,36 @@ def _measure(plan: Plan) -> int:
 def count_one_rank(folder: Path, plan: Plan) -> None:
     """What each rank does: counts, and writes the result to ``folder``."""
     from megatron_llama.devices import get_device
-    from megatron_llama.tools.traffic.count_steps import count_steps
+    from megatron_llama.tools.traffic.count import count_steps
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(count_steps(plan, rank, device, torch_device)))
+
+
+# The predicted operations of each rank, and which ranks have the same.
+
+
+def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
+    """All that ``rank`` takes part in during a training step."""
+    topology = plan.topology(rank)
+    return operations(plan, topology.place["pp"], topology.shard_rank)
+
+
+def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
+    """Every rank, together with those that have the same operations: (ranks, operations of each)."""
+    # Of a rank's coordinates only these two matter: a few calls for thousands of ranks.
+    found = functools.cache(lambda pp_rank, shard_rank: tuple(operations(plan, pp_rank, shard_rank)))
+    groups: dict[tuple[Operation, ...], list[int]] = {}
+    for rank in range(plan.world_size):
+        topology = plan.topology(rank)
+        groups.setdefault(found(topology.place["pp"], topology.shard_rank), []).append(rank)
+    return [(ranks, list(shared)) for shared, ranks in groups.items()]
+
+
+def compact(ranks: Sequence[int]) -> str:
+    """0-3, 8-11 for the ranks 0 1 2 3 8 9 10 11."""
+    # Within a span of successive ranks, rank minus position is constant.
+    spans = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
+    ends = [(span[0][1], span[-1][1]) for span in (list(items) for _, items in spans)]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)

@@ -16,7 +16,7 @@ from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.derive import derive_optimizer
 from megatron_llama.plan.memory import SURE, stage_footprints
-from megatron_llama.plan.variation import varied
+from megatron_llama.plan.resolve import varied
 from megatron_llama.tools.tune.target import Target
 from megatron_llama.topology import AXIS_NAMES, Grid
 

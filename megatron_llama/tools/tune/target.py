@@ -14,7 +14,7 @@ from megatron_llama.devices import HOST
 from megatron_llama.plan import Plan
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.memory import USABLE
-from megatron_llama.system.units import GIB, gib, plural
+from megatron_llama.system.tables import GIB, gib, plural
 from megatron_llama.tools.forecast.hardware import Device, devices, find_device
 from megatron_llama.tools.forecast.step_time import fitted, step_time
 from megatron_llama.tools.forecast.this_machine import Machine, NotMeasured, load, step_here

@@ -1,5 +1,4 @@
 """One trial: a few steps of ``train.py`` in a process of its own or as a SLURM job, and how it ended."""
-
 from __future__ import annotations
 
 import contextlib
@@ -13,14 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from megatron_llama.cli import CONF_DIR
+from megatron_llama.config import load_config
+from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
+from megatron_llama.config.load_config import EXPERIMENT
 from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.signals import die_with
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
@@ -213,3 +218,97 @@ class SlurmJob:
     def kill(self) -> None:
         if self.poll() is None:
             self._call(["scancel", self.number])
+
+
+# Writes settings as an experiment: a file that ``train.py`` takes as experiment=<name>.
+
+
+GROUPS = tuple(sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != EXPERIMENT))
+NEVER = ("allow_targets", "dry_run", "run.dir")
+"""Of a command line, not of a recipe."""
+
+
+def experiment_path(name: str) -> Path:
+    """Where the experiment of this name lies."""
+    return CONF_DIR / EXPERIMENT / f"{name}.yaml"
+
+
+def check_name(name: str, overwrite: bool) -> list[Problem]:
+    """What is wrong with the name of an experiment that is to be written."""
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        return [Problem("tune.name", name, "must be letters, digits, _, - and .", "write tune.name=my_run")]
+    if experiment_path(name).exists() and not overwrite:
+        rule = f"{experiment_path(name)} is there already"
+        return [Problem("tune.name", name, rule, "write another tune.name, or tune.overwrite=true to replace it")]
+    return []
+
+
+def experiment_text(words: Sequence[str], settings: Mapping[str, Any], comment: Sequence[str]) -> str:
+    """The file: the groups that the command line ``words`` picks, and every setting that is not what they say."""
+    picked: dict[str, str] = {}
+    for word in words:
+        group, equals, choice = word.lstrip("+").partition("=")
+        if equals and group in GROUPS and (CONF_DIR / group / f"{choice}.yaml").exists():
+            picked[group] = choice
+    plain = load_config([f"{group}={choice}" for group, choice in picked.items()], CONF_DIR)
+    config = load_config(words, CONF_DIR)
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        setattr(get(config, section), key, value)
+    different: dict[str, Any] = {}
+    for name in [*settings_by_name(), FREE_DICT]:
+        parent = get(config, name.rpartition(".")[0])
+        if parent is None or name in NEVER or get(plain, name) == get(config, name):
+            continue
+        _put(different, name.split("."), get(config, name))
+    lines = ["# @package _global_", *(f"# {line}".rstrip() for line in comment)]
+    lines += ["defaults:", *(f"  - override /{group}: {choice}" for group, choice in picked.items())] if picked else []
+    body = yaml.safe_dump(different, sort_keys=False, allow_unicode=True, width=120) if different else ""
+    return "\n".join([*lines, "", body])
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Sets a value in nested mappings."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+# The trials of a search, in a file that is whole after each of them: a search that was interrupted goes on.
+
+
+FILE = "trials.json"
+
+
+class Journal:
+    """``trials.json`` in the folder of a search."""
+
+    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+        """Reads what is there. ``asked`` is what trials depend on: those of another search are refused with a
+        ConfigError, as is a file that can't be read."""
+        self.path, self.asked = folder / FILE, dict(asked)
+        self._trials: dict[str, Outcome] = {}
+        if not self.path.exists():
+            return
+        advice = "write another tune.dir=PATH, or remove that folder to begin again"
+        try:
+            found = read_json(self.path)
+            self._trials = {each["settings"]: Outcome(**each["outcome"]) for each in found["trials"]}
+            before = found["asked"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError([Problem("tune.dir", str(folder), f"{FILE} can't be read: {error}", advice)]) from error
+        if before != self.asked:
+            differ = ", ".join(name for name in self.asked if before.get(name) != self.asked[name]) or "what was asked"
+            rule = f"has the trials of another search, which differs in {differ}"
+            raise ConfigError([Problem("tune.dir", str(folder), rule, advice)])
+
+    def known(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, Outcome]]:
+        """Trials of earlier starts, in their order."""
+        by_key = {each.key: each for each in candidates}
+        return [(by_key[key], outcome) for key, outcome in self._trials.items() if key in by_key]
+
+    def add(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Adds a trial. Raises OSError."""
+        self._trials[candidate.key] = outcome
+        trials = [{"settings": key, "outcome": asdict(each)} for key, each in self._trials.items()]
+        write_atomically(self.path, json.dumps({"asked": self.asked, "trials": trials}, indent=1) + "\n")

@@ -11,7 +11,7 @@ from megatron_llama.devices import INDUCTOR, NAMES, device_named
 from megatron_llama.plan import resolve
 from megatron_llama.plan.job import Job, Shape, job_of_plan
 from megatron_llama.plan.memory import footprint, kept_by_layer, under_way
-from megatron_llama.system.units import GIB
+from megatron_llama.system.tables import GIB
 from megatron_llama.tools.forecast.hardware import devices, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
 from megatron_llama.tools.forecast.step_time import StepTime, fitted, operations, step_time

@@ -1,4 +1,4 @@
-"""Cases of plan/rules/datasets.py."""
+"""Cases of plan/rules/data.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of plan/rules/overlap.py."""
+"""Cases of plan/rules/layout.py."""
 
 from __future__ import annotations
 

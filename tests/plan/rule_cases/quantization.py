@@ -1,4 +1,4 @@
-"""Cases of plan/rules/quantization.py."""
+"""Cases of plan/rules/finetune.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of plan/rules/token_dropping.py."""
+"""Cases of plan/rules/layout.py."""
 
 from __future__ import annotations
 

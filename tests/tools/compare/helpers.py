@@ -12,7 +12,7 @@ import numpy as np
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.tools.compare.cli import compare_runs, parser
 from megatron_llama.tools.compare.verdict import Comparison
-from megatron_llama.train.smoothing import Floats
+from megatron_llama.train.loss_curve import Floats
 
 STEPS, BATCH = 400, 8
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_llama.tools.compare.seed_band import degrees_of_freedom, persistence, student_t
+from megatron_llama.tools.compare.verdict import degrees_of_freedom, persistence, student_t
 from tests.tools.compare.helpers import BATCH, STEPS, compared, falling, noisy, ours, problems
 
 SAMPLES = STEPS * BATCH
@@ -146,7 +146,7 @@ def test_different_steps_are_aligned_on_samples(tmp_path: Path, batch: int) -> N
 
 
 def test_a_run_that_was_cut_short_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
-    from megatron_llama.tools.compare.comparison_report import notes, rows, verdict
+    from megatron_llama.tools.compare.report import notes, rows, verdict
 
     losses = falling()
     a, b = ours(tmp_path / "a", losses), ours(tmp_path / "b", losses[: STEPS // 4])

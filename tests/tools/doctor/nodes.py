@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_llama.tools.doctor import disks, hardware_check, interfaces, process_limits, versions
+from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.finding import Finding, Node
 
 GIB = 2**30
@@ -19,19 +19,19 @@ def healthy(number: int) -> Node:
     }
     disk = {"folder": "/shared/runs", "fault": None, "free": 500 * GIB, "seconds": 0.01, "locks": True, "renames": True}
     seen: dict[str, Any] = {
-        versions.CHECK: {
+        machine.VERSIONS: {
             "python": "3.12.1",
             "torch": "2.13.0+cu130",
             "megatron-core": "0.19.2",
             "numpy": "2.1",
             "commit": "abc",
-            versions.LACKS: [],
-            versions.PROGRAM: "f00",
+            machine.LACKS: [],
+            machine.PROGRAM: "f00",
         },
-        hardware_check.CHECK: {"missing": None, "device": "gpu", "count": 8, "devices": "8 x H100", "driver": "570.1"},
-        interfaces.CHECK: {"host": f"n{number + 1}", "own": [address], "interfaces": links, "asked": {}},
+        machine.HARDWARE: {"missing": None, "device": "gpu", "count": 8, "devices": "8 x H100", "driver": "570.1"},
+        network.INTERFACES: {"host": f"n{number + 1}", "own": [address], "interfaces": links, "asked": {}},
         disks.CHECK: {disks.RUN: dict(disk), "trainer.compile_cache": {**disk, "folder": "/cache"}},
-        process_limits.CHECK: {"files": 65536, "processes": None, "locked": None, "shared": 64 * GIB, "rdma": True},
+        machine.LIMITS: {"files": 65536, "processes": None, "locked": None, "shared": 64 * GIB, "rdma": True},
     }
     return Node(number, f"n{number + 1}", address, str(number), seen)
 

@@ -11,31 +11,20 @@ from typing import Any
 import pytest
 
 from megatron_llama.plan import resolve
-from megatron_llama.tools.doctor import (
-    clocks,
-    disks,
-    hardware_check,
-    interfaces,
-    need,
-    pairs,
-    process_limits,
-    speeds,
-    versions,
-)
+from megatron_llama.tools.doctor import disks, examination, machine, network, ranks
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, Node
-from megatron_llama.tools.doctor.meeting import ClockReading
-from megatron_llama.tools.doctor.rank_measurements import first_ranks, rounds
-from megatron_llama.tools.doctor.rate import Rate, bus_factor
+from megatron_llama.tools.doctor.network import ClockReading
+from megatron_llama.tools.doctor.ranks import Rate, bus_factor, first_ranks, rounds
 from tests.config.helpers import make
 from tests.tools.doctor.nodes import GIB, healthy, one
 
 NEED = Need(checkpoint=100 * GIB, kept=3)
 JUDGES: dict[str, Callable[[list[Node]], Iterable[Finding]]] = {
-    versions.CHECK: versions.judge,
-    hardware_check.CHECK: hardware_check.judge,
-    interfaces.CHECK: interfaces.judge,
-    process_limits.CHECK: lambda nodes: process_limits.judge(nodes, accelerator=True),
+    machine.VERSIONS: machine.judge_versions,
+    machine.HARDWARE: machine.judge_hardware,
+    network.INTERFACES: network.judge_interfaces,
+    machine.LIMITS: lambda nodes: machine.judge_limits(nodes, accelerator=True),
     disks.CHECK: lambda nodes: disks.judge(nodes, [None] * len(nodes), NEED),
 }
 
@@ -46,22 +35,22 @@ def test_nodes_that_are_well(check: str) -> None:
 
 
 FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
-    (versions.CHECK, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0, and n1 has 2.13.0+cu130"),
-    (versions.CHECK, {"torch": None, versions.LACKS: ["torch"]}, BREAKS, "torch is not installed"),
-    (versions.CHECK, {versions.LACKS: ["matplotlib"]}, BREAKS, "matplotlib is not installed"),
-    (versions.CHECK, {"python": "3.11.7"}, WARNS, "python 3.11.7, and n1 has 3.12.1"),
-    (versions.CHECK, {versions.PROGRAM: "bad", "commit": "old"}, BREAKS, "(commits old and abc)"),
-    (hardware_check.CHECK, {"missing": "no driver"}, BREAKS, "no driver"),
-    (hardware_check.CHECK, {"device": "cpu"}, BREAKS, "its device is cpu, and n1 has gpu"),
-    (hardware_check.CHECK, {"count": 7}, WARNS, "7, and n1 has 8"),
-    (hardware_check.CHECK, {"driver": "550"}, WARNS, "its driver is 550"),
-    (interfaces.CHECK, {"own": ["127.0.1.1"]}, NOTES, "its name n3 means 127.0.1.1"),
-    (interfaces.CHECK, {"asked": {interfaces.GLOO: "eth7"}}, BREAKS, "chooses none of its interfaces"),
-    (interfaces.CHECK, {"asked": {interfaces.GLOO: "lo"}}, BREAKS, "chooses only the loopback"),
-    (interfaces.CHECK, {"asked": {"X_IFNAME": "^eth,lo"}}, BREAKS, "chooses none of its interfaces; it has lo"),
-    (process_limits.CHECK, {"files": 1024}, WARNS, "1,024 open files"),
-    (process_limits.CHECK, {"locked": 65536}, WARNS, "InfiniBand"),
-    (process_limits.CHECK, {"shared": 64 << 20}, WARNS, "/dev/shm has 64 MiB"),
+    (machine.VERSIONS, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0, and n1 has 2.13.0+cu130"),
+    (machine.VERSIONS, {"torch": None, machine.LACKS: ["torch"]}, BREAKS, "torch is not installed"),
+    (machine.VERSIONS, {machine.LACKS: ["matplotlib"]}, BREAKS, "matplotlib is not installed"),
+    (machine.VERSIONS, {"python": "3.11.7"}, WARNS, "python 3.11.7, and n1 has 3.12.1"),
+    (machine.VERSIONS, {machine.PROGRAM: "bad", "commit": "old"}, BREAKS, "(commits old and abc)"),
+    (machine.HARDWARE, {"missing": "no driver"}, BREAKS, "no driver"),
+    (machine.HARDWARE, {"device": "cpu"}, BREAKS, "its device is cpu, and n1 has gpu"),
+    (machine.HARDWARE, {"count": 7}, WARNS, "7, and n1 has 8"),
+    (machine.HARDWARE, {"driver": "550"}, WARNS, "its driver is 550"),
+    (network.INTERFACES, {"own": ["127.0.1.1"]}, NOTES, "its name n3 means 127.0.1.1"),
+    (network.INTERFACES, {"asked": {network.GLOO: "eth7"}}, BREAKS, "chooses none of its interfaces"),
+    (network.INTERFACES, {"asked": {network.GLOO: "lo"}}, BREAKS, "chooses only the loopback"),
+    (network.INTERFACES, {"asked": {"X_IFNAME": "^eth,lo"}}, BREAKS, "chooses none of its interfaces; it has lo"),
+    (machine.LIMITS, {"files": 1024}, WARNS, "1,024 open files"),
+    (machine.LIMITS, {"locked": 65536}, WARNS, "InfiniBand"),
+    (machine.LIMITS, {"shared": 64 << 20}, WARNS, "/dev/shm has 64 MiB"),
 ]
 
 
@@ -119,16 +108,17 @@ def test_this_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 def test_what_a_run_writes() -> None:
     settings: dict[str, Any] = {"checkpoint.every_steps": 10, "trainer.steps": 95, "checkpoint.keep": 2}
     plan = resolve(make(**settings), 1)
-    wanted = need.need_of(plan)
+    wanted = examination.need_of(plan)
     assert wanted == Need(plan.whole.trained * (4 + 2 * 4), 3), "two, and the one that is being written"
     settings["checkpoint.keep"] = None
-    assert need.need_of(resolve(make(**settings), 1)).kept == 10, "at 10, 20 ... 90 and at the end"
+    assert examination.need_of(resolve(make(**settings), 1)).kept == 10, "at 10, 20 ... 90 and at the end"
 
 
 def test_clocks() -> None:
     nodes = [healthy(number) for number in range(3)]
-    assert not list(clocks.judge(nodes, [None, ClockReading(0.4, 0.001), ClockReading(-1.2, 0.9)])), "or so it may be"
-    found = one(list(clocks.judge(nodes, [None, ClockReading(-37.2, 0.001), ClockReading(0.0, 0.001)])))
+    readings = [None, ClockReading(0.4, 0.001), ClockReading(-1.2, 0.9)]
+    assert not list(machine.judge_clocks(nodes, readings)), "or so it may be"
+    found = one(list(machine.judge_clocks(nodes, [None, ClockReading(-37.2, 0.001), ClockReading(0.0, 0.001)])))
     assert found.where == "n2" and "37.2 s behind n1's" in found.what
 
 
@@ -140,21 +130,21 @@ def test_pairs() -> None:
         results[1][1] = {"to": 2, "seconds": None if fault else slow, "fault": fault, "port": 40001}
         return results
 
-    assert not list(pairs.judge(nodes, tried()))
-    found = one(list(pairs.judge(nodes, tried(fault="no answer within 4 s"))))
+    assert not list(network.judge_pairs(nodes, tried()))
+    found = one(list(network.judge_pairs(nodes, tried(fault="no answer within 4 s"))))
     assert (found.severity, found.where) == (BREAKS, "n2 → n3")
     assert found.what == "10.0.0.2 can't connect to 10.0.0.3, port 40001: no answer within 4 s"
-    assert one(list(pairs.judge(nodes, tried(slow=0.05)))).severity == WARNS
+    assert one(list(network.judge_pairs(nodes, tried(slow=0.05)))).severity == WARNS
 
 
 def test_a_port_that_answers_and_one_that_does_not() -> None:
-    echo = pairs.Echo()
-    answered = pairs.reach("127.0.0.1", echo.port)
+    echo = network.Echo()
+    answered = network.reach("127.0.0.1", echo.port)
     assert answered["seconds"] > 0 and not answered["fault"]
     echo.close()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         closed = probe.getsockname()[1]
-    assert pairs.reach("127.0.0.1", closed) == {"seconds": None, "fault": "Connection refused", "port": closed}
+    assert network.reach("127.0.0.1", closed) == {"seconds": None, "fault": "Connection refused", "port": closed}
 
 
 def measured(products: list[float], slow: Callable[[int, int], bool] = lambda one, other: False) -> dict[str, Any]:
@@ -165,12 +155,12 @@ def measured(products: list[float], slow: Callable[[int, int], bool] = lambda on
 
 
 def test_slow_ranks_and_links() -> None:
-    assert not list(speeds.judge(measured([1e12] * 8)))
-    found = one(list(speeds.judge(measured([1e12] * 5 + [6e11] + [1e12] * 2))))
+    assert not list(ranks.judge(measured([1e12] * 8)))
+    found = one(list(ranks.judge(measured([1e12] * 5 + [6e11] + [1e12] * 2))))
     assert found.where == "rank 5 on n3" and "600.0 GFLOP/s" in found.what and "--exclude=n3" in found.remedy
-    found = one(list(speeds.judge(measured([1e12] * 8, lambda a, b: (a, b) == (1, 3)))))
+    found = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: (a, b) == (1, 3)))))
     assert found.where == "n2 → n4" and "10.0 MB/s, and most links 1,000.0 MB/s" in found.what
-    found = one(list(speeds.judge(measured([1e12] * 8, lambda a, b: a == 2))))
+    found = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: a == 2))))
     assert found.where == "n3" and "all its links are slow" in found.what
 
 
@@ -181,7 +171,7 @@ def test_a_slow_group() -> None:
         | {"group": group}
         for group in groups
     ]
-    found = one(list(speeds.judge(measured([1e12] * 8) | {"collectives": rates})))
+    found = one(list(ranks.judge(measured([1e12] * 8) | {"collectives": rates})))
     assert found.where == "tp group of ranks 4, 5 (n3)"
 
 
@@ -221,4 +211,4 @@ def test_bus_bandwidth_is_that_of_the_nccl_tests() -> None:
 )
 def test_what_a_variable_chooses(text: str, exact: bool, chosen: set[str]) -> None:
     known = ["lo", "docker0", "eth0", "eth1"]
-    assert {name for name in known if interfaces.matches(text, name, exact=exact)} == chosen
+    assert {name for name in known if network.matches(text, name, exact=exact)} == chosen

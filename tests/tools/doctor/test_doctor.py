@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_llama.launch.environment import ProcessContext
-from megatron_llama.tools.doctor import cli, disks, meeting
-from megatron_llama.tools.doctor.examination_report import Report
+from megatron_llama.tools.doctor import cli, disks, network
+from megatron_llama.tools.doctor.examination import Report
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding
-from megatron_llama.tools.doctor.meeting import ClockReading, Meeting
+from megatron_llama.tools.doctor.network import ClockReading, Meeting
 from tests.tools.doctor.nodes import healthy
 
 SETTINGS = ["model=llama_2m", "device=cpu", "trainer.tp=2"]
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 
 def test_processes_meet_and_who_is_missing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "check_first_address", lambda context: None)  # the nodes are on this machine
+    monkeypatch.setattr(network, "check_first_address", lambda context: None)  # the nodes are on this machine
     monkeypatch.setattr(time, "time", lambda: 1000.0 + 5.0 * (threading.current_thread().name == "second"))
     port, got = free_port(), list[Any]()
 
@@ -64,14 +64,14 @@ def test_processes_meet_and_who_is_missing_is_known(monkeypatch: pytest.MonkeyPa
             mine.close()
 
     listening = threading.Event()
-    listen = meeting.listen
+    listen = network.listen
 
     def listen_and_tell(context: ProcessContext) -> socket.socket:
         made = listen(context)
         listening.set()
         return made
 
-    monkeypatch.setattr(meeting, "listen", listen_and_tell)
+    monkeypatch.setattr(network, "listen", listen_and_tell)
     thread = threading.Thread(target=lambda: listening.wait(60) and second(), name="second", daemon=True)
     thread.start()
     first = Meeting.of(context(0, port), "secret", seconds=3.0)

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from megatron_llama.config import Config, load_config
+from megatron_llama.tools.import_nemo.cli import as_yaml
 from megatron_llama.tools.import_nemo.convert import convert
-from megatron_llama.tools.import_nemo.found import Converted
-from megatron_llama.tools.import_nemo.write_yaml import as_yaml
+from megatron_llama.tools.import_nemo.read_yaml import Converted
 from tests.paths import CONF
 
 # Seven billion parameters as NeMo and neuronx-nemo-megatron write them: the data inside the model, some ${...}.

@@ -12,9 +12,9 @@ import pytest
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo.found import MEANINGLESS, RENAMED, SAME, TAKEN, UNSUPPORTED
-from megatron_llama.tools.import_nemo.nemo_precision import PRESETS
-from megatron_llama.tools.import_nemo.write_yaml import as_yaml, command_line, listing
+from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, listing
+from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
+from megatron_llama.tools.import_nemo.read_yaml import MEANINGLESS, RENAMED, SAME, TAKEN, UNSUPPORTED
 from tests.paths import CONF
 from tests.tools.import_nemo.nemo_files import LAUNCHER, NEMO, NXDT, changed, converted, experiment, kinds
 

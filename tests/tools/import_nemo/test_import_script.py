@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.tools.import_nemo.cli import main
+from megatron_llama.tools.import_nemo.cli import as_yaml, check, main
 from megatron_llama.tools.import_nemo.convert import convert
-from megatron_llama.tools.import_nemo.write_yaml import as_yaml, check
 from tests.paths import CONF, ROOT
 from tests.tools.import_nemo.nemo_files import NEMO, NXDT, changed, converted, experiment, written
 

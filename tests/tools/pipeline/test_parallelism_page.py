@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_llama import cli as train_cli
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
-from megatron_llama.tools.mock_run import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.pipeline import cli
 from tests.paths import ROOT
 from tests.ranks import run_ranks

@@ -15,21 +15,23 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.pipeline import cli
-from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw
-from megatron_llama.tools.pipeline.order import recorded_order, tiny_plan
-from megatron_llama.tools.pipeline.recorder import Recorder
-from megatron_llama.tools.pipeline.timeline import (
+from megatron_llama.tools.pipeline.lanes import (
     NEXT,
     PREVIOUS,
     Done,
+    Panel,
     Pass,
     RankRecord,
     Timeline,
     as_early_as_possible,
     as_measured,
+    as_png,
+    as_svg,
     bubble_of_equal_stages,
+    draw,
     needed,
 )
+from megatron_llama.tools.pipeline.record import Recorder, recorded_order, tiny_plan
 from tests.ranks import run_ranks
 
 Layout = tuple[int, int, int]

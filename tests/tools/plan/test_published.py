@@ -12,6 +12,7 @@ from megatron_llama.arch.flops import flops_per_token, mfu
 from megatron_llama.tools.forecast.hardware import devices, find_device
 from megatron_llama.tools.forecast.step_time import fitted, provenance
 from megatron_llama.tools.plan.cli import main
+from megatron_llama.tools.plan.forecast_page import NotSpoken
 from megatron_llama.tools.plan.judge import compare_table, judge, lines, summaries, summary
 from megatron_llama.tools.plan.published import (
     PROGRAMS,
@@ -20,7 +21,6 @@ from megatron_llama.tools.plan.published import (
     recompute_of,
     zero_stage,
 )
-from megatron_llama.tools.plan.table_cells import NotSpoken
 from tests.config.helpers import make
 from tests.paths import ROOT
 

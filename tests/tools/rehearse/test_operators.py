@@ -6,9 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_llama.tools.rehearse.cli import plan_rehearsal
-from megatron_llama.tools.rehearse.operators import LISTS, listed_as, published, unlisted
 from megatron_llama.tools.rehearse.rehearsal import rehearse
-from megatron_llama.tools.rehearse.report import Rehearsal
+from megatron_llama.tools.rehearse.report import LISTS, Rehearsal, listed_as, published, unlisted
 from megatron_llama.tools.rehearse.text import lines
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import megatron_llama.tools.traffic.count_steps  # noqa: F401  imported once, before the forks
+import megatron_llama.tools.traffic.count  # noqa: F401  imported once, before the forks
 from megatron_llama.tools.forecast.traffic import Amount, Line
 from megatron_llama.tools.traffic import cli as traffic
 from tests.cpu import children_cpu_seconds

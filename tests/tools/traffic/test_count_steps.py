@@ -21,9 +21,8 @@ from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, between_nodes, totals, wire
-from megatron_llama.tools.traffic.count_collectives import TrafficCounter, UnknownCollective
-from megatron_llama.tools.traffic.count_steps import count_steps
-from megatron_llama.tools.traffic.rank_groups import operations_of_rank
+from megatron_llama.tools.traffic.cli import operations_of_rank
+from megatron_llama.tools.traffic.count import TrafficCounter, UnknownCollective, count_steps
 from megatron_llama.train.sanity import FiniteCheck
 from tests.compiled import needs_compiler
 from tests.oracle import make_plan

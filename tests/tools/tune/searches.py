@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_llama.cli import parse_overrides
-from megatron_llama.tools.mock_run import NO_FILES
+from megatron_llama.tools.common import NO_FILES
 from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned, kept_settings
-from megatron_llama.tools.tune.journal import Journal
 from megatron_llama.tools.tune.search import Found, search
 from megatron_llama.tools.tune.target import Target, find_target
-from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, SLOWER, Outcome
+from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, SLOWER, Journal, Outcome
 
 WORDS = ("model=llama_15m", "data=mock", "device=cpu", "trainer.global_batch_size=8", "data.seq_length=256")
 

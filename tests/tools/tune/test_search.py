@@ -10,10 +10,8 @@ import pytest
 
 from megatron_llama.config import ConfigError
 from megatron_llama.tools.tune.candidates import Candidate
-from megatron_llama.tools.tune.journal import FILE, Journal
-from megatron_llama.tools.tune.knowledge import Knowledge
-from megatron_llama.tools.tune.search import search
-from megatron_llama.tools.tune.trial import DONE, MEMORY, Outcome
+from megatron_llama.tools.tune.search import Knowledge, search
+from megatron_llama.tools.tune.trial import DONE, FILE, MEMORY, Journal, Outcome
 from tests.tools.tune.searches import Machine, best_of_all, found_on, space_of, tuned
 
 FACTORS = {

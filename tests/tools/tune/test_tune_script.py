@@ -10,10 +10,10 @@ import pytest
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.fields import get
-from megatron_llama.tools.tune import experiment, objectives, search
+from megatron_llama.tools.tune import objectives, search, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
 from megatron_llama.tools.tune.cli import main
-from megatron_llama.tools.tune.sequences import longest, of_length
+from megatron_llama.tools.tune.objectives import longest, of_length
 from megatron_llama.tools.tune.trial import DONE, FAILED, Outcome
 from tests.tools.tune.searches import WORDS, tuned
 
@@ -30,7 +30,7 @@ FAKE = ["cluster.device=h100", "device.memory_gib=80", "tune.name=found"]
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Experiments and trials of these tests lie in a folder of their own."""
-    monkeypatch.setattr(experiment, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
+    monkeypatch.setattr(trial, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.setattr(objectives, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no calibration of this machine

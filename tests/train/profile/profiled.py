@@ -13,14 +13,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.data.batches import build_data
-from megatron_llama.data.prefetch import Prefetcher
+from megatron_llama.data.batches import Prefetcher, build_data
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.tools.profile.module_tree import Profile, RankProfile
+from megatron_llama.tools.profile.modules import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import FiniteCheck

@@ -14,9 +14,8 @@ import torch
 
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.tools.profile.clock import BACKWARD, FORWARD, Zone
-from megatron_llama.tools.profile.module_tree import Profile
-from megatron_llama.tools.profile.trace import BEFORE, MODULES, WAITS, memory_of
+from megatron_llama.tools.profile.modules import Profile
+from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of
 from megatron_llama.train.waits import AXES, DATA, WAITED
 from tests.oracle import make_plan
 from tests.train.profile.profiled import merged, profile_layout

@@ -1,0 +1,400 @@
+"""One record of a fine-tuning set to a conversation, in the formats that sets are exported in.
+
+OpenAI's and TRL's `messages`, ShareGPT's `conversations`, prompt and completion, preference sets (the chosen answer is
+taken), Alpaca and Dolly, GSM8K. Other keys of a record are used, noted or refused, never dropped in
+silence.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_llama.system.errors import UserError
+from megatron_llama.text.conversation import Bad, Turn, Turns
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+}
+_LISTS = ("messages", "conversations", "conversation")
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
+FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k", "tsv")
+
+# Stanford Alpaca's two prompts, to the letter.
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+
+
+def turns_of(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
+    """A record's conversation up to its last answer, and notes on what was left out of it.
+
+    Raises:
+        Bad: the record can't be used.
+    """
+    kind = _detected(record) if format == "auto" else format
+    notes = _notes_on_other_keys(record, kind)
+    turns = _READERS[kind](record)
+    if turns and turns[0].role == "system" and not turns[0].text.strip():
+        turns, notes = turns[1:], [*notes, "empty system turn left out"]
+    for key in ("system", "system_prompt"):  # beside the turns, as in LLaMA-Factory's exports
+        text = _text(record.get(key) or "", key)
+        if text.strip() and (not turns or turns[0].role != "system"):
+            turns = [Turn("system", text), *turns]
+        elif text.strip() and turns[0].text != text:
+            raise Bad("bad_messages", f"{key!r} and the first turn are two system texts")
+    for number, turn in enumerate(turns):
+        if not turn.text.strip():
+            raise Bad("empty_content", f"turn {number + 1}, of the {turn.role}, is empty")
+        try:
+            turn.text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = ord(turn.text[error.start])
+            raise Bad("lone_surrogate", f"U+{code:04X} at character {error.start} of turn {number + 1}") from None
+    answers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
+    if not answers:
+        raise Bad("no_assistant_turn", f"{len(turns)} turns, none of them an answer to learn")
+    if answers[-1] + 1 < len(turns):
+        notes.append("turns after the last answer left out")
+    return turns[: answers[-1] + 1], notes
+
+
+def _detected(record: Mapping[str, Any]) -> str:
+    """The format that the record's keys indicate."""
+    keys = record.keys()
+    if isinstance(record.get("chosen"), (str, list, dict)):
+        return "preference"
+    if keys & set(_LISTS):
+        return "messages"
+    for kind, question, answers in (
+        ("prompt_completion", "prompt", {"completion", "response"}),
+        ("alpaca", "instruction", {"output", "response"}),
+        ("gsm8k", "question", {"answer"}),
+    ):
+        if question in keys and keys & answers:
+            return kind
+    raise Bad("unknown_format", f"its keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
+
+
+def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
+    """Notes on the keys besides a record's texts; raises Bad where its answers mean nothing without it."""
+    notes = []
+    lists = [record.get(key) for key in (*_LISTS, "prompt", "completion", "response", "chosen")]
+    turns = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
+    for where in (record, *(turn for turn in turns if isinstance(turn, dict))):
+        for key in ("tools", "functions", "tool_calls", "function_call"):
+            if where.get(key) not in _NOTHING:
+                raise Bad("tools_not_supported", f"there is something under {key!r}")
+        if any(where.get(key) not in _NOTHING for key in ("reasoning_content", "reasoning", "thinking")):
+            notes = ["reasoning beside an answer left out"]
+    key = "label" if kind == "prompt_completion" else "kto_tag"
+    if record.get(key, True) in (False, "false", "False"):
+        raise Bad("rejected_answer", f"{key!r} is false")
+    return notes
+
+
+def _key(record: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of ``keys`` that the record has."""
+    for key in keys:
+        if key in record:
+            return record[key]
+    raise Bad("unknown_format", f"no key {keys[0]!r}; there is {', '.join(sorted(record)[:8])[:200] or 'nothing'}")
+
+
+def _text(value: Any, where: str) -> str:
+    """A content as text: a string, or OpenAI's list of parts that are all text."""
+    if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise Bad("content_not_text", f"{where} is {'null' if value is None else 'a ' + type(value).__name__}")
+    return value
+
+
+def _listed(turns: Any) -> Turns:
+    """A list of role and content (OpenAI's names) or from and value (ShareGPT's), by each turn's keys."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Bad("bad_messages", f"it is a {type(turns).__name__}, not a list of objects")
+    found = []
+    for number, turn in enumerate(turns):
+        role = turn.get("role", turn.get("from"))
+        known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+        if known is None:
+            raise Bad("unknown_role", f"turn {number + 1} is of {str(role)[:60]!r}")
+        learn = turn.get("weight", 1) != 0
+        found.append(Turn(known, _text(turn.get("content", turn.get("value")), f"turn {number + 1}"), learn))
+    return found
+
+
+def _dialogue(text: str) -> Turns | None:
+    """The turns of Anthropic's and rm-static's `\\n\\nHuman: ...\\n\\nAssistant: ...`; None for any other text."""
+    if not re.match(r"\s*Human:", text) or "\n\nAssistant:" not in text:
+        return None
+    matches = re.finditer(r"(Human|Assistant):(.*?)(?=\n\nHuman:|\n\nAssistant:|\Z)", text, re.DOTALL)
+    return [Turn(ROLES[match[1].lower()], match[2].strip()) for match in matches]
+
+
+def _side(value: Any, where: str, role: str) -> Turns:
+    """One side of a pair: turns, a dialogue, or a text of ``role``."""
+    turns = [value] if isinstance(value, dict) else value
+    if isinstance(turns, list) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
+        return _listed(turns)
+    text = _text(value, where)
+    return _dialogue(text) or [Turn(role, text)]
+
+
+def _pair(record: Mapping[str, Any], *answer_keys: str) -> Turns:
+    """What is asked, which is not to be learned, and the answer, which is."""
+    answer = _side(_key(record, *answer_keys), answer_keys[0], "assistant")
+    if len(answer) > 1 and answer[0].role != "assistant":
+        # The whole conversation: as in hh-rlhf and most sets of messages, only its last answer was chosen.
+        return [*(replace(turn, learn=False) for turn in answer[:-1]), answer[-1]]
+    asked = _side(_key(record, "prompt", *_LISTS), "prompt", "user")
+    if asked and asked[-1].role == "assistant" and not asked[-1].text.strip():
+        asked = asked[:-1]  # "Assistant:" at a prompt's end only says who is next
+    before = [turn for pair in _history(record) for turn in zip(("user", "assistant"), pair, strict=True)]
+    return [
+        *(Turn(role, text, False) for role, text in before),
+        *(replace(turn, learn=False) for turn in asked),
+        *(replace(turn, text=turn.text.strip()) for turn in answer),
+    ]
+
+
+def _history(record: Mapping[str, Any]) -> list[list[str]]:
+    """What was asked and answered before."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise Bad("bad_messages", "'history' is no list of pairs")
+    return [[_text(text, "a text of 'history'") for text in pair] for pair in history]
+
+
+def _alpaca(record: Mapping[str, Any]) -> Turns:
+    """Stanford's, and Dolly's (instruction, context, response), which are asked alike."""
+    instruction = _text(_key(record, "instruction"), "instruction")
+    output = _text(_key(record, "output", "response"), "output")
+    extra = _text(record.get("input") or record.get("context") or "", "input")
+    if not instruction.strip():
+        raise Bad("empty_content", "the instruction is empty")
+    turns = []
+    for asked, answered in _history(record):
+        turns += [Turn("user", ALPACA.format(instruction=asked)), Turn("assistant", answered)]
+    prompt = (ALPACA_INPUT if extra.strip() else ALPACA).format(instruction=instruction, input=extra)
+    return [*turns, Turn("user", prompt), Turn("assistant", output)]
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
+    "messages": lambda record: _listed(_key(record, *_LISTS)),
+    "sharegpt": lambda record: _listed(_key(record, *_LISTS)),
+    "prompt_completion": lambda record: _pair(record, "completion", "response"),
+    "preference": lambda record: _pair(record, "chosen"),
+    "alpaca": _alpaca,
+    "gsm8k": lambda record: [
+        Turn(role, _text(_key(record, key), key)) for role, key in (("user", "question"), ("assistant", "answer"))
+    ],
+}
+
+
+# A file that is one JSON array, as ShareGPT and Alpaca are published, to one element a line.
+#
+# Only strings and brackets are distinguished here, piece by piece, so memory does not depend on the file's size.
+# Whether
+# an element is good JSON is seen where lines are parsed.
+
+
+_OUTSIDE = re.compile(rb'["\[\]{},]|\s+')
+_INSIDE = re.compile(rb'["\\\n]')
+
+
+def element_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    """The array's elements, each ended by a line feed, in pieces; the numbers (bytes on disk) are passed on.
+
+    Raises:
+        UserError: the array has no end, or something else follows it.
+    """
+    scanner = _Scanner(path)
+    first = True
+    for piece, position in pieces:
+        lines = scanner.feed(piece.removeprefix(BOM) if first else piece)
+        first = False
+        if lines:
+            yield lines, position
+    if scanner.depth or not scanner.begun:
+        raise UserError(f"{path} is cut off: it begins a JSON array that has no end. Fetch it again, or leave it out")
+
+
+class _Scanner:
+    """Where in the array the last piece ended."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.depth = 0  # brackets and braces that are open
+        self.begun = self.in_string = self.escaped = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """The lines of the next piece."""
+        found: list[bytes] = []
+        offset = 0
+        while offset < len(piece):
+            offset = self._inside(piece, offset, found) if self.in_string else self._outside(piece, offset, found)
+        return b"".join(found)
+
+    def _inside(self, piece: bytes, offset: int, found: list[bytes]) -> int:
+        """Takes a part of a string. A raw line feed, which no string may hold, becomes what none may hold either."""
+        if self.escaped:
+            self.escaped = False
+            found.append(piece[offset : offset + 1].replace(b"\n", b"\r"))
+            return offset + 1
+        match = _INSIDE.search(piece, offset)
+        if match is None:
+            found.append(piece[offset:])
+            return len(piece)
+        found.append(piece[offset : match.end()].replace(b"\n", b"\r"))
+        self.in_string, self.escaped = match[0] != b'"', match[0] == b"\\"
+        return match.end()
+
+    def _outside(self, piece: bytes, offset: int, found: list[bytes]) -> int:
+        """Takes what is between strings, up to the next mark."""
+        match = _OUTSIDE.search(piece, offset)
+        start, end = match.span() if match else (len(piece), len(piece))
+        mark = piece[start:end]
+        if self.depth == 0:
+            if start > offset or not (mark.isspace() or (mark == b"[" and not self.begun)):
+                raise UserError(f"{self.path} begins with a JSON array, and something else comes after the array")
+            if mark == b"[":
+                self.depth, self.begun = 1, True
+            return end
+        found.append(piece[offset:start])
+        if mark == b'"':
+            self.in_string = True
+        elif mark in (b"[", b"{"):
+            self.depth += 1
+        elif mark in (b"]", b"}"):
+            self.depth -= 1
+        if self.depth == 0 and mark == b"}":
+            raise UserError(f"{self.path} is no JSON array: its brackets do not match")
+        if self.depth == 0 or (self.depth == 1 and mark == b","):
+            found.append(b"\n")
+        else:
+            found.append(b" " if mark.isspace() else mark)
+        return end
+
+
+# One line of JSON to its text; Bad, with the reason, where it has none.
+#
+# Fast where the line is good (orjson where it is installed), careful where it is not: a line that the fast parser
+# refuses
+# is looked at again by Python's own, which accepts what Megatron's preprocessing accepts (NaN in the metadata, say).
+
+
+BOM = b"\xef\xbb\xbf"
+# What a bad line is counted under. "line_too_long" is found before parsing, where lines are cut.
+REASONS = {
+    "bad_utf8": "the line is not UTF-8",
+    "bad_json": "the line is not one JSON value",
+    "not_an_object": "the record is not a JSON object",
+    "missing_text": "the record has no text under the key",
+    "null_text": "the text is null",
+    "text_not_a_string": "the text is not a string",
+    "lone_surrogate": "the text holds half of a surrogate pair, which is no character",
+    "line_too_long": "the line is longer than --max-line-mib",
+}
+
+loads: Callable[[bytes], Any]
+_fast_dumps: Callable[[Any], bytes] | None = None
+try:
+    import orjson
+
+    loads, _fast_dumps = orjson.loads, orjson.dumps
+except ImportError:
+    loads = json.loads
+
+
+def dump_texts(record: dict[str, str] | list[str]) -> bytes:
+    """A record of texts as a line of JSON, the same bytes with and without the fast library. What ``surrogateescape``
+    made of bytes that are no UTF-8 becomes those bytes again."""
+    if _fast_dumps is not None:
+        with contextlib.suppress(TypeError):  # a surrogate
+            return _fast_dumps(record)
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts under `keys`, in their order. Raises Bad where one is missing or is no text."""
+    try:
+        record = loads(line)
+        texts = [record[key] for key in keys]
+        for text in texts:
+            if type(text) is not str:
+                return _parse_line_slowly(line, keys)
+            if not text.isascii():
+                text.encode()
+        return texts
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return _parse_line_slowly(line, keys)
+
+
+def parse_text(data: bytes) -> str:
+    """A file, or a line, as one text. Raises Bad where it is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        detail = f"byte {data[error.start]:#04x} at {error.start}: {error.reason}"
+        raise Bad("bad_utf8", detail) from None
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The line's JSON object. Raises Bad."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = loads(line)
+        if isinstance(record, dict):
+            return record
+    return _parse_slowly(line)
+
+
+def _parse_slowly(line: bytes) -> dict[str, Any]:
+    """The object where only the fast parser has refused the line; else raises Bad with the exact reason."""
+    text = parse_text(line)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Bad("bad_json", str(error) or type(error).__name__) from None
+    if not isinstance(record, dict):
+        raise Bad("not_an_object", f"it is a {type(record).__name__}")
+    return record
+
+
+def _parse_line_slowly(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts where only the fast parser has refused the line; else raises Bad with the exact reason."""
+    record = _parse_slowly(line)
+    for key in keys:
+        if key not in record:
+            there = ", ".join(sorted(record)[:8]) or "nothing"
+            raise Bad("missing_text", f"no key {key!r}; there is {there[:200]}")
+        text = record[key]
+        if text is None:
+            raise Bad("null_text", f"{key!r} is null")
+        if not isinstance(text, str):
+            raise Bad("text_not_a_string", f"{key!r} is a {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            detail = f"U+{ord(text[error.start]):04X} at character {error.start} of {key!r}"
+            raise Bad("lone_surrogate", detail) from None
+    return [record[key] for key in keys]

@@ -1,0 +1,277 @@
+"""The entries of ``data.prefixes`` and ``data.validation_prefixes``: weights, datasets, and files of records that are
+still to be prepared. Decides by names alone and opens no file; ``folder_of_records`` looks whether one is there."""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Annotated, Any
+
+from megatron_llama.config.fields import settings_of
+from megatron_llama.config.hf_config import DATASET, local_folder
+from megatron_llama.config.limits import at_least, is_number, one_of
+from megatron_llama.config.problems import Problem, nearest, shown
+from megatron_llama.config.settings import Config, DataConfig
+
+CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
+RECORD_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
+MASK_SUFFIX = "_mask"
+"""Added to a fine-tuning set's prefix, it is the prefix of its loss masks."""
+COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz", ".xz", ".bz2")
+
+
+def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
+    """The two halves of ``weight, path, weight, path, ...``; no weights where only paths are given."""
+    if not any(is_number(item) for item in prefixes):
+        return [], [str(item) for item in prefixes]
+    return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
+
+
+def name_of_prefixes(prefixes: Sequence[Any]) -> str:
+    """What to call datasets that were given as paths, fit for a folder's name; empty for none."""
+    paths = [item for item in prefixes if not is_number(item)]
+    if not paths:
+        return ""
+    first = os.path.basename(os.path.normpath(str(paths[0]))).removesuffix("_text_document")
+    return re.sub(r"[^\w.-]+", "_", first) + (f"+{len(paths) - 1}" if len(paths) > 1 else "")
+
+
+def named_paths(data: DataConfig) -> list[tuple[str, str]]:
+    """(setting, path) of every entry, training before validation."""
+    paths = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
+    known = {path for _, path in paths}
+    for entry in data.schedule:
+        new = [path for path in weights_and_paths(entry["prefixes"])[1] if path not in known]
+        paths += [("data.schedule", path) for path in new]
+        known.update(new)
+    return paths + [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
+
+
+def record_files(data: DataConfig) -> list[tuple[str, str]]:
+    """(setting, path) of each entry that is a file or folder of records (conversations, tables) for data_prep/sft.py
+    rather than an indexed dataset, each once."""
+    if data.kind != "sft" or data.mock:
+        return []
+    suffixes = (*RECORD_SUFFIXES, *TABLE_SUFFIXES, "/")
+    return list(dict.fromkeys((name, path) for name, path in named_paths(data) if bare_name(path).endswith(suffixes)))
+
+
+def settle_data(data: Any, given: Set[str]) -> None:
+    """Settle, in place, the ``data`` section of a config that is not typed yet.
+
+    Prefixes on the command line have a name and no command that prepares them. Names of the hub become folders of the
+    local cache, where that holds them; a folder of records then ends in a slash, as ``record_files`` expects.
+
+    Args:
+        given: Settings and groups that the command line sets.
+    """
+    if "data.prefixes" in given and "data.prepare" not in given:
+        # The group's command makes the group's files, not those named on the command line.
+        data.prepare = None
+        if not {"data.name", "data", "experiment"} & given:
+            data.name = name_of_prefixes(list(data.prefixes)) or data.name
+    if data.tokenizer is not None:
+        data.tokenizer = local_folder(data.tokenizer)
+    if data.kind == "sft":
+        for name in ("prefixes", "validation_prefixes"):
+            data[name] = [item if is_number(item) else folder_of_records(str(item)) for item in data[name]]
+
+
+def folder_of_records(path: str) -> str:
+    """A path, ended by a slash where it is a folder of records, such as a downloaded dataset, or the hub's name of one
+    in the local cache; an indexed dataset of that name goes before both."""
+    if os.path.exists(path + ".idx"):
+        return path
+    found = local_folder(path, DATASET)
+    return os.path.join(found, "") if os.path.isdir(found) else path
+
+
+def is_table(path: str) -> bool:
+    """Whether a file of records has nothing but columns, so that it needs a prompt for its lines."""
+    return bare_name(path).endswith(TABLE_SUFFIXES)
+
+
+def has_columns(path: str) -> bool:
+    """Whether a file of records, or those of a folder, can have columns that a prompt names."""
+    return bare_name(path).endswith((*TABLE_SUFFIXES, *CSV_SUFFIXES, *COLUMNAR_SUFFIXES, "/"))
+
+
+def tokenizer_of_records(config: Config) -> str | None:
+    """What encodes the files of records: a sentencepiece model or a Hugging Face folder."""
+    return config.data.tokenizer or config.init_from
+
+
+def bare_name(path: str) -> str:
+    """A path or name in lower case without the suffix of its compression."""
+    lower = path.lower()
+    for suffix in COMPRESSION_SUFFIXES:
+        lower = lower.removesuffix(suffix)
+    return lower
+
+
+# The entries of ``data.curriculum``: what makes a sample difficult, and how the difficulty rises.
+#
+# Names and arithmetic are those of DeepSpeed's data efficiency library (arXiv:2212.03597).
+
+
+SECTION = "data.curriculum"
+TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
+VALUE, PERCENTILE = "value", "percentile"
+LINEAR, ROOT, DISCRETE = "fixed_linear", "fixed_root", "fixed_discrete"
+PACED = ("min_difficulty", "max_difficulty", "total_curriculum_step", "difficulty_step")
+BY_TYPE = {LINEAR: PACED, ROOT: (*PACED, "root_degree"), DISCRETE: ("difficulty", "max_step")}
+"""What each schedule_type is made of."""
+
+
+@dataclass(frozen=True, eq=False)
+class CurriculumMetric:
+    """An entry of data.curriculum: a mapping with these keys, of which it needs metric and those of its schedule."""
+
+    metric: str = ""
+    """seqlen_truncate (sequences are cut off behind so many tokens), seqlen_reshape (cut into pieces of so many), or
+    the name of an index that data_prep/analyze.py has written: vocab_rarity, length, or a function of your own."""
+    index: str | None = None
+    """Folder of the index. Derived: where data_prep/analyze.py puts it, beside each dataset."""
+    difficulty_type: Annotated[str, one_of(VALUE, PERCENTILE)] = VALUE
+    """value (samples up to the difficulty are drawn) or percentile (that share of all samples, the easiest, where
+    max_difficulty is the whole: 100 for percent). For metrics with an index."""
+    schedule_type: Annotated[str, one_of(LINEAR, ROOT, DISCRETE)] = LINEAR
+    """fixed_linear, fixed_root (fast at first), or fixed_discrete (a table)."""
+    min_difficulty: Annotated[int | None, at_least(1)] = None
+    """Difficulty that the schedule rises from."""
+    max_difficulty: Annotated[int | None, at_least(1)] = None
+    """Difficulty that it reaches; for sequence lengths, data.seq_length."""
+    total_curriculum_step: Annotated[int | None, at_least(1)] = None
+    """The step at which it is reached."""
+    difficulty_step: Annotated[int, at_least(1)] = 1
+    """Difficulties are multiples of this. For sequence lengths each is a shape of its own, which devices that compile
+    compile anew: choose few."""
+    root_degree: Annotated[int, at_least(1)] = 2
+    """For fixed_root: 2 for the square root of the time, 3 for the cube root."""
+    difficulty: list[int] = field(default_factory=list)
+    """For fixed_discrete: the difficulties, ascending."""
+    max_step: list[int] = field(default_factory=list)
+    """For fixed_discrete: the last step of each difficulty but the last, ascending."""
+
+    @property
+    def is_length(self) -> bool:
+        """Whether the difficulty is the length of the sequences, which needs no index."""
+        return self.metric in (TRUNCATE, RESHAPE)
+
+    @property
+    def highest(self) -> int:
+        """The difficulty at the end of the schedule."""
+        if self.schedule_type == DISCRETE:
+            return self.difficulty[-1]
+        assert self.max_difficulty is not None, "a rule asks for it"
+        return self.max_difficulty
+
+    def at(self, step: int) -> int:
+        """The difficulty of a step, counted from 1. It never falls."""
+        if self.schedule_type == DISCRETE:
+            return self.difficulty[sum(last < step for last in self.max_step)]
+        least, most, unit = self.min_difficulty, self.max_difficulty, self.difficulty_step
+        assert least is not None and most is not None and self.total_curriculum_step is not None, "a rule asks for them"
+        root = self.root_degree if self.schedule_type == ROOT else 1
+        # In this order of operations, on which rounding depends.
+        reached = math.floor((float(step) / self.total_curriculum_step) ** (1.0 / root) * (most - least) + least)
+        # Rounding down must not end below the first multiple from min_difficulty on.
+        return min(max(reached - reached % unit, -(-least // unit) * unit), most)
+
+    @lru_cache(maxsize=64)  # noqa: B019  (a process has few metrics)
+    def rises(self, last_step: int, begin: int = 1) -> list[tuple[int, int]]:
+        """(first step, difficulty) of each difficulty from step ``begin`` to ``last_step``."""
+        found = [(begin, self.at(begin))]
+        while (now := found[-1])[1] < self.at(last_step):
+            low, high = now[0], last_step  # at(low) is the difficulty now, at(high) is another
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.at(middle) == now[1] else (low, middle)
+            found.append((high, self.at(high)))
+        return found
+
+
+def metrics_of(entries: Sequence[Any]) -> tuple[CurriculumMetric, ...]:
+    """The entries of a ``data.curriculum`` that has no ``problems_of``."""
+    return _metrics(json.dumps([dict(entry) for entry in entries]))
+
+
+@lru_cache(maxsize=16)
+def _metrics(entries: str) -> tuple[CurriculumMetric, ...]:
+    """Of entries as JSON: a step asks for them several times."""
+    return tuple(CurriculumMetric(**entry) for entry in json.loads(entries))
+
+
+def problems_of(entries: Sequence[Any]) -> list[Problem]:
+    """Everything that is wrong with the entries by themselves."""
+    found: list[Problem] = []
+    for number, entry in enumerate(entries, start=1):
+        problems = [*_problems(entry)]
+        which = f"entry {number}" if len(entries) > 1 else "the entry"
+        found += [Problem(SECTION, shown(entry), f"{which}: {rule}", instead) for rule, instead in problems]
+    names = [entry.get("metric") for entry in entries if isinstance(entry, Mapping)]
+    if len(set(map(str, names))) < len(names):
+        found.append(Problem(SECTION, None, "names a metric twice", "write each metric once"))
+    if {TRUNCATE, RESHAPE} <= {*map(str, names)}:
+        rule = "a sequence can't be cut off and cut into pieces at once"
+        found.append(Problem(SECTION, None, rule, f"keep {TRUNCATE} or {RESHAPE}"))
+    return found
+
+
+def _problems(entry: Any) -> Iterator[tuple[str, str]]:
+    """(rule, what to write instead) of an entry."""
+    if not isinstance(entry, Mapping):
+        yield f"must be a mapping, not {shown(entry)}", "write {metric: NAME, schedule_type: fixed_linear, ...}"
+        return
+    known = {name.rpartition(".")[2]: setting for name, setting in settings_of(CurriculumMetric, SECTION).items()}
+    bad = False
+    for key, value in entry.items():
+        if key not in known:
+            bad, near = True, nearest(str(key), known)
+            yield f"has no key {key}", f"write {near}" if near else f"the keys are {', '.join(known)}"
+        elif not (value is None and known[key].optional) and not known[key].has_type(value):
+            bad = True
+            yield f"{key}={shown(value)} must be {known[key].kind_in_words}", f"change {key}"
+        elif (problem := known[key].problem(value)) is not None:
+            bad = True
+            yield f"{key}={shown(value)} {problem.rule}", problem.instead.replace(f"{SECTION}.", "").replace("=", ": ")
+    if not bad:
+        yield from _contradictions(entry)
+
+
+def _contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What does not go together in an entry whose values are possible by themselves."""
+    (metric,) = metrics_of([entry])
+    if not metric.metric.strip():
+        yield "has no metric", f"write metric: {TRUNCATE}, {RESHAPE} or the name of an index"
+    wanted = BY_TYPE[metric.schedule_type]
+    if missing := [name for name in wanted if getattr(metric, name) in (None, [])]:
+        missing = [name for name in missing if not (name == "max_step" and len(metric.difficulty) == 1)]
+    if missing:
+        yield f"schedule_type={metric.schedule_type} needs {', '.join(missing)}", f"write {missing[0]}: NUMBER"
+        return
+    foreign = [key for key in entry if any(key in keys for keys in BY_TYPE.values()) and key not in wanted]
+    if foreign:
+        yield f"schedule_type={metric.schedule_type} does not read {', '.join(foreign)}", f"leave out {foreign[0]}"
+    if metric.is_length and metric.difficulty_type == PERCENTILE:
+        yield f"{metric.metric} counts tokens, of which there is no percentile", f"write difficulty_type: {VALUE}"
+    if metric.is_length and metric.index:
+        yield f"{metric.metric} needs no index", "leave out index"
+    if metric.schedule_type != DISCRETE:
+        assert metric.min_difficulty is not None and metric.max_difficulty is not None
+        if metric.min_difficulty > metric.max_difficulty:
+            rule = f"min_difficulty={metric.min_difficulty} is above max_difficulty={metric.max_difficulty}"
+            yield rule, f"write min_difficulty: {metric.max_difficulty}"
+        return
+    whole = all(type(number) is int and number >= 1 for number in (*metric.difficulty, *metric.max_step))
+    pairs = [*itertools.pairwise(metric.difficulty), *itertools.pairwise(metric.max_step)]
+    if not whole or not all(one < other for one, other in pairs):
+        yield "difficulty and max_step must be whole numbers above 0 that ascend", "write difficulty: [64,128,256]"
+    elif len(metric.difficulty) != len(metric.max_step) + 1:
+        rule = f"has {len(metric.difficulty)} difficulties and {len(metric.max_step)} max_step"
+        yield rule, "write one max_step less than difficulties: the last one holds to the end"

@@ -1,0 +1,313 @@
+"""Data parallelism: PyTorch's ``fully_shard`` in all its ZeRO stages (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    zero  parameters between uses   gradients                               optimizer states
+    0     replicated                all-reduced at the last micro batch     replicated
+    1     whole within a step       reduce-scattered at the last one        sharded
+    2     whole within a step       reduce-scattered at each one            sharded
+    3     sharded                   reduce-scattered at each one            sharded
+
+zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
+overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
+rank has nobody to share with. It keeps plain parameters (``Storage.kind``), where ``fully_shard`` would copy
+each weight once and each gradient three times in a step, and hold the weights twice; or it casts them itself
+(working_copies.py), except under ZeRO 3.
+
+DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence threshold: none is needed, as a unit's
+parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
+in the forward and the backward pass (``shard_chunk``). Reduce bucket: a unit.
+
+Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``; exchange.py has what ranks may send
+in other formats. A reduced gradient gets the
+parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the micro batches in fp32.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron_llama import devices
+from megatron_llama.model.init import torch_dtype
+from megatron_llama.model.llama import Llama
+from megatron_llama.parallel.exchange import Hops, exchange_less
+from megatron_llama.parallel.groups import Groups
+from megatron_llama.plan import Plan
+from megatron_llama.plan.storage import SHARDS
+from megatron_llama.topology import AXES, Topology
+
+
+class DataGroups(NamedTuple):
+    """The ranks with which this one exchanges weights and gradients."""
+
+    mesh: DeviceMesh
+    """What ``fully_shard`` works on: (replicate, shard), or only (shard) where it has nothing to sum over replicas."""
+    copies: dist.ProcessGroup | None = None
+    """The ranks that hold copies of this one's shards, where parallel/exchange.py sums over them."""
+    hops: Hops | None = None
+    """The groups of a sum over the shards' ranks in two hops."""
+    secondary: dist.ProcessGroup | None = None
+    """The ranks among which the backward pass gathers weights, if it has ranks of its own."""
+
+
+def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups) -> DataGroups:
+    """This rank's data-parallel groups, which are added to ``groups``. A collective over all ranks."""
+    trainer, size = plan.config.trainer, topology.shard_size
+    replicas = topology.grid.product(*topology.grid.same_weights) // size
+
+    def cut(**parts: int) -> DeviceMesh:
+        """A mesh of all ranks. ``parts``, the slowest first, are in place of the axes with the same weights."""
+        shape: dict[str, int] = {}
+        for axis in reversed(AXES):
+            shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}
+        mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        for part in parts:
+            groups.add("dp", mesh.get_group(part))
+        return mesh
+
+    def split(inside: int) -> Hops:
+        parts = cut(replicate=replicas, across=size // inside, inside=inside)
+        return Hops(parts.get_group("inside"), parts.get_group("across"))
+
+    mesh = cut(replicate=replicas, shard=size)
+
+    secondary = split(trainer.secondary_group).inside if trainer.secondary_group else None
+    hops = split(trainer.reduce_group) if trainer.reduce_group else None
+    if replicas == 1 or plan.config.optim.row.sums_gradients:
+        return DataGroups(mesh["shard"], None, hops, secondary)
+    if trainer.grad_reduce is not None:
+        return DataGroups(mesh["shard"], mesh.get_group("replicate"), hops, secondary)
+    return DataGroups(mesh["replicate", "shard"], secondary=secondary)
+
+
+def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
+    """Applies ``fully_shard`` in place. The units: the embedding, each block, norm and head; tied tables are in one
+    with the norm, gathered all step. A unit is gathered while the one before it computes. A rank without data-parallel
+    peers has no units, except under ZeRO 3 where it casts."""
+    if plan.storage.kind != SHARDS:
+        return
+    precision = plan.precision
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(precision.compute_dtype),  # the layers see the weights in this dtype
+        reduce_dtype=torch_dtype(precision.grad_accum_dtype),
+        cast_forward_inputs=False,  # activations have it already, and rotary tables stay fp32
+    )
+
+    def shard(module: Any, again_at_once: bool, in_backward: bool = True) -> None:
+        reshard = plan.config.trainer.zero == 3 and not again_at_once
+        own: dict[nn.Parameter, None] = {}
+        fully_shard(  # it asks how to place each parameter of the unit; None is by rows
+            module,
+            mesh=groups.mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=own.setdefault,
+        )
+        unit = module[0] if isinstance(module, list) else module
+        unit.set_unshard_in_backward(in_backward)
+        exchange_less(
+            unit,
+            [*own],
+            plan.shard_size,
+            grad_reduce=plan.config.trainer.grad_reduce,
+            hops=groups.hops,
+            copies=groups.copies,
+            param_gather=plan.config.trainer.param_gather,
+            secondary=groups.secondary if reshard and in_backward else None,
+        )
+
+    tied = chunk.is_first and chunk.is_last and plan.model.tie_word_embeddings
+    order: list[Any] = list(chunk.layers.values())  # fully_shard adds methods to their classes
+    for block in order:
+        # The backward pass begins with the last block and the head: they stay as they are for it.
+        shard(block, again_at_once=chunk.is_last and block is order[-1])
+    if chunk.is_first and not tied:
+        shard(chunk.embed_tokens, again_at_once=False, in_backward=False)  # its gradient does not depend on it
+        order.insert(0, chunk.embed_tokens)
+    if chunk.is_last and not tied:
+        shard([chunk.norm, chunk.lm_head], again_at_once=True)
+        order.append(chunk.norm)
+    shard(chunk, again_at_once=chunk.is_last)
+    for unit, following in pairwise(order):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
+    # It is there, so nothing is gathered: left to itself it would gather the last unit of another micro batch in vain.
+    order[0].set_modules_to_backward_prefetch([order[0]])
+    _sum_gradients(chunk, plan)
+
+
+def _sum_gradients(chunk: Llama, plan: Plan) -> None:
+    """How the units' gradients are reduced: not at all, or to a sum."""
+    for module in chunk.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if plan.data_ranks == 1:
+            module.set_custom_reduce_scatter(_NoReduction())  # type: ignore[arg-type]  # its base class is private
+            continue
+        # Sum, not mean: the loss is already divided by the tokens of the global batch.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
+
+
+def allocate(chunk: Llama, device: torch.device, plan: Plan) -> WorkingCopies | None:
+    """Gives the parameters, which are on the meta device, memory on ``device``, in place.
+
+    Returns the compute-dtype copies, if this rank casts its weights itself.
+    """
+    if isinstance(chunk, FSDPModule):
+        chunk.to_empty(device=device)
+        return None
+    for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
+        for name, meta in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
+    return WorkingCopies(chunk, plan) if plan.working_copies else None
+
+
+class _NoReduction:
+    """The reduction over one rank, whose result is its input: ``fully_shard`` asks for a buffer for each, gets the same
+    one twice, and so copies nothing. What ``FSDPModule.set_custom_reduce_scatter`` takes."""
+
+    def __init__(self) -> None:
+        self._last: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer of a reduction's input, and then the same for its result."""
+        last, self._last = self._last, None
+        if last is None:
+            last = self._last = torch.empty(*size, dtype=dtype, device=device)
+        return last
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Nothing is left to do."""
+
+
+def before_last_microbatch(
+    chunk: nn.Module, zero: int, copies: WorkingCopies | None
+) -> Callable[[], AbstractContextManager[None]] | None:
+    """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
+
+    Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
+    """
+    if copies is not None:
+        return copies.before_last_microbatch()
+    if zero == 3 or not isinstance(chunk, FSDPModule):
+        return None
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        chunk.set_reshard_after_backward(False)
+        chunk.set_requires_gradient_sync(zero == 2)
+        try:
+            yield
+        finally:
+            chunk.set_reshard_after_backward(True)
+            chunk.set_requires_gradient_sync(True)
+
+    return context
+
+
+# Weights that a rank without data-parallel peers casts by itself, where its layers compute in another dtype.
+#
+# ``fully_shard`` over one rank would write each cast weight three times in a step, and copy frozen weights too. Here
+# a
+# layer's parameter is a working copy in the compute dtype; its master, in the dtype of the optimizer, is what
+# ``Shard``
+# knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole; that of the
+# embedding, on which its gradient does not depend, once it has been read, if there is one micro batch. The master is
+# given the gradient in the dtypes that ``fully_shard`` would use, or as it is (``Storage.keeps_bf16_grads``).
+
+
+class WorkingCopies:
+    """The working copies of a chunk, whose parameters they become; parameters that need no cast stay."""
+
+    def __init__(self, chunk: Llama, plan: Plan) -> None:
+        dtype = torch_dtype(plan.precision.compute_dtype)
+        # Below ZeRO 2 micro batches are summed in this dtype, from there on in the master's.
+        self._sums_are_narrow = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
+        self._stay_narrow = plan.storage.keeps_bf16_grads
+        self._is_last_microbatch = True
+        self.master_of: dict[nn.Parameter, nn.Parameter] = {}
+        for module in chunk.modules():
+            for name, master in list(module.named_parameters(recurse=False)):
+                if master.is_floating_point() and master.dtype != dtype:
+                    copy = nn.Parameter(torch.empty_like(master, dtype=dtype), master.requires_grad)
+                    if copy.requires_grad:
+                        copy.register_post_accumulate_grad_hook(self._hand_over)
+                    self.master_of[copy] = master
+                    if self._stay_narrow:
+                        master.grad_dtype = None  # any  # type: ignore[attr-defined]
+                    setattr(module, name, copy)
+        if plan.storage.frees_embedding_of(is_first=chunk.is_first, is_last=chunk.is_last):
+            chunk.get_submodule("embed_tokens").register_forward_hook(self._free_table)
+        self._free_all()
+
+    def _free_table(self, embedding: nn.Module, *_: object) -> None:
+        table = embedding.get_parameter("weight")
+        if torch.is_grad_enabled() and table in self.master_of:  # a validation may have several micro batches
+            table.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _fill_all(self) -> None:
+        for copy, master in self.master_of.items():
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+            copy.data.copy_(master)
+
+    def _free_all(self) -> None:
+        for copy in self.master_of:
+            copy.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _hand_over(self, copy: torch.Tensor) -> None:
+        """Called when a backward pass has added to ``copy.grad``."""
+        last = self._is_last_microbatch
+        if self._sums_are_narrow and not last:
+            return
+        assert isinstance(copy, nn.Parameter) and copy.grad is not None
+        master, grad = self.master_of[copy], copy.grad
+        if master.grad is None:
+            master.grad = grad if self._stay_narrow else grad.to(master.dtype)
+        else:
+            master.grad = master.grad.to(master.dtype)
+            devices.of(grad.device).kernels(compiled=False).add_(master.grad, grad)
+        copy.grad = None
+        if last:
+            copy.untyped_storage().resize_(0)  # nothing else of this pass needs the weight
+
+    def before_last_microbatch(self) -> Callable[[], AbstractContextManager[None]]:
+        """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last."""
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            self._is_last_microbatch = False
+            try:
+                yield
+            finally:
+                self._is_last_microbatch = True
+
+        return context
+
+
+@contextmanager
+def filled(chunks: Sequence[WorkingCopies | None]) -> Iterator[None]:
+    """Give the chunks' copies their masters' values inside the context, which is one pass."""
+    filled = [copies for copies in chunks if copies is not None]
+    for copies in filled:
+        copies._fill_all()
+    try:
+        yield
+    finally:
+        for copies in filled:
+            copies._free_all()

@@ -1,0 +1,348 @@
+"""Rules on what is trained on: datasets, files of records, tokenizers."""
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+
+from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.config.data_settings import (
+    DISCRETE,
+    MASK_SUFFIX,
+    RESHAPE,
+    SECTION,
+    TRUNCATE,
+    CurriculumMetric,
+    has_columns,
+    is_table,
+    metrics_of,
+    named_paths,
+    problems_of,
+    record_files,
+    tokenizer_of_records,
+    weights_and_paths,
+)
+from megatron_llama.config.hf_config import (
+    DATASET,
+    NAME_A_FOLDER,
+    different_shape,
+    or_fetch_it,
+    other_than_llama,
+    read_hf_config,
+)
+from megatron_llama.config.precision import QUANTIZED_BITS
+from megatron_llama.config.problems import Problem, nearest, shown, typed
+from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
+from megatron_llama.plan.rules.rule import reads
+from megatron_llama.plan.schedules import MOST_LEVELS, first_steps
+from megatron_llama.topology import Grid
+
+
+@reads("data.seq_length", "model.max_position_embeddings")
+def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
+    """Positions beyond the model's longest sequence need that setting to be raised explicitly."""
+    length, longest = config.data.length, config.model.max_position_embeddings
+    if length > longest:
+        advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
+        yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
+
+
+@reads("data.kind", "data.pack", "data.document_mask", "data.eod_mask_loss")
+def documents_are_of_pretraining(config: Config, world_size: int) -> Iterator[Problem]:
+    """Fine-tuning sets say themselves which tokens belong together and which have loss."""
+    data = config.data
+    if data.kind == "sft" and data.document_mask:
+        rule = "is for pretraining; packed examples never attend to each other"
+        yield Problem("data.document_mask", True, rule, "write data.document_mask=false, and data.pack=true to pack")
+    if data.kind == "sft" and data.eod_mask_loss:
+        rule = "is for pretraining; in fine-tuning the set's own masks say what is learned"
+        yield Problem("data.eod_mask_loss", True, rule, "write data.eod_mask_loss=null")
+
+
+@reads("data.kind", "data.pack", "data.prefixes", "data.schedule", "data.validation_prefixes")
+def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
+    """Packing and validation sets work on examples, which pretraining data does not have."""
+    data = config.data
+    weights, paths = weights_and_paths(data.prefixes)
+    if data.kind == "sft":
+        if weights:
+            advice = f"write data.prefixes={shown(paths)}; a set that is named twice counts twice"
+            yield Problem(
+                "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
+            )
+        if data.schedule:
+            rule = "is for pretraining; fine-tuning sets are seen whole, epoch by epoch"
+            yield Problem("data.schedule", data.schedule, rule, "write data.schedule=[]")
+        return
+    advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
+    if data.pack:
+        rule = "packs examples, and data.kind=pretrain has none"
+        yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
+    if data.validation_prefixes:
+        rule = "are for data.kind=sft; pretraining validates on data.split's second share"
+        advice = f"write data.validation_prefixes=[], {advice}"
+        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
+
+
+@reads("data.prefixes", "data.mock")
+def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
+    """Training needs tokens from somewhere."""
+    if not config.data.mock and not config.data.prefixes:
+        advice = "write data.prefixes=[path/to/dataset_text_document], data=python_stdlib, or data=mock"
+        yield Problem("data.prefixes", config.data.prefixes, "names no dataset", advice)
+
+
+@reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
+def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
+    """Validation needs documents that training does not use."""
+    every, split = config.trainer.val_every_steps, config.data.split
+    own = config.data.mock or config.data.validation_prefixes
+    if every is not None and not own and float(split.split(",")[1]) == 0:
+        rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
+        yield Problem(
+            "data.split", split, rule, f"write data.split={typed(DataConfig.split)}, or trainer.val_every_steps=null"
+        )
+
+
+@reads("logging.sample_prompts", "data.tokenizer")
+def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
+    """Prompts are text and must be encoded."""
+    if config.logging.sample_prompts and config.data.tokenizer is None:
+        advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
+        yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
+
+
+@reads("data.prefixes", "data.validation_prefixes", "data.kind", "data.tokenizer", "data.template", "init_from")
+def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem]:
+    """Files of records are text: they need a tokenizer, and tables a prompt as well."""
+    data, files = config.data, record_files(config.data)
+    if files and tokenizer_of_records(config) is None:
+        rule = f"{files[0][1]} is text, which needs a tokenizer"
+        instead = "write data.tokenizer=FOLDER (Hugging Face) or tokenizer.model, or init_from=FOLDER"
+        yield Problem("data.tokenizer", None, rule, instead)
+    tables = [path for _, path in files if is_table(path)]
+    if tables and data.template is None:
+        rule = f"{tables[0]} is a table, and no prompt for its lines is given"
+        yield Problem("data.template", None, rule, f"write data.template={' or '.join(LABEL_TEMPLATES)}")
+    if data.template is not None and not any(has_columns(path) for _, path in files):
+        rule = "is for files with columns (.tsv, .csv, .parquet), and data.prefixes names none"
+        yield Problem("data.template", data.template, rule, "leave data.template out")
+    if data.chat_template != DataConfig.chat_template and not files:
+        rule = "is for files of records; a dataset was made with its template"
+        yield Problem("data.chat_template", data.chat_template, rule, "leave data.chat_template out")
+
+
+# Rules on data.curriculum: entries that work, and what they can go together with.
+
+
+NONE = f"{SECTION}=[]"
+
+
+@reads("data.curriculum")
+def curriculum_has_schedules(config: Config, world_size: int) -> Iterator[Problem]:
+    """Each entry is a metric with a whole schedule."""
+    for problem in problems_of(config.data.curriculum):
+        yield replace(problem, instead=f"{problem.instead}, or {NONE}")
+
+
+def _good(config: Config) -> tuple[CurriculumMetric, ...]:
+    """The metrics, where there is nothing wrong with them by themselves."""
+    entries = config.data.curriculum
+    return () if problems_of(entries) else metrics_of(entries)
+
+
+@reads("data.curriculum", "trainer.steps")
+def curriculum_has_few_levels(config: Config, world_size: int) -> Iterator[Problem]:
+    """Every level is a list of samples, and every length of sequences a shape."""
+    metrics = _good(config)
+    for metric in metrics:
+        if metric.schedule_type == DISCRETE:
+            continue
+        assert metric.min_difficulty is not None and metric.max_difficulty is not None
+        wide = metric.max_difficulty - metric.min_difficulty
+        if (levels := wide // metric.difficulty_step) > MOST_LEVELS:
+            rule = f"{metric.metric} rises in {levels:,} levels, and {MOST_LEVELS:,} are the most"
+            advice = f"write difficulty_step: {-(-wide // MOST_LEVELS)} or more in its entry, or {NONE}"
+            yield Problem(SECTION, None, rule, advice)
+            return
+    if metrics and len(first_steps(config)) > MOST_LEVELS:
+        rule = f"its metrics together rise in more than {MOST_LEVELS:,} levels"
+        yield Problem(SECTION, None, rule, f"write a larger difficulty_step in its entries, or {NONE}")
+
+
+@reads("data.curriculum", "data.seq_length", "data.kind", "trainer.sp", "trainer.tp")
+def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]:
+    """Lengths end at the run's own, and divide like it."""
+    data, trainer = config.data, config.trainer
+    for metric in _good(config):
+        if not metric.is_length:
+            continue
+        if metric.highest != data.length:
+            rule = f"{metric.metric} ends at {metric.highest} tokens, and the run's sequences have {data.length}"
+            name = "the last of difficulty" if metric.schedule_type == DISCRETE else "max_difficulty"
+            advice = f"write {data.length} as {name} in its entry, or data.seq_length={metric.highest}"
+            yield Problem(SECTION, None, rule, advice)
+        if metric.metric == RESHAPE and data.kind == "sft":
+            rule = f"{RESHAPE} would cut examples in two, the second without its prompt"
+            advice = f"write metric: {TRUNCATE}, or metric: length, which draws short examples first, or {NONE}"
+            yield Problem(SECTION, None, rule, advice)
+        lengths = metric.difficulty if metric.schedule_type == DISCRETE else [metric.difficulty_step]
+        parts = Grid.of(trainer).divisor("activations")
+        is_split = trainer.sp is not False and data.length % parts == 0  # where null is derived to be on
+        if is_split and any(length % parts for length in lengths):
+            rule = f"with sequence parallelism lengths must divide by tp={parts}, and those of {shown(lengths)} don't"
+            step = -(-metric.difficulty_step // parts) * parts
+            name = "lengths that divide" if metric.schedule_type == DISCRETE else f"difficulty_step: {step}"
+            yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.sp=false")
+
+
+@reads("data.curriculum", "data.mock", "trainer.epochs")
+def curriculum_goes_with_the_run(config: Config, world_size: int) -> Iterator[Problem]:
+    """What an order from easy to difficult can't go together with."""
+    trainer, indexed = config.trainer, [metric.metric for metric in _good(config) if not metric.is_length]
+    if indexed and config.data.mock:
+        rule = f"{indexed[0]} needs the index of a dataset, and data.mock=true makes tokens up"
+        yield Problem(SECTION, None, rule, f"write data.mock=false, or {TRUNCATE} or {RESHAPE} as the metric")
+    if indexed and trainer.epochs is not None:
+        rule = "easy samples are drawn more often than difficult ones, so no number of samples shows all of them once"
+        yield Problem("trainer.epochs", trainer.epochs, rule, "write trainer.epochs=null and trainer.steps")
+
+
+# Checks of the files, folders and packages that a config names.
+
+
+Exists = Callable[[str], bool]
+TORCHAO = "0.18."
+"""The version series in pyproject.toml; quantizers' names change between series."""
+
+
+def check_paths(config: Config, exists: Exists) -> list[Problem]:
+    """Everything that the config names and that is not there, or is not what it should be."""
+    return [
+        *check_data(config, exists),
+        *_schedule_package(config),
+        *_quantizer(config),
+        *_wandb(config),
+        *_checkpoint(config, exists),
+        *_starting_weights(config, exists),
+    ]
+
+
+def check_data(config: Config, exists: Exists) -> list[Problem]:
+    """Datasets and tokenizer that are not there; ``data.prepare`` is what makes them."""
+    if config.data.mock:
+        return []
+    made_here = config.data.prepare is not None
+    return [replace(problem, only_here=made_here) for problem in _data(config, exists)]
+
+
+def _data(config: Config, exists: Exists) -> Iterator[Problem]:
+    """The problems of files of records, datasets and the tokenizer."""
+    data, records = config.data, record_files(config.data)
+    no_file = f"there is no such file (seen from {os.getcwd()})"
+    for name, path in records:
+        if not exists(path):
+            yield Problem(name, path, no_file, "write the path of a file of records, or of a dataset")
+    for name, path in named_paths(data):
+        if (name, path) not in records:
+            yield from _dataset(data, name, path, exists)
+            if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
+                yield from _dataset(data, name, path + MASK_SUFFIX, exists)
+    if data.tokenizer is not None and not exists(data.tokenizer):
+        instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
+        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + or_fetch_it(data.tokenizer))
+
+
+def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
+    """The problem of an indexed dataset that lacks one of its two files."""
+    missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
+    if not missing:
+        return
+    rule = f"there is no {path}{' and no '.join(missing)} (seen from {os.getcwd()})"
+    stem, suffix = os.path.splitext(path)
+    if suffix in (".bin", ".idx"):
+        instead = f"write {name}=[{stem}], without {suffix}"
+    elif data.prepare:
+        instead = f"make it with: {data.prepare}"
+    elif data.kind == "sft":
+        instead = "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
+        instead += "" if path.endswith(MASK_SUFFIX) else or_fetch_it(path, DATASET)
+    else:
+        instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
+    yield Problem(name, path, rule, instead)
+
+
+def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
+    folder = config.init_from
+    if folder is None:
+        return
+    if not exists(folder):
+        rule = f"there is no such folder (seen from {os.getcwd()})"
+        instead = (
+            f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or write the "
+            f"folder that holds config.json and the .safetensors files{or_fetch_it(folder)}"
+        )
+        yield Problem("init_from", folder, rule, instead, only_here=True)
+        return
+    if not exists(os.path.join(folder, "config.json")):
+        rule = "there is no config.json in it, so it is no Hugging Face model folder"
+        yield Problem("init_from", folder, rule, NAME_A_FOLDER)
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        return  # this plan is for another machine
+    ours = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
+    try:
+        content = read_hf_config(folder)
+    except ValueError as error:
+        yield Problem("init_from", folder, str(error), NAME_A_FOLDER)
+        return
+    for clause in other_than_llama(content):
+        yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
+    if different := different_shape(ours, content):
+        found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
+        rule = f"has another shape than model={config.model.name}: {found}"
+        instead = " ".join(shlex.quote(f"model.{key}={shown(theirs)}") for key, (_, theirs) in different.items())
+        yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
+
+
+def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not exists(resume):
+        advice = nearest(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
+        rule = "is neither auto nor never, and there is no such checkpoint"
+        yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
+
+
+def _quantizer(config: Config) -> Iterator[Problem]:
+    """torchao, which quantizes frozen weights; found without importing it, which takes seconds."""
+    kind = config.finetune.frozen_dtype
+    if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
+        return
+    try:
+        found = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        found = ""
+    if not found.startswith(TORCHAO):
+        rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
+        advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
+        yield Problem("finetune.frozen_dtype", kind, rule, advice, only_here=True)
+
+
+def _wandb(config: Config) -> Iterator[Problem]:
+    """The package wandb; found without importing it, which takes a second."""
+    mode = config.logging.wandb
+    if mode != "off" and importlib.util.find_spec("wandb") is None:
+        advice = "pip install 'megatron_llama[wandb]', or write logging.wandb=off"
+        yield Problem("logging.wandb", mode, "the package wandb is not installed", advice, only_here=True)
+
+
+def _schedule_package(config: Config) -> Iterator[Problem]:
+    """Looks for the package only: looking for the class would import it, and torch with it."""
+    target = str(config.optim.schedule.get("_target_") or "megatron_llama")
+    package = target.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        advice = "install it, or write optim=cosine, linear, constant or wsd"
+        yield Problem("optim.schedule._target_", target, f"the package {package} is not installed", advice)

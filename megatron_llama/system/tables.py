@@ -1,0 +1,60 @@
+"""Tables of plain text, for terminals, files and logs alike, and in Markdown."""
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
+    """``rows``, at least one, as lines of aligned columns, two spaces apart.
+
+    The first ``left`` columns (default: all) are flush left, the others flush right. The lines are the same for every
+    terminal: no colour, no wrapping, no spaces at the end.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in range(len(rows[0])):
+        table.add_column(justify="left" if left is None or column < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    file = io.StringIO()
+    # Wider than any table: rich cuts off what does not fit. Cells are plain text, not markup.
+    console = Console(file=file, width=100_000, force_terminal=False, color_system=None, markup=False, emoji=False)
+    console.print(table, highlight=False)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, each as soon as its row exists."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield "| " + " ".join(f"{cell} |".lstrip() for cell in row)  # an empty cell is one space wide
+
+
+# Numbers as people read them: counts with a unit, bytes, nouns in the plural.
+
+
+GIB = 2**30
+_STEPS = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3))
+
+
+def short_count(count: float) -> str:
+    """A count with four significant digits: 6.738 B, 250 k, 1,024 T."""
+    for unit, size in _STEPS:
+        if abs(count) >= size:
+            return f"{count / size:.4g} {unit}" if abs(count) < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count:.4g}"
+
+
+def gib(size: int) -> str:
+    """Bytes in binary units: 512 MiB, 1,002 MiB, 25.1 GiB, 1,024 GiB."""
+    number, unit = (size / 2**20, "MiB") if size < GIB else (size / GIB, "GiB")
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``noun`` for one, ``nouns`` for any other count."""
+    return noun if count == 1 else f"{noun}s"
