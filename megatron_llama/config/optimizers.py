@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         unsigned_states=("exp_avg_sq",),
     ),
     "sgd": OptimizerRow(
-        factory="megatron_llama.optim.sgd.build_sgd",
+        factory="megatron_llama.optim.low_precision.build_sgd",
         states=("momentum_buffer",),
         betas=1,
     ),

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices.processor import instruction_set
@@ -22,33 +22,10 @@ if TYPE_CHECKING:
     from megatron_llama.arch.pattern import Pattern
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
+    from megatron_llama.topology import Topology
 
 INDUCTOR = "inductor"
 """torch.compile's default backend."""
-
-
-class PipelineRank(Protocol):
-    """The place of a rank in the pipeline, as ``Topology`` has it."""
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel size."""
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel size."""
-
-    @property
-    def pp(self) -> int:
-        """Pipeline stages."""
-
-    @property
-    def vpp(self) -> int:
-        """Chunks of layers per stage."""
 
 
 class Peak(NamedTuple):
@@ -159,7 +136,7 @@ class Device(ABC):
     def forget_collectives(self, rank: int) -> None:  # noqa: B027  nothing to remove by default
         """Remove the files of ``request_collectives``."""
 
-    def pipeline_transfers(self, topology: PipelineRank) -> AbstractContextManager[None]:
+    def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
         """A context in which pipeline stages can exchange tensors. A collective: all ranks enter it together.
 
         The default leaves it to the process group's send and recv.

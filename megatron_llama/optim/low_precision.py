@@ -12,7 +12,6 @@ generator. So all ranks that hold a value use the same noise, in any layout, and
 
 All operations of the rounding are on int32 tensors, which wrap around. No value is read on the host.
 """
-
 from __future__ import annotations
 
 import hashlib
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from megatron_llama.arch.names import Piece, keep_rows
 from megatron_llama.config.optimizers import OptimizerRow
@@ -193,3 +193,23 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * (0x846CA68B - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+# SGD with momentum, for which ``optim.betas`` has the first of its two numbers.
+#
+# torch's SGD skips an update on the device in its fused kernel only, whose last bits depend on the layout. So the
+# update
+# is by rows in every precision.
+
+
+def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
+    """Build ``sgd``."""
+    optim = inputs.plan.config.optim
+    return build_elementwise(inputs, sgd_update, lr=optim.lr, momentum=optim.betas[0])
+
+
+def sgd_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
+    """SGD's update of fp32 weight and momentum_buffer, in place."""
+    weight, momentum_buffer = tensors
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+    sgd([weight], [gradient], [momentum_buffer], dampening=0.0, nesterov=False, **rates, **SINGLE_TENSOR)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.errors import EXIT_USER, PACKAGES, program, program_name
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -32,7 +32,6 @@ NEEDED = {
     "rich": "rich",
 }
 """The packages of pyproject.toml's dependencies, by the modules that are imported."""
-_OWN = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
 _PROGRAMS = ("", "scripts", "data_prep", "benchmarks", "benchmarks/verify", "tests/chaos", "tests/fuzz", "docs")
 """Folders of the project's command lines."""
 
@@ -65,7 +64,7 @@ def not_installed(error: BaseException) -> str | None:
     if isinstance(error, Exception) and sys.version_info < OLDEST_PYTHON:
         return f"{sys.executable} is {found}, and {'.'.join(map(str, OLDEST_PYTHON))} or newer is needed. {_advice([])}"
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if not name or name.partition(".")[0] in _OWN | sys.stdlib_module_names:
+    if not name or name.partition(".")[0] in PACKAGES | sys.stdlib_module_names:
         return None
     lacking = missing()
     names = [NEEDED.get(name) or next((p for m, p in lacking.items() if m.startswith(f"{name}.")), name)]
@@ -84,26 +83,13 @@ def _advice(names: list[str]) -> str:
     here = Path.cwd() == ROOT
     if python.exists() and Path(sys.prefix).resolve() != VENV.resolve():
         own = os.path.relpath(python) if here else str(python)
-        command = shlex.join([own, *_program(), *sys.argv[1:]])
+        command = shlex.join([own, *program(), *sys.argv[1:]])
         return f"Type {command}, which takes the environment that `make venv` built"
     if sys.version_info < OLDEST_PYTHON:
         return f"Type make -C {shlex.quote(str(ROOT))} venv, which looks for one and builds {python}"
     extra = "" if set(names) <= set(NEEDED.values()) else "[dev]"
     install = shlex.join([sys.executable, "-m", "pip", "install", "-e", ("." if here else str(ROOT)) + extra])
     return f"Type {install}"
-
-
-def _program() -> list[str]:
-    """The interpreter's words for this program: its file, or ``-m`` and the module."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is not None and spec.name.partition(".")[0] in _OWN:
-        return ["-m", spec.name.removesuffix(".__main__")]
-    return sys.argv[:1]
-
-
-def program_name() -> str:
-    """The name that begins a message: a file such as ``train.py``, or a module such as ``benchmarks``."""
-    return os.path.basename(_program()[-1])
 
 
 def tell_what_is_missing() -> None:

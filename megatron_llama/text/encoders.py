@@ -16,17 +16,19 @@ import numpy as np
 from megatron_llama.config.hf_config import or_fetch_it
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
-from megatron_llama.text import tokenizer
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     PIECES,
+    USER_DEFINED,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TextTokenizer,
     TokenizerError,
     need_package,
     read_model,
+    special_pieces,
     tokenizer_file,
+    why_not_fast,
 )
 
 Encode = Callable[[str], Any]
@@ -99,11 +101,11 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
         return encoder
     model = read_model(tokenizer.file)
     # Text that looks like the model's own special pieces, and some of its longest ordinary ones.
-    special = list(tokenizer.special_pieces(model))[:64]
+    special = list(special_pieces(model))[:64]
     longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
     probes = [*PROBES, *(text for piece in special + longest for text in (piece, f"x{piece} y")), *sample]
     reasons = []
-    unfit = tokenizer.why_not_fast(model)
+    unfit = why_not_fast(model)
     for name in FAST if choice == "auto" else (choice,):
         if unfit:
             reasons.append(unfit)
@@ -146,7 +148,7 @@ def _load_gigatoken(model: Any, reference: Encode) -> Encode:
     import gigatoken
 
     encode: Encode = gigatoken.Tokenizer.from_json(tokenizer.to_tokenizer_json(model)).backend.encode
-    special = list(tokenizer.special_pieces(model, (tokenizer.USER_DEFINED,)))
+    special = list(special_pieces(model, (USER_DEFINED,)))
     if not special:
         return encode
     spaces = f"{tokenizer.SPACE} \n\t"

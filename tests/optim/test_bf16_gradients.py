@@ -9,7 +9,6 @@ import torch
 
 from megatron_llama.devices import kernels as plain_kernels
 from megatron_llama.devices.cpu import kernels as cpu_kernels
-from megatron_llama.devices.cpu import updates
 from megatron_llama.optim.adam import Bf16GradientAdam
 from megatron_llama.plan import Plan
 from tests.oracle import make_plan, run_layout, worst
@@ -25,7 +24,7 @@ SHAPES = (61, 33), (7,), (64, 64)
 def test_it_is_torchs(
     name: str, factor: float | None, kernels: plain_kernels.Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates, "CHUNK", 512)  # a whole number of vectors, which divides no weight but one
+    monkeypatch.setattr(kernels, "CHUNK", 512)  # a whole number of vectors, which divides no weight but one
     generator = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     plain = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]

@@ -15,8 +15,7 @@ from megatron_llama.devices.cpu.kernels import CpuKernels
 from megatron_llama.devices.kernels import EAGER
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
-from megatron_llama.optim.low_precision import ElementwiseOptimizer, noise, round_stochastically, stream
-from megatron_llama.optim.sgd import sgd_update
+from megatron_llama.optim.low_precision import ElementwiseOptimizer, noise, round_stochastically, sgd_update, stream
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from tests.optim.gradients import make_up_gradients

@@ -1,17 +1,95 @@
 """Kernels of NVIDIA GPUs: FlashAttention over documents of different lengths. Not run on hardware."""
-
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import fits_varlen
+from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.devices import attention
-from megatron_llama.devices.cuda import varlen
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.devices.visibility import AttentionInputs
+from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
-attention.KERNELS["varlen"] = attention.DocumentKernel(varlen.forward, varlen.backward)
+# Attention inside all documents of a micro batch by one call of FlashAttention (Dao 2023, arXiv:2307.08691).
+#
+# torch.nn.attention.varlen calls the same operators. It is not used, because its function differs between torch 2.11,
+# which has no ``enable_gqa``, and 2.13, which wants it, and because its output's log-sum-exp is needed for the
+# backward
+# pass of an operator of our own. Not run on hardware.
+
+
+aten = torch.ops.aten
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
+    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], log-sum-exp of the scores [b, heads, s], fp32).
+
+    ``cu_seqlens`` [documents + 1 or more] are where documents begin and end among the tokens of all rows, int32, on the
+    device. The pattern has no blocks.
+    """
+    starts, longest = _starts(lengths, cu_seqlens)
+    flat = [_flat(x) for x in (q, k, v)]
+    found = aten._flash_attention_forward(
+        *flat, starts, starts, longest, longest, 0.0, not pattern.window, False, **_window(pattern.window)
+    )
+    return _whole(found[0], q), found[1].unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1).contiguous()
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    cu_seqlens: Tensor | None,
+    pattern: Pattern,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of ``forward``'s output, and its results."""
+    starts, longest = _starts(lengths, cu_seqlens)
+    flat = [_flat(x) for x in (grad, q, k, v, out)]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    found = aten._flash_attention_backward(
+        *flat,
+        lse.transpose(0, 1).flatten(1).contiguous(),
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        not pattern.window,
+        *no_dropout,
+        **_window(pattern.window),
+    )
+    return _whole(found[0], q), _whole(found[1], k), _whole(found[2], v)
+
+
+def _starts(lengths: Lengths, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+    """Return the boundaries without repetitions, and the tokens of the longest document."""
+    assert cu_seqlens is not None
+    return cu_seqlens.narrow(0, 0, 1 + sum(map(len, lengths))), max(map(max, lengths))
+
+
+def _window(window: int) -> dict[str, Any]:
+    """The kernel counts the tokens before a query that it sees, -1 being all."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[b, heads, s, d] to [b * s, heads, d]: a view if there is one row."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _whole(x: Tensor, like: Tensor) -> Tensor:
+    """The reverse; it lies in memory as [s, b, heads, d], as the layers want it."""
+    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(0, 1).contiguous().permute(1, 2, 0, 3)
+
+
+attention.KERNELS["varlen"] = attention.DocumentKernel(forward, backward)
 
 
 class CudaKernels(Kernels):

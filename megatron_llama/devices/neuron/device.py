@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_llama.config import PRECISIONS, ConfigError, Problem
-from megatron_llama.devices.base import Device, Peak, PipelineRank, device_index, numbers_in, package_missing
+from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_llama.config import Config
+    from megatron_llama.topology import Topology
 
 ROOT = Path("/")  # of the driver's files
 PACKAGE = "torch_neuronx"
@@ -144,7 +145,7 @@ class Neuron(Device):
         torch.manual_seed(seed)
         torch.neuron.manual_seed_all(seed)  # type: ignore[attr-defined]
 
-    def pipeline_transfers(self, topology: PipelineRank) -> AbstractContextManager[None]:
+    def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
         """Probes send and recv first: some releases of the process group lack them."""
         from megatron_llama.devices.neuron.pair_transfers import send_recv_or_pairs
 

@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_llama.devices.base import PipelineRank
 from megatron_llama.devices.mcore import point_to_point_by
+from megatron_llama.topology import Topology
 
 
-def send_recv_or_pairs(topology: PipelineRank, torch_device: torch.device) -> AbstractContextManager[None]:
+def send_recv_or_pairs(topology: Topology, torch_device: torch.device) -> AbstractContextManager[None]:
     """A context for pipeline transfers by send and recv if they work, else by ``PairTransfers``. A collective."""
     if point_to_point_works(torch_device):
         return nullcontext()
@@ -30,7 +30,7 @@ class PairTransfers:
     each of the two groups, both ranks make the same calls in the same order.
     """
 
-    def __init__(self, topology: PipelineRank) -> None:
+    def __init__(self, topology: Topology) -> None:
         """A collective: torch needs every rank of the world to take part in making a group."""
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         # Interleaved schedules wrap around: the last stage sends to the first, which has the next chunk of layers.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,6 @@ from megatron_llama.tools.forecast.this_machine import (
     Machine,
     path_of,
 )
-
-if TYPE_CHECKING:
-
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5

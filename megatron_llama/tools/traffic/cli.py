@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.plan import Plan
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.traffic import Operation, operations
@@ -86,7 +86,7 @@ def predicted_lines(plan: Plan) -> Iterator[str]:
         yield from ("", f"rank {compact(ranks)}", head)
         for line, row in zip(found, rows, strict=True):
             yield row
-            yield from (f"{'':8}{o.what}: {o.calls:,} x {o.payload:,}" for o in operations if o.line == line)
+            yield from (f"{'':8}{o.what}: {o.calls:,} x {o.payload:,}" for o in sent if o.line == line)
 
 
 def _table(head: Sequence[str], lines: Sequence[Line], amounts: Sequence[Sequence[str]]) -> list[str]:
