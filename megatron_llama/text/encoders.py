@@ -19,6 +19,7 @@ from megatron_llama.system.files import read_whole
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     PIECES,
+    SPACE,
     USER_DEFINED,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -27,6 +28,7 @@ from megatron_llama.text.tokenizer import (
     need_package,
     read_model,
     special_pieces,
+    to_tokenizer_json,
     tokenizer_file,
     why_not_fast,
 )
@@ -147,11 +149,11 @@ def _load_gigatoken(model: Any, reference: Encode) -> Encode:
     """gigatoken, which gives other ids around user-defined pieces: text that has one goes to the reference."""
     import gigatoken
 
-    encode: Encode = gigatoken.Tokenizer.from_json(tokenizer.to_tokenizer_json(model)).backend.encode
+    encode: Encode = gigatoken.Tokenizer.from_json(to_tokenizer_json(model)).backend.encode
     special = list(special_pieces(model, (USER_DEFINED,)))
     if not special:
         return encode
-    spaces = f"{tokenizer.SPACE} \n\t"
+    spaces = f"{SPACE} \n\t"
     if len(special) > MAX_USER_DEFINED or not all(piece.strip(spaces) for piece in special):
         raise ValueError("its user-defined pieces are in nearly every text")
     has_special = re.compile("|".join(re.escape(piece) for piece in special)).search
