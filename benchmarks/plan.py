@@ -116,7 +116,7 @@ def _time_steps(count: int, folder: Path, plan: Plan) -> None:
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
-    from megatron_llama.tools.common import steps_of
+    from megatron_llama.tools.steps import steps_of
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))

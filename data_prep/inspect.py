@@ -73,8 +73,8 @@ def decoded(
     if not path or (not model and not os.path.exists(path)):
         yield "(no tokenizer at hand to decode it: name one with --tokenizer-model)"
         return
+    from data_prep.lib.encoders import load_encoder
     from megatron_llama.config.hf_config import local_folder
-    from megatron_llama.text.encoders import load_encoder
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
     path = local_folder(path)

@@ -7,6 +7,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -63,8 +64,9 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def strays(room: str, tree: ast.Module) -> list[str]:
-    """Imports that go up, or across a row."""
-    return sorted({m for m in imported(tree) if room_of(m) != room and ROW[room_of(m)] <= ROW[room]})
+    """Imports that go up, or across a row. The package itself is below all: it reports packages that are missing."""
+    modules = set(imported(tree)) - {"megatron_llama"}
+    return sorted({m for m in modules if room_of(m) != room and ROW[room_of(m)] <= ROW[room]})
 
 
 # Tools that build on another tool; all of them may use forecast/, and the files that lie in tools/ itself.
@@ -200,6 +202,41 @@ def test_files_and_functions_can_be_read_at_once() -> None:
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *PROGRAMS]}
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
     assert not nonempty({name_of(path): long_functions(parsed(path)) for path in [*SOURCES, *PROGRAMS]})
+
+
+SMALL_FILE_LINES, MOST_SMALL_FILES, MOST_FILES_OF_A_FOLDER = 100, 0.15, 14
+
+
+def test_few_files_are_small_and_folders_are_not_crowded() -> None:
+    """A subject is in one file, so a search ends after one hop."""
+    files = [path for path in SOURCES if path.name != "__init__.py" and name_of(path).startswith("megatron_llama")]
+    small = [path for path in files if len(path.read_text(encoding="utf-8").splitlines()) < SMALL_FILE_LINES]
+    assert len(small) <= MOST_SMALL_FILES * len(files), sorted(map(name_of, small))
+    folders = Counter(path.parent for path in files)
+    assert not {name_of(folder): n for folder, n in folders.items() if n > MOST_FILES_OF_A_FOLDER}
+
+
+def kind_tests(tree: ast.Module) -> list[str]:
+    """Questions for the class of an optimizer, and comparisons with its name."""
+    lines: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            lines += [ast.unparse(node)] if re.search(r"Adam|SGD|Optimizer\b|Muon", ast.unparse(node.args[1])) else []
+        elif isinstance(node, ast.Compare) and re.search(r"optim\.name\b|\w*(adam|sgd)\w*'", ast.unparse(node)):
+            lines.append(ast.unparse(node))
+    return lines
+
+
+def test_no_code_of_the_trainer_asks_for_the_kind_of_an_optimizer() -> None:
+    """Rows of config/optimizers.py and properties of optim/base.py answer instead."""
+    assert not nonempty({name_of(path): kind_tests(parsed(path)) for path in TRAINER})
+
+
+@pytest.mark.parametrize(
+    "line", ["isinstance(x, optim.Adam)", "isinstance(x, (int, OneBitAdam))", "config.optim.name == 'x'", "n == 'sgd'"]
+)
+def test_a_question_for_the_kind_is_reported(line: str) -> None:
+    assert kind_tests(ast.parse(line))
 
 
 def long_functions(tree: ast.Module) -> list[tuple[str, int]]:

@@ -27,7 +27,8 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.tools.common import MOCK_RUN, Steps, steps_of
+from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.steps import Steps, steps_of
 from megatron_llama.topology import AXIS_NAMES
 
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, Chat, Job, Result
 from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, turns_of
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
@@ -25,7 +26,6 @@ from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_pieces
 from megatron_llama.text.conversation import Bad, Template, labelled_turns
-from megatron_llama.text.encoders import Encoder, check_same
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.blocks import START, Position
+from data_prep.lib.encoders import Encoder, EncoderMismatch
 from data_prep.lib.encoding_run import (
     EncodingRun,
     Finished,
@@ -33,7 +34,6 @@ from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, IndexedDataset, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_json, sha256_file
-from megatron_llama.text.encoders import Encoder, EncoderMismatch
 
 MANIFEST_FORMAT = 1
 # A run that a bad line ends leaves its work for the next one only where doing it again would take longer than this.

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.blocks import START, Block, BlockEncoder, ExampleEncoder, Position, Slots, TextEncoder, cut_blocks
+from data_prep.lib.encoders import Encoder
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
 from data_prep.lib.job import Job, Progress, Result, RunOptions, short_time
 from data_prep.lib.pool import Pool
@@ -31,7 +32,6 @@ from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
 from megatron_llama.system.signals import ASKED_TO_STOP, handling
-from megatron_llama.text.encoders import Encoder
 
 
 class EncodingRun:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.lib.dataset import make_dataset
+from data_prep.lib.encoders import Encoder, load_encoder
 from data_prep.lib.input_files import TEXT_SUFFIXES, Found, detect_keys, find_sources, sample_texts
 from data_prep.lib.job import Chat, Job, RunOptions
 from data_prep.lib.sources import Source, header_of, with_array
@@ -19,7 +20,6 @@ from megatron_llama.config.hf_config import local_folder
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, own_template
 from megatron_llama.text.conversation import LABELLED
-from megatron_llama.text.encoders import Encoder, load_encoder
 from megatron_llama.text.tokenizer import FAST_JSON, open_tokenizer
 
 KEYS = ("sft", "sft" + MASK_SUFFIX)

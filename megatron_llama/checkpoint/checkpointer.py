@@ -96,8 +96,7 @@ class Checkpointer:
         """Saves if the step is due. True when ``stop`` is true on any rank: then all ranks have saved the step.
 
         ``val_loss`` is the validation loss after the step, where it was validated; ``consumed_tokens`` are the run's
-        tokens so far, where they were counted.
-        Raises SaveFailed on all ranks when a checkpoint could not be written.
+        tokens so far, where they were counted. Raises SaveFailed on all ranks when a checkpoint could not be written.
         """
         # NaN would compare as neither better nor worse than any other loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None

@@ -1,5 +1,6 @@
 """The entries of ``data.prefixes`` and ``data.validation_prefixes``: weights, datasets, and files of records that are
-still to be prepared. Decides by names alone and opens no file; ``folder_of_records`` looks whether one is there."""
+still to be prepared. Decides by names alone and opens no file; ``folder_of_records`` looks whether one is there. The
+entries of ``data.curriculum`` are here too."""
 from __future__ import annotations
 
 import itertools
@@ -114,10 +115,8 @@ def bare_name(path: str) -> str:
     return lower
 
 
-# The entries of ``data.curriculum``: what makes a sample difficult, and how the difficulty rises.
-#
-# Names and arithmetic are those of DeepSpeed's data efficiency library (arXiv:2212.03597).
-
+# The entries of ``data.curriculum``: the measure of a sample's difficulty, and how the difficulty rises. Names and
+# arithmetic come from DeepSpeed's data efficiency library (arXiv:2212.03597).
 
 SECTION = "data.curriculum"
 TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"

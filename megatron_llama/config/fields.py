@@ -1,4 +1,5 @@
-"""The settings as a flat table, read from the dataclasses: ``trainer.tp`` -> its type, default and limit."""
+"""The settings as a flat table, read from the dataclasses: ``trainer.tp`` -> its type, default and limit. Names that do
+not exist get suggestions."""
 from __future__ import annotations
 
 import copy
@@ -148,7 +149,6 @@ def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
 
 
 # Suggestions for settings that do not exist.
-
 
 # Names in Megatron, NeMo, transformers and PEFT, and ours.
 KNOWN_ELSEWHERE = {

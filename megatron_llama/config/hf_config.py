@@ -1,4 +1,4 @@
-"""A model's shape from Hugging Face's config.json, and back."""
+"""A model's shape from Hugging Face's config.json, and back; adapters' configs; names of the hub in the local cache."""
 from __future__ import annotations
 
 import math
@@ -297,14 +297,9 @@ def _rope(content: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-# Names of the Hugging Face hub, such as meta-llama/Llama-2-7b-hf, in place of folders: looked up in the local cache.
-#
-# The one place that knows the cache's layout (huggingface_hub's: models--org--name/snapshots/COMMIT, and refs/main
-# with
-# the newest commit). Nothing is ever downloaded here: a start on a thousand ranks is no moment to fetch 140 GB, and
-# nodes
-# often have no way out. Where something is missing, the message has the command that fetches it.
-
+# Folders of names of the Hugging Face hub, such as meta-llama/Llama-2-7b-hf, in huggingface_hub's local cache:
+# models--org--name/snapshots/COMMIT, and refs/main with the newest commit. Nothing is downloaded: a start on a thousand
+# ranks is no moment for 140 GB, and nodes often have no way out. The message has the command that fetches a model.
 
 MODEL, DATASET = "model", "dataset"
 _NAME = re.compile(r"(?!models/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

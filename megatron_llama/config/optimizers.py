@@ -41,7 +41,7 @@ class OptimizerRow:
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     "adamw": OptimizerRow(
-        factory="megatron_llama.optim.adam.build_adam",
+        factory="megatron_llama.optim.adam.build_adamw",
         states=("exp_avg", "exp_avg_sq"),
         unsigned_states=("exp_avg_sq",),
     ),

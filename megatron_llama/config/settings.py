@@ -2,7 +2,7 @@
 
 The string under a field is its documentation; docs/config.md is generated from it. ``None`` as a default means
 "derived": the field's documentation says from what, and ``resolve`` fills it in. Beside a type is the limit of its
-value (``limits.py``). The model's are in ``model_settings.py``. ``conf/`` has named sets of values to choose from.
+value (``limits.py``). ``conf/`` has named sets of values to choose from.
 """
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from megatron_llama.config.limits import (
 from megatron_llama.config.optimizers import OPTIMIZERS, OptimizerRow
 from megatron_llama.config.precision import EXCHANGES, PRECISIONS
 
-# The settings of the model: its shape, and what its tokens see. ``settings.py`` has the others.
-
+# The settings of the model: its shape, and the tokens that a token sees.
 
 MOST_LAYERS = 10_000
 """The plan lists layers one by one; the deepest published Llama has 126."""

@@ -1,7 +1,8 @@
 """From samples to the micro batches of a rank.
 
 A step trains on the samples that follow those consumed before it, as many as ``plan/schedules.py`` says, in every
-layout: micro batch m of data-parallel rank d holds the samples that follow offset (m·dp + d)·(micro batch).
+layout: micro batch m of data-parallel rank d holds the samples that follow offset (m·dp + d)·(micro batch). A thread
+builds the next batches, and made-up datasets are here.
 """
 from __future__ import annotations
 
@@ -240,7 +241,6 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
 
 # Made-up tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.
 
-
 class MockDataset:
     """Counting sequences with a random start and stride, so that there is something to learn.
 
@@ -264,12 +264,8 @@ class MockDataset:
         return sample
 
 
-# Builds the next batches on a thread, while the device trains, so that no step waits for its data.
-#
-# Position in the data stays a number: the thread only guesses which one comes next. What was built for a wrong guess
-# is
-# thrown away, so a batch that is asked for is always the one that ``Batches.at`` gives.
-
+# A thread builds the next batches while the device trains. The position in the data stays a number: the thread only
+# guesses the next one, and a wrong guess is thrown away, so each batch is the one that ``Batches.at`` gives.
 
 AHEAD = 2
 """Global batches that are built before they are asked for: one would do, two bridge a slow read."""

@@ -1,8 +1,7 @@
 """Makes megatron-core run on any device. Nothing else in the project patches megatron-core.
 
-megatron-core allocates buffers on ``torch.cuda.current_device()``, whatever device its layers and pipeline
-schedules run on. So each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls
-replaced:
+megatron-core allocates buffers on ``torch.cuda.current_device()``, whatever device its layers and pipeline schedules
+run on. So each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls replaced:
 
     torch.cuda.current_device()        buffers of sequence parallelism and of point-to-point transfers
     torch.cuda.synchronize()           after batched point-to-point transfers: works around a race in NCCL

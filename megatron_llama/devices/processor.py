@@ -1,4 +1,4 @@
-"""The machine's processor, from Linux's files, and the rate of matmuls on a device."""
+"""The machine's processor, from Linux's files, the rate of matmuls on a device, and the compiler of our C++."""
 from __future__ import annotations
 
 import ctypes
@@ -66,7 +66,6 @@ def product_rate(
 
 
 # C++ of our own on a CPU, compiled for the processor that runs it.
-
 
 def load_cpp(source: str, instead: str) -> ctypes.CDLL | None:
     """The compiled ``source``, by Inductor's compiler and in Inductor's cache: seconds, once for a kind of processor.

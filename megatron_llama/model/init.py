@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and position.
 
 With one generator per rank, as in Megatron-LM, another layout starts from other weights, and no two layouts can be
-compared.
+compared. megatron-core's TransformerConfig is here too.
 """
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def _random_values(piece: Piece, seed: int, draw: Callable[..., torch.Tensor]) -
 
 
 # The TransformerConfig of megatron-core's layers and schedules, derived from the plan.
-
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype that config/precision.py means by a name."""

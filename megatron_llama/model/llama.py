@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
+from megatron_llama.arch.shapes import fused_shape, head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
@@ -37,15 +37,21 @@ def _no_init(_: Tensor) -> None:
     """megatron-core requires an init method; here model/init.py fills the weights, after they have been sharded."""
 
 
-def _column_parallel(inputs: int, outputs: int, mcore: TransformerConfig) -> ColumnParallelLinear:
-    """[s(/t), b, inputs] to [s, b, outputs/t]: each rank has some rows of the matrix. Gathers the sequence first."""
-    return ColumnParallelLinear(inputs, outputs, config=mcore, init_method=_no_init, bias=False)
+def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> ColumnParallelLinear:
+    """[s(/t), b, inputs] to [s, b, outputs/t]: each rank has some rows of the matrix. Gathers the sequence first.
+
+    megatron-core gets ``t`` times this rank's rows: with copied kv heads more than q_proj, k_proj and v_proj have.
+    """
+    tp = mcore.tensor_model_parallel_size
+    rows, columns = fused_shape(model, matrix, tp)
+    return ColumnParallelLinear(columns, tp * rows, config=mcore, init_method=_no_init, bias=False)
 
 
-def _row_parallel(inputs: int, outputs: int, mcore: TransformerConfig) -> RowParallelLinear:
+def _row_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> RowParallelLinear:
     """[s, b, inputs/t] to [s(/t), b, outputs]: each rank has some columns, and the products are summed over ranks."""
     more = {"input_is_parallel": True, "skip_bias_add": False}  # parameters without defaults
-    return RowParallelLinear(inputs, outputs, config=mcore, init_method=_no_init, bias=False, **more)
+    rows, columns = fused_shape(model, matrix)
+    return RowParallelLinear(columns, rows, config=mcore, init_method=_no_init, bias=False, **more)
 
 
 class RMSNorm(nn.Module):
@@ -105,10 +111,8 @@ class Attention(nn.Module):
         self.num_kv_heads = kv_heads_per_rank(model, tp)
         self.attend = attend
         # One matrix for q, k and v: one product, and with sequence parallelism one gather of the sequence, not three.
-        # tp times this rank's heads: with copied kv heads that is more rows than q_proj, k_proj and v_proj have.
-        qkv_heads = tp * (self.num_heads + 2 * self.num_kv_heads)
-        self.qkv_proj = _column_parallel(model.hidden_size, qkv_heads * self.head_dim, mcore)
-        self.o_proj = _row_parallel(model.num_attention_heads * self.head_dim, model.hidden_size, mcore)
+        self.qkv_proj = _column_parallel("qkv_proj", model, mcore)
+        self.o_proj = _row_parallel("o_proj", model, mcore)
 
     def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
@@ -136,8 +140,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig) -> None:
         super().__init__()
-        self.gate_up_proj = _column_parallel(model.hidden_size, 2 * model.intermediate_size, mcore)
-        self.down_proj = _row_parallel(model.intermediate_size, model.hidden_size, mcore)
+        self.gate_up_proj = _column_parallel("gate_up_proj", model, mcore)
+        self.down_proj = _row_parallel("down_proj", model, mcore)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""

@@ -26,7 +26,8 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megatron_llama.arch.names import is_saved_module
-from megatron_llama.config import FinetuneConfig
+from megatron_llama.arch.shapes import fused_rows
+from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.model.llama import Block, Llama
 from megatron_llama.model.quantized import quantize_layers
 
@@ -99,7 +100,7 @@ def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, 
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_saved_module(name, finetune))
     for block in chunk.layers.values():
-        _wrap(block, finetune)  # type: ignore[arg-type]
+        _wrap(block, chunk.model, chunk.config.tensor_model_parallel_size, finetune)  # type: ignore[arg-type]
         if quantized is not None:
             quantize_layers(block, quantized)
     for parameter in chunk.parameters():
@@ -109,20 +110,12 @@ def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, 
         chunk.embed_tokens.register_forward_hook(_require_grad)
 
 
-def _wrap(block: Block, finetune: FinetuneConfig) -> None:
-    attention, mlp = block.self_attn, block.mlp
-    dim = attention.head_dim
-    heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads, "v_proj": attention.num_kv_heads}
-    half = mlp.gate_up_proj.weight.shape[0] // 2
-    matrices = (
-        (attention, "qkv_proj", {module: count * dim for module, count in heads.items()}),
-        (attention, "o_proj", {"o_proj": attention.o_proj.weight.shape[0]}),
-        (mlp, "gate_up_proj", {"gate_proj": half, "up_proj": half}),
-        (mlp, "down_proj", {"down_proj": mlp.down_proj.weight.shape[0]}),
-    )
-    for owner, name, rows in matrices:
-        if set(rows) & set(finetune.lora_target_modules):
-            setattr(owner, name, LoraLinear(getattr(owner, name), rows, finetune))
+def _wrap(block: Block, model: ModelConfig, tp: int, finetune: FinetuneConfig) -> None:
+    for owner in (block.self_attn, block.mlp):
+        for name, layer in list(owner.named_children()):
+            rows = fused_rows(model, name, tp)
+            if set(rows) & set(finetune.lora_target_modules):
+                setattr(owner, name, LoraLinear(layer, rows, finetune))
 
 
 def _require_grad(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:

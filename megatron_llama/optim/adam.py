@@ -65,11 +65,19 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
 
 
 def build_adam(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build ``adam`` or ``adamw``."""
-    decoupled = inputs.plan.config.optim.name == "adamw"
+    """Build Adam, whose weight decay is a part of the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
+    return _build(inputs, decoupled=False)
+
+
+def build_adamw(inputs: OptimizerInputs) -> ShardOptimizer:
+    """Build AdamW, whose weight decay is decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    return _build(inputs, decoupled=True)
+
+
+def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
         return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.numbers)
-    if inputs.plan.narrow_gradients:
+    if inputs.plan.storage.keeps_bf16_grads:
         return Bf16GradientAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
     return FusedAdam(inputs.groups, inputs.numbers, decoupled=decoupled)
 

@@ -1,4 +1,4 @@
-"""Elementwise optimizers for bf16 weights without fp32 master weights, and for states in 8 bits.
+"""Elementwise optimizers for bf16 weights without fp32 master weights, and for states in 8 bits; SGD.
 
 Weights and states are cast to fp32 a few rows at a time, the optimizer's formula updates these, and values of a lower
 precision get the rounded result. Up to that rounding the result is the formula's, bit-identical. An elementwise
@@ -195,12 +195,8 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-# SGD with momentum, for which ``optim.betas`` has the first of its two numbers.
-#
-# torch's SGD skips an update on the device in its fused kernel only, whose last bits depend on the layout. So the
-# update
-# is by rows in every precision.
-
+# SGD with momentum, which is the first number of ``optim.betas``. torch's SGD skips an update on the device in its
+# fused kernel only, whose last bits depend on the layout. So the update is by rows in every precision.
 
 def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``sgd``."""

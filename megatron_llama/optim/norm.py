@@ -21,7 +21,7 @@ def gradient_norm(shards: Iterable[Shard], device: torch.device, *, own_shares: 
     with_gradient = [(s, s.grad) for s in shards if s.grad is not None]
     parts = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=own_shares)]
     whole = [part for s, part in parts if part.dtype == s.parameter.dtype]
-    narrow = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Plan.narrow_gradients
+    narrow = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Storage.keeps_bf16_grads
     return _global_norm(_norms(whole + narrow, device), device)
 
 

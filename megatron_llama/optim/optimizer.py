@@ -145,7 +145,7 @@ class Optimizer:
         for _ in self.states():  # creates them
             pass
         for view in self._views():
-            at = view.device if self.inner.counts_on_device else "cpu"
+            at = view.device if self.inner.counts_on_device else devices.HOST
             self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -185,7 +185,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     )
     holder = devices.device_named(devices.HOST) if on_host else devices.of(model.device)
     views = [nn.Parameter(value) for value in values]
-    if plan.narrow_gradients:
+    if plan.storage.keeps_bf16_grads:
         for view in views:
             view.grad_dtype = None  # any  # type: ignore[attr-defined]
     pairs = [*zip(trained, views, strict=True)]

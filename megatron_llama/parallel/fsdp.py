@@ -10,7 +10,7 @@ zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over o
 overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
 rank has nobody to share with. It keeps plain parameters (``Storage.kind``), where ``fully_shard`` would copy
 each weight once and each gradient three times in a step, and hold the weights twice; or it casts them itself
-(working_copies.py), except under ZeRO 3.
+(``WorkingCopies``), except under ZeRO 3.
 
 DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence threshold: none is needed, as a unit's
 parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
@@ -39,7 +39,7 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.parallel.exchange import Hops, exchange_less
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.storage import SHARDS
+from megatron_llama.plan.storage import COPIES, SHARDS
 from megatron_llama.topology import AXES, Topology
 
 
@@ -166,7 +166,7 @@ def allocate(chunk: Llama, device: torch.device, plan: Plan) -> WorkingCopies | 
     for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
-    return WorkingCopies(chunk, plan) if plan.working_copies else None
+    return WorkingCopies(chunk, plan) if plan.storage.kind == COPIES else None
 
 
 class _NoReduction:
@@ -219,19 +219,16 @@ def before_last_microbatch(
     return context
 
 
-# Weights that a rank without data-parallel peers casts by itself, where its layers compute in another dtype.
-#
-# ``fully_shard`` over one rank would write each cast weight three times in a step, and copy frozen weights too. Here
-# a
-# layer's parameter is a working copy in the compute dtype; its master, in the dtype of the optimizer, is what
-# ``Shard``
-# knows. A copy has memory in a pass only: it is cast at the start and freed when its gradient is whole; that of the
-# embedding, on which its gradient does not depend, once it has been read, if there is one micro batch. The master is
-# given the gradient in the dtypes that ``fully_shard`` would use, or as it is (``Storage.keeps_bf16_grads``).
-
+# Working copies: a rank without data-parallel peers casts its weights itself. ``fully_shard`` over one rank would write
+# each cast weight three times in a step, and copy frozen weights too. A layer's parameter is the copy in the compute
+# dtype; ``Shard`` knows the master. The gradient gets the master's dtype unless ``Storage.keeps_bf16_grads``.
 
 class WorkingCopies:
-    """The working copies of a chunk, whose parameters they become; parameters that need no cast stay."""
+    """The working copies of a chunk, whose parameters they become; parameters that need no cast stay.
+
+    A copy has memory in a pass only, from the cast at its start until its gradient is whole. The embedding's, on which
+    its gradient does not depend, has it until the lookup, if there is one micro batch.
+    """
 
     def __init__(self, chunk: Llama, plan: Plan) -> None:
         dtype = torch_dtype(plan.precision.compute_dtype)

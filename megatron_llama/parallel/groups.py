@@ -1,4 +1,5 @@
-"""The process groups of a rank: torch.distributed and megatron-core's groups for each parallel axis."""
+"""The process groups of a rank: torch.distributed and megatron-core's groups for each parallel axis; errors that all
+ranks raise together."""
 from __future__ import annotations
 
 import os
@@ -117,8 +118,7 @@ def _rename(group: dist.ProcessGroup, name: str) -> None:
     _register_process_group(name, group)  # type: ignore[arg-type]
 
 
-# What one rank finds becomes known to all, so that none waits in a collective for a rank that has given up.
-
+# An error of one rank becomes known to all, so that none waits in a collective for a rank that has given up.
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ Some weights are replicated on ranks that each compute only a part of their grad
 * tied embeddings of a pipeline: the first stage has the gradient of the lookup, the last that of the logits.
 
 They are summed on the local shards, after the data-parallel reduction: both are sums, so their order does not matter,
-and a shard is smaller than a gradient.
+and a shard is smaller than a gradient. The file also has the products that torch.compile traces, and their overlap.
 """
 from __future__ import annotations
 
@@ -75,15 +75,9 @@ def _sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         grad.copy_(summed.view_as(grad))
 
 
-# megatron-core's parallel linear product in a form that torch.compile can trace into one graph.
-#
-# megatron-core starts asynchronous collectives in its backward pass, to overlap them with products, and waits for
-# them by
-# hand; each is a graph break. Here they are functional collectives inside the graph, right beside the products, where
-# the compiler may put one into the other (async_tp.py). The sums are the same. Under sequence parallelism the input's
-# shard is saved for the backward pass and gathered again there; a compiler may save the gathered input instead, as
-# Inductor does (docs/traffic.md).
-
+# megatron-core's parallel linear product in a form that torch.compile traces into one graph. megatron-core's own waits
+# for its collectives by hand, which are graph breaks; here they are functional collectives beside the products. The
+# backward pass gathers the shard again, unless a compiler saves the gathered input, as Inductor does (docs/traffic.md).
 
 def make_traceable(block: nn.Module) -> None:
     """Replaces the product of a block's parallel linear layers. That of quantized weights can be traced already."""
@@ -134,16 +128,9 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-# Sequence parallelism's gathers and scatters inside the products beside them (trainer.async_tp).
-#
-#     gather, then product:   x shard → all_gather → x Wᵀ        becomes  fused_all_gather_matmul
-#     product, then scatter:  x Wᵀ partial → reduce_scatter      becomes  fused_matmul_reduce_scatter
-#
-# Inductor does it, in graphs whose products stand beside functional collectives, as traceable_linear.py and the
-# compiled
-# megatron-core layers write them; a device says whether and how (``Device.enable_async_tp``). Here it is counted what
-# became of them: a compiler that recognises nothing says nothing.
-
+# trainer.async_tp: Inductor fuses sequence parallelism's gathers and scatters with the products beside them
+# (fused_all_gather_matmul, fused_matmul_reduce_scatter). A device says whether and how (``Device.enable_async_tp``).
+# The functions below count the fusions, because a compiler that recognises nothing says nothing.
 
 _COLLECTIVES = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
 

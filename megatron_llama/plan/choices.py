@@ -1,5 +1,5 @@
 """Defaults that depend on the model and the device. What somebody has written is never changed; what is chosen is named
-in the plan, with the reason."""
+in the plan, with the reason. Notes for the user are here too."""
 from __future__ import annotations
 
 import copy
@@ -132,8 +132,7 @@ def _on_a_cpu(config: Config) -> Iterator[str]:
             yield f"no device is named, and device={' or '.join(accelerators)} would choose others"
 
 
-# What a user should know about a plan that works.
-
+# Notes for the user on a plan that works.
 
 DEMO = "python_stdlib"
 LARGE = 10**9

@@ -1,4 +1,4 @@
-"""Everything that follows from other settings is filled in here, once."""
+"""Everything that follows from other settings is filled in here, once; so is the split of layers over stages."""
 from __future__ import annotations
 
 import copy
@@ -152,8 +152,7 @@ def resolved_schedule(config: Config) -> dict[str, Any]:
     return cast("dict[str, Any]", resolved)
 
 
-# Which layers a pipeline stage has.
-
+# The layers of each pipeline stage.
 
 _WORTH = 0.94
 """A split that is not even must save 6 % of the heaviest stage's work: it also moves memory, and what a layer does

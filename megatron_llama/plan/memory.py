@@ -195,12 +195,9 @@ def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan
     return "write a smaller model (conf/model/ has them, from model=llama_2m on), or use a machine with more memory"
 
 
-# Bytes on one rank of each pipeline stage, by what they are for: of our own runs and of other programs'.
-#
-# Weights, gradients and optimizer states follow from parameters, precision and sharding. Activations are counted tensor
-# by tensor as a program's backward pass keeps them (``kept_by_layer``), times the micro batches that are under way at
-# once. The largest moment is the one in which the loss and its gradient are there on top, or a block is computed again.
-
+# The estimate, for our own runs and other programs' models. Weights, gradients and optimizer states follow from
+# parameters, precision and sharding. Activations are the tensors that the backward pass keeps (``kept_by_layer``),
+# times the micro batches under way. The largest moment is that of the loss with its gradient, or of a recomputed block.
 
 FP32 = 4
 LOG_SUM_EXP = 4

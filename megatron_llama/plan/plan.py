@@ -10,7 +10,7 @@ from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precisio
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.epochs import Reading
 from megatron_llama.plan.schedules import BatchSchedule, Position, TokenSchedule
-from megatron_llama.plan.storage import COPIES, Storage
+from megatron_llama.plan.storage import Storage
 from megatron_llama.topology import Divided, Grid, Topology
 
 
@@ -119,16 +119,6 @@ class Plan:
             frozen_dtype=self.frozen_dtype,
             sums_gradients=self.config.optim.row.sums_gradients,
         )
-
-    @property
-    def working_copies(self) -> bool:
-        """Whether a rank casts its weights itself; see ``Storage``."""
-        return self.storage.kind == COPIES
-
-    @property
-    def narrow_gradients(self) -> bool:
-        """Whether gradients keep the compute dtype until the update; see ``Storage``."""
-        return self.storage.keeps_bf16_grads
 
     @property
     def batches(self) -> BatchSchedule:

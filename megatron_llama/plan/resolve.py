@@ -1,4 +1,5 @@
-"""From a ``Config`` and a number of devices to a ``Plan``, or to everything that is wrong with the config."""
+"""From a ``Config`` and a number of devices to a ``Plan``, or to everything that is wrong with the config; and variants
+of a config."""
 from __future__ import annotations
 
 import contextlib
@@ -76,8 +77,7 @@ def resolve(
     return replace(plan, readings=read, notes=(*plan.notes, *refusals, *notes_on(sanitized, plan)))
 
 
-# Configs that differ from one in a few settings: to plan what else could be run.
-
+# Configs that differ from one in a few settings: plans of other possible runs.
 
 def varied(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
     """A copy of ``config``, as it was asked for, with other ``settings`` by their full names.

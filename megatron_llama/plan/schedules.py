@@ -1,7 +1,8 @@
 """Which samples step n trains on: a pure function of the step, from where a run starts or goes on.
 
 The global batch size depends on the samples consumed so far (``trainer.batch_schedule``), so it needs no memory of the
-sizes before: a run that goes on from a checkpoint starts from its step and its consumed samples.
+sizes before: a run that goes on from a checkpoint starts from its step and its consumed samples. Random-LTD
+and curricula have schedules of the same kind.
 """
 from __future__ import annotations
 
@@ -97,11 +98,9 @@ class BatchSchedule:
         return first + max(0, bisect.bisect_right(steps, samples, key=self._samples) - 1)
 
 
-# How many tokens of a sequence the layers of random-LTD see, step by step (trainer.random_ltd, docs/random_ltd.md).
-#
-# The schedule is DeepSpeed's fixed_linear: min_value + (max_value - min_value) · steps taken / require_steps, rounded
-# down to a multiple of seq_per_step. It is computed in whole numbers, so no rounding of fractions delays a length.
-
+# Random-LTD (trainer.random_ltd, docs/random_ltd.md): its layers see more tokens of a sequence from step to step. This
+# is DeepSpeed's fixed_linear: min_value + (max_value - min_value) · steps taken / require_steps, rounded down to a
+# multiple of seq_per_step, in whole numbers, so no rounding of fractions delays a length.
 
 @dataclass(frozen=True)
 class TokenSchedule:
@@ -165,10 +164,8 @@ class TokenSchedule:
         return replace(self, min_value=length, max_value=length)
 
 
-# What a curriculum means for the steps of a run: where each level of difficulty begins, and how long sequences are.
-#
-# All of it is a function of the step and the settings, so a run that goes on needs no state of a schedule.
-
+# The steps of a curriculum: the beginning of each level of difficulty, and the lengths of sequences. All of it is a
+# function of the step and the settings, so a resumed run needs no state of a schedule.
 
 MOST_LEVELS = 1000
 """Each keeps a list of samples of its own."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks between processes."""
+"""Files that are written whole or not at all, locks between processes, and bounds on YAML files."""
 from __future__ import annotations
 
 import contextlib
@@ -11,9 +11,11 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-import yaml
+if TYPE_CHECKING:
+    import yaml
+
 
 DRAFT = ".draft"
 """How the hidden name of a file ends that ``atomic_open`` writes; a process that is killed leaves it behind."""
@@ -130,12 +132,8 @@ def wait_for_lock(file: IO[Any]) -> None:
     fcntl.flock(file, fcntl.LOCK_EX)
 
 
-# Bounds on YAML files that may come from strangers, checked before anything is built from them.
-#
-# Aliases share nodes, so a file of a few hundred bytes can stand for billions of values ("billion laughs"). YAML's
-# own
-# reader makes shared objects of them, but OmegaConf copies each one.
-
+# Bounds on YAML files from strangers, before anything is built from them. Aliases share nodes, so a few hundred bytes
+# can stand for billions of values ("billion laughs"). YAML's reader shares such objects; OmegaConf copies each one.
 
 MOST_BYTES = 256 << 10
 MOST_VALUES = 50_000
@@ -154,6 +152,8 @@ def check_yaml(path: Path) -> None:
             the top as YAML once more, and fails without a message on what it finds there.
         OSError, yaml.YAMLError: it can't be read.
     """
+    import yaml
+
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path} has {size:,} bytes; a YAML file may have {MOST_BYTES:,}")
     try:
@@ -172,6 +172,8 @@ def check_yaml(path: Path) -> None:
 
 def _values(node: yaml.Node, known: dict[int, int], room: int) -> int:
     """Values below a node, itself included; each shared node is counted as often as it is used, but visited once."""
+    import yaml
+
     if not room:
         raise RecursionError
     if id(node) not in known:

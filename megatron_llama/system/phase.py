@@ -1,7 +1,7 @@
 """Where this process is: the one phase of its work, for whoever watches that it gets on.
 
 A rank's phase stands in a small file in memory that its starter reads, so that it can be read also when the rank is
-stopped, holds the interpreter's lock, or has not imported torch yet.
+stopped, holds the interpreter's lock, or has not imported torch yet. The attempt of its start is here too.
 """
 from __future__ import annotations
 
@@ -100,11 +100,8 @@ def _write(descriptor: int, phase: Phase) -> None:
     os.pwrite(descriptor, text.ljust(_RECORD_BYTES), 0)  # one call: a reader sees the old record or the new one
 
 
-# Which attempt of its start a rank belongs to.
-#
-# torchrun starts ranks again in the store where they met before. What the earlier ones have left there must not
-# count.
-
+# The attempt of its start that a rank belongs to. torchrun starts ranks again in the store where earlier ones met,
+# whose entries must not count.
 
 ATTEMPT = "MEGATRON_LLAMA_ATTEMPT"
 """The variable with a word that the ranks of one attempt share, and no others have."""

@@ -1,4 +1,4 @@
-"""Tables of plain text, for terminals, files and logs alike, and in Markdown."""
+"""Tables of plain text, for terminals, files and logs alike, and in Markdown; and numbers as people read them."""
 from __future__ import annotations
 
 import io

@@ -2,7 +2,8 @@
 
 A named template is a few strings for each role. The tokenizer's own is Jinja, rendered in a sandbox as transformers
 renders it (tests compare the two). Of an answer the model learns what it has to generate: the text and the token that
-ends it, not the white space that the template puts after that.
+ends it, not the white space that the template puts after that. A run's
+own template, and the token ids of a conversation, are here too.
 """
 from __future__ import annotations
 
@@ -250,9 +251,8 @@ def own_template(path: Path, ends: Sequence[str]) -> Jinja:
     return Jinja(source, variables, ends, str(folder))
 
 
-# The chat template that a run was fine-tuned with, read from the manifests of its data sets or from its config, and
-# written into exported tokenizers for other programs.
-
+# The chat template of a run's fine-tuning, from the manifests of its data sets or from its config; export writes it
+# into tokenizers for other programs.
 
 @dataclass(frozen=True)
 class TrainedTemplate:
@@ -323,12 +323,9 @@ def _rewrite(file: Path, content: str) -> None:
     write_synced(file, content.encode())
 
 
-# Pieces of a rendered conversation to token ids, with a mask that is exact at the borders.
-#
-# A text is encoded whole, as at inference. Where a token would cross the border of an answer, the two sides are
-# encoded
-# apart: the prompt ends there at inference, so the model could never have produced that token.
-
+# Pieces of a rendered conversation to token ids, with a mask that is exact at the borders. A text is encoded whole, as
+# at inference. A token across the border of an answer is one that the model can't produce, since the prompt ends there
+# at inference: then the two sides are encoded apart.
 
 # Prefixes with which a text is encoded as the middle of another; the first that shares no token with it is taken.
 ANCHORS = ("\n", "0", "|", ".")

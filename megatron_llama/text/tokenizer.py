@@ -1,7 +1,7 @@
 """Opens tokenizers: a sentencepiece model, or the tokenizer.json of a Hugging Face folder.
 
 Training, generation, evaluation, export and data preparation all open theirs here. Libraries are imported when a
-tokenizer is opened.
+tokenizer is opened. A sentencepiece model becomes the tokenizer.json of fast encoders here.
 """
 from __future__ import annotations
 
@@ -306,10 +306,8 @@ def read_settings(file: Path) -> dict[str, Any] | None:
         raise TokenizerError(file, f"can't be read: {error}") from None
 
 
-# What decides how a sentencepiece model encodes, and the model as the tokenizer.json that gigatoken reads.
-#
+# A sentencepiece model as the tokenizer.json that gigatoken reads, where gigatoken knows all that the model uses.
 # ``model`` is sentencepiece's own protocol buffer, ModelProto (sentencepiece_model.proto).
-
 
 # ModelProto.SentencePiece.Type and TrainerSpec.ModelType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5

@@ -2,27 +2,14 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.data.batches import Data
-from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.optim import Optimizer
-from megatron_llama.optim.norm import parameter_norm
-from megatron_llama.parallel import ParallelModel
-from megatron_llama.plan import Plan
-from megatron_llama.topology import Topology
 from megatron_llama.train.console import duration
-from megatron_llama.train.loop import training_step
-from megatron_llama.train.sanity import FiniteCheck
 
 
 class Bar:
@@ -84,48 +71,3 @@ MOCK_RUN = (
 )
 
 
-# The steps of ``train`` without its files: what tools watch that measure a step.
-
-
-class StepBatches(Protocol):
-    """A step's micro batches, as ``Batches`` gives them."""
-
-    def at(self, consumed_samples: int) -> Sequence[MicroBatch]: ...
-
-
-@dataclass
-class Steps:
-    """All that ``train`` does in a step but for metrics and checkpoints."""
-
-    plan: Plan
-    model: ParallelModel
-    optimizer: Optimizer
-    batches: StepBatches
-    checkpointer: Checkpointer
-    finite: FiniteCheck
-
-    def run(self, step: int) -> float:
-        """Step ``step``, counted from 1; returns its loss. All ranks must call it."""
-        metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.finite)  # type: ignore[arg-type]
-        if self.plan.config.logging.parameter_norm:
-            parameter_norm(self.model.shards, self.model.device)
-        self.checkpointer.after_step(step)
-        return metrics["reduced_train_loss"]
-
-
-@contextmanager
-def steps_of(
-    plan: Plan,
-    topology: Topology,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    data: Data,
-    batches: StepBatches | None = None,
-) -> Iterator[Steps]:
-    """Steps that log and save nothing, on ``batches`` or those of ``data``, at random-LTD's largest length."""
-    with tempfile.TemporaryDirectory() as folder:
-        without_saves = replace(plan.config.checkpoint, every_steps=None)
-        config = replace(plan.config, run=replace(plan.config.run, dir=folder), checkpoint=without_saves)
-        checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
-        finite = FiniteCheck(plan.config.trainer.skip_nonfinite_steps)
-        yield Steps(plan, model, optimizer, batches or data.train.with_length(), checkpointer, finite)

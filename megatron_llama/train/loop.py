@@ -1,4 +1,5 @@
-"""The training loop: ``train`` over all steps, ``training_step`` for one, ``validate`` for the held-out samples."""
+"""The training loop: ``train`` over all steps, ``training_step`` for one, ``validate`` for the held-out samples.
+Signals end it after a step."""
 from __future__ import annotations
 
 import os
@@ -153,10 +154,8 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
     return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))
 
 
-# SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second one stops at once, except under Slurm.
-#
-# SIGHUP is what a terminal that closes sends, as often as it likes: it never stops at once. nohup keeps it out.
-
+# SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second one stops at once, except under Slurm. A
+# terminal that closes sends SIGHUP any number of times, so SIGHUP never stops at once. nohup keeps it out.
 
 # A signal to a whole job reaches a rank twice, directly and through its starter. Within this time it is one request.
 _ECHO_SECONDS = 1.0

@@ -1,4 +1,5 @@
-"""The loss curve as a picture. matplotlib is imported when one is drawn: training itself does not need it."""
+"""The loss curve as a picture. matplotlib is imported when one is drawn: training itself does not need it. All curves
+are smoothed here."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
@@ -166,8 +167,7 @@ def _short(number: float) -> str:
     return f"{number:g}"
 
 
-# The one way in which curves are smoothed: loss.png, scripts/compare.py and the figures of scripts/.
-
+# The smoothing of all curves: loss.png, scripts/compare.py and the figures of scripts/.
 
 Floats = npt.NDArray[np.float64]
 

@@ -126,8 +126,7 @@ def _tell(what: str, error: Exception) -> None:
     sys.stderr.write(f"{what} can't be written any more: {reason}\n")
 
 
-# A run's scalars in TensorBoard: a courtesy, as metrics.jsonl has them all. A full disk ends them, and not the run.
-
+# A run's scalars in TensorBoard. A full disk ends them and not the run: metrics.jsonl has them all.
 
 FLUSH_SECONDS = 10
 

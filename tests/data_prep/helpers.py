@@ -28,7 +28,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 _KILLER = """
 import os, signal, sys
 sys.path[0] = {root!r}
-from data_prep.lib import encoding_run, publish, workspace
+from data_prep.lib import dataset, encoding_run, workspace
 import megatron_llama.corpus.indexed_format
 owner, name, count, after = {owner}, {name!r}, {count}, {after}
 original = getattr(owner, name)

@@ -124,11 +124,11 @@ def test_a_fine_tuning_set_in_parts(folder: Path, tmp_path: Path) -> None:
 PHASES = {
     "in the part": ("encoding_run.EncodingRun", "_take", 4),
     "before it is called done": ("workspace.Workspace", "close", 1),
-    "while it joins": ("make_dataset", "join", 1),
-    "while the joined files grow": ("parts", "_renumbered", 2),
-    "in the index": ("publish", "write_index", 1),
-    "among the final names": ("publish.os", "replace", 5),
-    "before the parts go": ("make_dataset", "remove_parts", 1),
+    "while it joins": ("dataset", "join", 1),
+    "while the joined files grow": ("encoding_run", "_renumbered", 2),
+    "in the index": ("encoding_run", "write_index", 1),
+    "among the final names": ("encoding_run.os", "replace", 5),
+    "before the parts go": ("dataset", "remove_parts", 1),
 }
 
 
@@ -138,7 +138,7 @@ def test_killed_and_started_again(
 ) -> None:
     make(tmp_path / "one/x")
     make(tmp_path / "parts/x", "1/2")
-    script = killer(*PHASES[phase]).replace("import encoding_run,", "import encoding_run, make_dataset, parts,")
+    script = killer(*PHASES[phase])
     args = ["--input", corpus, "--output-prefix", tmp_path / "parts/x", "--tokenizer-model", tokenizer, "--append-eod"]
     args += ["--workers", 1, "--block-mib", 0.01, "--on-bad-line", "skip", "--part", "2/2", "--checkpoint-seconds", 0]
     killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=ROOT, capture_output=True, timeout=100)

@@ -34,12 +34,12 @@ PHASES = {
     "between a block's tokens and lengths": ("workspace.Workspace", "append", 10),
     "in a checkpoint": ("workspace.Workspace", "checkpoint", 3),
     "while the journal begins": ("workspace.Workspace", "_write_journal", 1),
-    "while the index is written": ("publish", "write_index", 1),
-    "before the index's hash": ("publish", "sha256_file", 1),
-    "before anything has its final name": ("publish", "publish", 1),
-    "after the first rename": ("publish.os", "replace", 3),
-    "after the second rename": ("publish.os", "replace", 4),
-    "after the third rename": ("publish.os", "replace", 5),
+    "while the index is written": ("encoding_run", "write_index", 1),
+    "before the index's hash": ("encoding_run", "sha256_file", 1),
+    "before anything has its final name": ("encoding_run", "publish", 1),
+    "after the first rename": ("encoding_run.os", "replace", 3),
+    "after the second rename": ("encoding_run.os", "replace", 4),
+    "after the third rename": ("encoding_run.os", "replace", 5),
     "before the work folder goes": ("workspace.Workspace", "remove", 1),
 }
 
@@ -131,7 +131,7 @@ def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> No
         *("--append-eod", "--workers", 2, "--block-mib", 0.02, "--checkpoint-seconds", 0),
     ]
     # Its own clock runs from its first checkpoint on, so that each attempt gets on; and none comes to its end alive.
-    kills_itself = killer("publish", "write_index", 1)
+    kills_itself = killer("encoding_run", "write_index", 1)
     chance, work = random.Random(7), tmp_path / "out/.x_text_document.partial"
     done_before = -1
     for _ in range(12):

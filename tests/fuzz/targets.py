@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save as save_safetensors
 
 from data_prep.lib.blocks import START, ExampleEncoder, Slots, TextEncoder, cut_blocks
+from data_prep.lib.encoders import load_encoder
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import Chat, Job
 from data_prep.lib.sources import with_array
@@ -25,7 +26,6 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
 from megatron_llama.text.chat_template import NAMED, Jinja, own_template
 from megatron_llama.text.conversation import Turn
-from megatron_llama.text.encoders import load_encoder
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
 from megatron_llama.tools.import_nemo.convert import convert

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.model.kv_cache import LayerCache
 from megatron_llama.tools.inference.generator import Answer, Generator, Sampling
+from megatron_llama.tools.inference.kv_cache import LayerCache
 from tests.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 from tests.ranks import run_ranks
 

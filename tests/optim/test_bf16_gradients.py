@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_llama import devices
 from megatron_llama.devices import kernels as plain_kernels
 from megatron_llama.devices.cpu import kernels as cpu_kernels
 from megatron_llama.optim.adam import Bf16GradientAdam
@@ -20,11 +21,11 @@ SHAPES = (61, 33), (7,), (64, 64)
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 @pytest.mark.parametrize("factor", [None, 0.37])
-@pytest.mark.parametrize("kernels", [cpu_kernels.EAGER, plain_kernels.EAGER])
+@pytest.mark.parametrize("kernels", [devices.device_named(devices.HOST).kernels(compiled=False), plain_kernels.EAGER])
 def test_it_is_torchs(
     name: str, factor: float | None, kernels: plain_kernels.Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "CHUNK", 512)  # a whole number of vectors, which divides no weight but one
+    monkeypatch.setattr(cpu_kernels, "CHUNK", 512)  # a whole number of vectors, which divides no weight but one
     generator = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     plain = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]

@@ -15,14 +15,12 @@ from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.kernels import CpuKernels
-from megatron_llama.devices.kernels import EAGER
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
 from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 from megatron_llama.optim.low_precision import ElementwiseOptimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.job import COMPILED
 from megatron_llama.plan.memory import rank_memory
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
@@ -31,6 +29,7 @@ from tests.oracle import Tensors, assemble, make_plan
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
+EAGER, COMPILED = (get_device("cpu").kernels(compiled) for compiled in (False, True))
 LEVELS = {signed: levels_on(CPU, signed=signed) for signed in (True, False)}
 # Two blocks of a row on each of two tensor-parallel ranks; k_proj and v_proj alone would be too small for 8 bits.
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128", "model.num_hidden_layers=2")

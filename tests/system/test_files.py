@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.dataset import read_manifest as read_dataset_manifest
+from data_prep.lib.encoders import load_encoder
 from data_prep.lib.input_files import find_sources
 from megatron_llama.checkpoint.folder import pointed
 from megatron_llama.checkpoint.manifest import NAME, read_manifest
@@ -19,7 +20,6 @@ from megatron_llama.launch.run_dir import claimed
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file
 from megatron_llama.text.chat_template import own_template
-from megatron_llama.text.encoders import load_encoder
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
 

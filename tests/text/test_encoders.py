@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from data_prep.lib import encoders
+from data_prep.lib.encoders import FAST, check_same, first_difference, load_encoder
 from megatron_llama.system.errors import UserError
-from megatron_llama.text import encoders
-from megatron_llama.text.encoders import FAST, check_same, first_difference, load_encoder
 from megatron_llama.text.tokenizer import read_model, why_not_fast
 from tests.data_prep.helpers import SHARED, Run, assert_refused, outputs, reference, run_script, write_jsonl
 

@@ -11,13 +11,9 @@ from megatron_llama.devices import attention
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
-# Attention inside all documents of a micro batch by one call of FlashAttention (Dao 2023, arXiv:2307.08691).
-#
-# torch.nn.attention.varlen calls the same operators. It is not used, because its function differs between torch 2.11,
-# which has no ``enable_gqa``, and 2.13, which wants it, and because its output's log-sum-exp is needed for the
-# backward
-# pass of an operator of our own. Not run on hardware.
-
+# One call of FlashAttention (Dao 2023, arXiv:2307.08691) for all documents of a micro batch. torch.nn.attention.varlen
+# calls the same operators, but its function differs between torch 2.11 (no ``enable_gqa``) and 2.13, which wants it,
+# and our own operator's backward pass needs the output's log-sum-exp. Not run on hardware.
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Rules on what is trained on: datasets, files of records, tokenizers."""
+"""Rules on what is trained on: datasets, files of records, tokenizers, curricula; checks that the files are there."""
 from __future__ import annotations
 
 import importlib.metadata
@@ -135,8 +135,7 @@ def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem
         yield Problem("data.chat_template", data.chat_template, rule, "leave data.chat_template out")
 
 
-# Rules on data.curriculum: entries that work, and what they can go together with.
-
+# Rules on data.curriculum: its entries, and the settings that go with them.
 
 NONE = f"{SECTION}=[]"
 

@@ -1,4 +1,4 @@
-"""Rules on fine-tuning."""
+"""Rules on fine-tuning, and on weights and states in blocks of few bits."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -61,8 +61,7 @@ def tied_tables_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
 
 
-# Rules on what is kept in few bits by blocks of a row.
-
+# Rules on weights and states that have few bits, in blocks of a row.
 
 @reads("finetune.frozen_dtype", "trainer.tp", "model")
 def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]:

@@ -1,5 +1,5 @@
 """Rules on how the model and the batch are laid out over devices. One function per rule; its advice names the nearest
-values that satisfy it."""
+values that satisfy it. Overlap and token dropping depend on the layout, so their rules are here."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -409,8 +409,7 @@ def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
 
 
-# Rules on communication that is to run beside products.
-
+# Rules on communication that overlaps products (trainer.async_tp).
 
 @reads("trainer.async_tp", "trainer.tp", "trainer.sp", "trainer.compile", "data.seq_length")
 def something_runs_beside_the_products(config: Config, world_size: int) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
-from megatron_llama.tools.compare.runs import FILES_OF_A_RUN, ROLES
+from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES
 
 if TYPE_CHECKING:  # these need numpy, which --help does not
     from megatron_llama.tools.compare.runs import Run

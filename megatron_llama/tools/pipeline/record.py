@@ -150,7 +150,7 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
-    from megatron_llama.tools.common import steps_of
+    from megatron_llama.tools.steps import steps_of
 
     rank = int(os.environ["RANK"])
     topology, device = plan.topology(rank), get_device(plan.config.device.name)

@@ -36,7 +36,7 @@ from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import plural
-from megatron_llama.tools.common import MOCK_RUN, bar, steps_of
+from megatron_llama.tools.common import MOCK_RUN, bar
 from megatron_llama.tools.forecast.this_machine import (
     BESIDE,
     COLLECTIVES,
@@ -48,6 +48,7 @@ from megatron_llama.tools.forecast.this_machine import (
     Machine,
     path_of,
 )
+from megatron_llama.tools.steps import steps_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5

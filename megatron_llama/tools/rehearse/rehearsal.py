@@ -29,7 +29,6 @@ from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups, shards
 from megatron_llama.plan import Plan
-from megatron_llama.tools.common import steps_of
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
@@ -47,6 +46,7 @@ from megatron_llama.tools.rehearse.report import (
 )
 from megatron_llama.tools.rehearse.text import History
 from megatron_llama.tools.rehearse.watch import Operation, Watch
+from megatron_llama.tools.steps import steps_of
 from megatron_llama.tools.traffic.count import TrafficCounter
 from megatron_llama.topology import Topology
 

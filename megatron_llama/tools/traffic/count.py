@@ -18,8 +18,8 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.plan import Plan
-from megatron_llama.tools.common import steps_of
 from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, in_order, leaving
+from megatron_llama.tools.steps import steps_of
 
 # Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
 # among its arguments: its payload is the input times the group's size.

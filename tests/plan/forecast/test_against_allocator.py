@@ -15,7 +15,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
-from megatron_llama.tools.common import steps_of
+from megatron_llama.tools.steps import steps_of
 from tests.compiled import needs_compiler
 from tests.paths import CONF
 from tests.ranks import run_ranks

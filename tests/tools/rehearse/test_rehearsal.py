@@ -13,7 +13,6 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.tools.common import Steps
 from megatron_llama.tools.forecast.traffic import totals, units
 from megatron_llama.tools.rehearse import rehearsal as module
 from megatron_llama.tools.rehearse.rehearsal import watch_rank
@@ -26,6 +25,7 @@ from megatron_llama.tools.rehearse.report import (
     WEIGHTS,
     Rehearsal,
 )
+from megatron_llama.tools.steps import Steps
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from tests.oracle import make_plan
 from tests.ranks import run_ranks

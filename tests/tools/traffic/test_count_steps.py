@@ -208,9 +208,9 @@ def test_layouts_have_something_to_count() -> None:
 # --- a count that can go wrong ------------------------------------------------------------------------------------
 
 
-def _one_more_sum(shards: list, device: torch.device) -> torch.Tensor:
+def _one_more_sum(shards: list, device: torch.device, **more: bool) -> torch.Tensor:
     dist.all_reduce(torch.zeros(1))
-    return gradient_norm(shards, device)
+    return gradient_norm(shards, device, **more)
 
 
 BREAKS: dict[str, tuple[int, list[str], object, str, Callable, Line]] = {
