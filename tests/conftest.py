@@ -28,11 +28,10 @@ LONG_FOLDERS = (
     "launch",
     "layouts",
     "finetuning",
-    "inference",
+    "tools",
     "data_prep",
     "optim",
     "model",
-    "tools",
     "devices",
     "parallel",
 )

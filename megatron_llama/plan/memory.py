@@ -27,7 +27,7 @@ USABLE = 0.94
 """Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
 what the allocator can't use."""
 SURE = 0.9
-"""Share of the forecast peak that a run needs for sure: tests/plan/forecast/test_against_rehearsal.py keeps it within
+"""Share of the forecast peak that a run needs for sure: tests/tools/forecast/test_against_rehearsal.py keeps it within
 10 %."""
 
 

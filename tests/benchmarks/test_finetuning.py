@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.verify import finetuning
-from tests.inference.models import make_folder
 from tests.paths import ROOT
+from tests.tools.inference.models import make_folder
 
 ANSWERS = ("entailment", "not_entailment")
 

@@ -24,8 +24,8 @@ from megatron_llama.text.chat_template import NAMED
 from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.jobs import Job
 from tests.config.helpers import problems_of
-from tests.inference.commands import command
-from tests.inference.models import make_folder
+from tests.tools.inference.commands import command
+from tests.tools.inference.models import make_folder
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
 TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answer é 😀"), ("question", "a cat")]

@@ -11,9 +11,9 @@ import torch
 from megatron_llama.arch.names import Shape, TensorParallel, hf_shapes, pieces
 from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
-from megatron_llama.model.init import mcore_config
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
+from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.plan import Plan, resolve
 from tests.model.llamas import CPU, hf_config
 from tests.paths import CONF

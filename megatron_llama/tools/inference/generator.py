@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.devices import get_device
-from megatron_llama.model.init import mcore_config
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
+from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.inference.kv_cache import KVCache

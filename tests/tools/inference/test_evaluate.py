@@ -31,9 +31,9 @@ from megatron_llama.tools.inference.evaluation import (
     windows,
 )
 from tests.data_prep.helpers import run_script
-from tests.inference.commands import CPU, command, evaluate
-from tests.inference.models import make_folder
 from tests.ranks import run_ranks
+from tests.tools.inference.commands import CPU, command, evaluate
+from tests.tools.inference.models import make_folder
 
 HEAD = "index\tquestion\tsentence\tlabel\n"
 
@@ -152,7 +152,7 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 
 
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
-    from tests.inference.models import with_generator
+    from tests.tools.inference.models import with_generator
 
     encoded = encode_records(
         read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), room=256

@@ -18,7 +18,7 @@ from megatron_llama.tools.profile.modules import Profile
 from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of
 from megatron_llama.train.waits import AXES, DATA, WAITED
 from tests.oracle import make_plan
-from tests.train.profile.profiled import merged, profile_layout
+from tests.tools.profile.profiled import merged, profile_layout
 
 WINDOW = "trainer.profile=[1,3]"  # step 3 would be traced; it is not run here
 LORA = ("finetune.method=lora", "finetune.lora_target_modules=all-linear")

@@ -12,9 +12,9 @@ import transformers.models.auto.tokenization_auto  # noqa: F401  imported before
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from tests.checkpoint.jobs import Job
 from tests.cpu import children_cpu_seconds
-from tests.inference.commands import CPU, command, generate
-from tests.inference.models import make_folder
 from tests.paths import SCRIPTS
+from tests.tools.inference.commands import CPU, command, generate
+from tests.tools.inference.models import make_folder
 
 
 @pytest.fixture(scope="module")

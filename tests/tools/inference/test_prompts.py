@@ -18,7 +18,7 @@ from megatron_llama.text.chat_template import NAMED, TrainedTemplate, add_end, t
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder
-from tests.inference.models import write_tokenizer
+from tests.tools.inference.models import write_tokenizer
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
 TALK = [

@@ -19,7 +19,7 @@ from megatron_llama.text.tokenizer import (
 )
 from megatron_llama.tools.inference.chat import Decoder, Printer
 from megatron_llama.tools.inference.saved_model import SavedModel, stop_ids, tokenizer_of
-from tests.inference.models import write_tokenizer
+from tests.tools.inference.models import write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
 

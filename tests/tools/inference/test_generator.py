@@ -10,8 +10,8 @@ import torch
 
 from megatron_llama.tools.inference.generator import Answer, Generator, Sampling
 from megatron_llama.tools.inference.kv_cache import LayerCache
-from tests.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 from tests.ranks import run_ranks
+from tests.tools.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 
 GREEDY, DRAWN = Sampling(greedy=True), Sampling(temperature=1.3, top_p=0.9)
 COUNT = 40  # past rope scaling's original context

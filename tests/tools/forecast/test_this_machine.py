@@ -25,9 +25,8 @@ from megatron_llama.tools.forecast.this_machine import (
     step_here,
 )
 from megatron_llama.tools.plan.cli import main
-from tests.paths import ROOT
 
-RECORDED = ROOT / "tests" / "plan" / "forecast" / "recorded_machine.json"
+RECORDED = Path(__file__).with_name("recorded_machine.json")
 SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
 
 
