@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from megatron_llama.config import ConfigError, format_problems
-from megatron_llama.system.errors import EXIT_USER, run_main
+from megatron_llama.system.errors import run_main
+from megatron_llama.system.exit_status import EXIT_USER
 
 COMMANDS = (
     "train",

@@ -14,7 +14,7 @@ from benchmarks.harness.arguments import layout_of, words
 from benchmarks.harness.environments import torch_version
 from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.cli import main as launch
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table
 from megatron_llama.tools.common import MOCK_RUN

@@ -10,16 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.system.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_PIPE,
-    EXIT_RESTART,
-    EXIT_USER,
-    LaunchFailed,
-    Stopped,
-    fault_of_the_machine,
-)
+from megatron_llama.system.errors import LaunchFailed, Stopped, fault_of_the_machine
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import need_all
 from megatron_llama.system.output import loss_of_stdout, spill_into
 from megatron_llama.system.signals import settle

@@ -18,7 +18,7 @@ from megatron_llama.config import Config, ConfigError, Problem, load_config
 from megatron_llama.config.settings import DEVICES, RECOMPUTE
 from megatron_llama.devices import get_device
 from megatron_llama.devices.processor import instruction_set
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 
 ONE = "one"
 PRECISIONS, MODES, ZERO, STATE_BITS = "fp32,bf16", "eager,compiled", "0,1,2,3", "32,8"

@@ -19,9 +19,9 @@ import numpy as np
 
 from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, Chat, Job, Result
+from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
 from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, turns_of
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
-from data_prep.lib.tables import bad_columns, part_lines, part_sizes
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_pieces

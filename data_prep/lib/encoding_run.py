@@ -24,9 +24,9 @@ from data_prep.lib.blocks import START, Block, BlockEncoder, ExampleEncoder, Pos
 from data_prep.lib.encoders import Encoder
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
 from data_prep.lib.job import Job, Progress, Result, RunOptions, short_time
+from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.pool import Pool
 from data_prep.lib.sources import Source
-from data_prep.lib.tables import part_sizes
 from data_prep.lib.workspace import QUARANTINE, KeyCounts, Ledger, Workspace, read_journal
 from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import MachineError, Stopped, UserError

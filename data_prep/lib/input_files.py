@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.records import BOM, loads, parse_line
 from data_prep.lib.sources import STDIN, Source, compression_of, inspect, not_read, read_pieces, unpack
-from data_prep.lib.tables import is_columnar
 from megatron_llama.config.data_settings import RECORD_SUFFIXES, TABLE_SUFFIXES, bare_name
 from megatron_llama.config.hf_config import DATASET, local_folder, or_fetch_it
 from megatron_llama.system.errors import UserError

@@ -22,8 +22,8 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 
+from data_prep.lib.parquet_csv import is_columnar, part_lines, part_sizes, row_lines
 from data_prep.lib.records import BOM, element_lines
-from data_prep.lib.tables import is_columnar, part_lines, part_sizes, row_lines
 from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, bare_name
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open

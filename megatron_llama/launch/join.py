@@ -21,7 +21,7 @@ from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import spill_into
 from megatron_llama.system.phase import ATTEMPT
 from megatron_llama.system.signals import die_with

@@ -31,13 +31,8 @@ from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
 from megatron_llama.launch.supervise import FORWARDED, WATCHED  # noqa: E402
 from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402
-from megatron_llama.system.errors import (  # noqa: E402
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_RESTART,
-    EXIT_USER,
-    fault_of_the_machine,  # noqa: E402
-)
+from megatron_llama.system.errors import fault_of_the_machine  # noqa: E402
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
 from megatron_llama.system.signals import die_with, ignored_by_wish  # noqa: E402
 
 Entry = Callable[[Plan], None] | str

@@ -28,7 +28,7 @@ from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, free_p
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 # Variables that are passed on to the hosts; the rest comes from their own login environment.
 PASSED_ON = (*variable_prefixes(), *"FI_ GLOO_ LD_LIBRARY_PATH MASTER_ MKL_ OMP_ PYTHON RDMAV_ TORCH UCX_".split())

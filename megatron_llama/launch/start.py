@@ -37,7 +37,7 @@ from megatron_llama.launch.run_dir import claimed, rank_outputs, record
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watch, hold_back, tell
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.phase import Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.signals import ASKED_TO_STOP, handling
 
 FORWARDED = (signal.SIGUSR1, *ASKED_TO_STOP)

@@ -23,7 +23,7 @@ from megatron_llama.launch.job_store import Board
 from megatron_llama.launch.run_dir import report_to_batch_script
 from megatron_llama.launch.supervise import POLL_SECONDS, report
 from megatron_llama.system import phase
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.phase import Phase
 from megatron_llama.system.tables import text_table
 

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from megatron_llama.system.errors import EXIT_USER, PACKAGES, program, program_name
+from megatron_llama.system.errors import PACKAGES, program, program_name
+from megatron_llama.system.exit_status import EXIT_USER
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"

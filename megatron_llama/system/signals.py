@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

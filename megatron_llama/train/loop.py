@@ -20,7 +20,7 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.system.errors import EXIT_RESTART
+from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.system.signals import ASKED_TO_STOP, handling
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER, run_main
+from megatron_llama.system.errors import run_main
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from tests.chaos.interposer import Interposer, build
 
 if TYPE_CHECKING:  # it needs torch, which --help does not

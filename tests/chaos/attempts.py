@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_llama.cli import main
-from megatron_llama.system.errors import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import protect
 from megatron_llama.system.signals import leave_quietly
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics

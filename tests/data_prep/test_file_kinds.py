@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from data_prep import preprocess, sft
-from data_prep.lib import sources, tables
+from data_prep.lib import parquet_csv, sources
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
@@ -177,7 +177,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "arrow stream without its end": (lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[:-8]), "cut off"),
     "arrow stream cut in a batch": (
-        lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[: len(b) // 2] + tables.STREAM_END),
+        lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[: len(b) // 2] + parquet_csv.STREAM_END),
         "damaged arrow",
     ),
     "arrow file cut off": (lambda d: damaged(WRITERS["arrow file"](d), lambda b: b[:-9]), "damaged arrow"),

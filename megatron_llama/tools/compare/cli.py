@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem, format_problems
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES
 
 if TYPE_CHECKING:  # these need numpy, which --help does not

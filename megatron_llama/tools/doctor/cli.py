@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama import cli
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config

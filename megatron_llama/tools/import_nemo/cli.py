@@ -25,7 +25,7 @@ from megatron_llama.config.load_config import EXPERIMENT, load_config
 from megatron_llama.config.problems import ConfigError, Problem, shown
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, Converted, Found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, ModelConfig, Problem, TrainerConfig
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 
 # What needs torch is imported where it is used, so that --help is quick.
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.devices import find_device
-from megatron_llama.system.errors import EXIT_USER
+from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 

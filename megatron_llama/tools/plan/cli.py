@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_llama.system.errors import EXIT_USER
+from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\

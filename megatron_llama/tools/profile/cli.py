@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
-from megatron_llama.system.errors import EXIT_USER
+from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.tools.common import NO_FILES
 
 if TYPE_CHECKING:

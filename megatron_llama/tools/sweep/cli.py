@@ -17,7 +17,7 @@ from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import short_count, text_table
 from megatron_llama.tools.compare.report import MOST_POINTS, STYLE

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.system.errors import EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
 from megatron_llama.system.files import read_json, write_atomically
 
 RUN_DIR = "run.dir"

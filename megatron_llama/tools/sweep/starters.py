@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
 from megatron_llama.system.signals import ASKED_TO_STOP, handling
 from megatron_llama.tools.sweep.combinations import Combination, Record, Sweep
 

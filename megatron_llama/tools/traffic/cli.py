@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.traffic import Operation, operations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_llama.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 
 USAGE = """\
 python scripts/tune.py [objective=...] [group=choice ...] [section.setting=value ...] [cluster.setting=value ...]
