@@ -22,6 +22,15 @@ TINY = (
 )
 
 
+# The finder of an editable install would find tools/ in this checkout.
+START = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tree with the trainer only."""
@@ -36,7 +45,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_train_py(tree: Path, *overrides: str) -> tuple[int, str]:
     """The exit status and all output of train.py in ``tree``."""
-    command = [sys.executable, "train.py", *TINY, *overrides]
+    command = [sys.executable, "-c", START, *TINY, *overrides]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
