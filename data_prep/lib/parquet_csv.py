@@ -1,4 +1,4 @@
-"""Parquet and Arrow files as one JSON object a line. Needs pyarrow, which is imported where the first such file is met.
+"""Parquet, Arrow and .csv files as one JSON object a line. The first two need pyarrow, imported at the first such file.
 
 A file comes in parts, parquet's row groups or Arrow's record batches, which workers can take on their own. Arrow is
 read in both its formats: with a footer, and the stream that Hugging Face's ``save_to_disk`` writes.

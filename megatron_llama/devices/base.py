@@ -1,4 +1,4 @@
-"""The interface of a device. A new device is a package next to this file, with a subclass of ``Device``.
+"""The interface of a device. A new device is a package or a file next to this one, with a subclass of ``Device``.
 
 Facts about a device are class attributes, so a plan reads them without importing torch.
 """

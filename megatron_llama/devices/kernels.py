@@ -12,10 +12,10 @@ takes these paths:
     window, block-sparse
 
     (1) fp32 and bf16, heads a multiple of 32, at most 16,384 tokens, and a C++ compiler; else as eager.
-    (2) at lengths where it is faster (cpu/attention.py); else torch's SDPA.
+    (2) at lengths where it is faster (devices/cpu/attention.py); else torch's SDPA.
     (3) 16-bit formats, heads a multiple of 8 and at most 256; else tiles.
 
-SDPA, tiles and the dense mask are in attention.py; the others are in the packages of their devices.
+SDPA, tiles and the dense mask are in devices/attention.py; the others are in the packages of their devices.
 """
 
 from __future__ import annotations

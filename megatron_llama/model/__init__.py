@@ -1,1 +1,1 @@
-"""The Llama model, and the mapping between its parameters and Hugging Face's tensors (names.py)."""
+"""The Llama model, and parts that attach to its blocks."""

@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and position.
 
 With one generator per rank, as in Megatron-LM, another layout starts from other weights, and no two layouts can be
-compared. megatron-core's TransformerConfig is here too.
+compared.
 """
 from __future__ import annotations
 

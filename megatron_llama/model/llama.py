@@ -34,7 +34,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs | None], Tensor]
 
 
 def _no_init(_: Tensor) -> None:
-    """megatron-core requires an init method; here model/init.py fills the weights, after they have been sharded."""
+    """megatron-core requires an init method; ``init_weights`` (parallel/parallelize.py) fills sharded weights."""
 
 
 def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> ColumnParallelLinear:
@@ -163,7 +163,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One transformer layer. Recomputation, offload and random-LTD wrap ``forward`` (parallel/parallelize.py)."""
+    """One transformer layer. parallel/parallelize.py wraps ``forward`` for recomputation, the compiler, random-LTD
+    and offload."""
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class Head(ColumnParallelLinear):
             hidden_size,
             padded_vocab_size,
             config=mcore,
-            init_method=lambda _: None,  # model/init.py fills the weight
+            init_method=lambda _: None,  # init_weights (parallel/parallelize.py) fills it
             bias=False,
             skip_weight_param_allocation=tied,
         )

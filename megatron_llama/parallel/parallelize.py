@@ -1,4 +1,5 @@
-"""The order in which a Llama is made parallel, on one screen.
+"""The order in which a Llama is made parallel, on one screen. ``ParallelModel`` runs passes; ``mcore_config`` has
+megatron-core's settings.
 
     meta device  →  tensor- and sequence-parallel layers  →  LoRA, quantized  →  recompute  →  compile  →  random-LTD
     →  offload  →  fully_shard  →  weights

@@ -171,7 +171,8 @@ class OverlapCount(CustomGraphPass):
 
 
 def overlap_products(device: Device) -> OverlapCount:
-    """Turns it on for all graphs that this process compiles from now on. A collective of the tensor-parallel ranks.
+    """Turn on trainer.async_tp for all graphs that this process compiles later. A collective
+    of the tensor-parallel ranks.
 
     Raises ConfigError where the devices can't do it."""
     device.enable_async_tp(current_groups()["tp"])

@@ -22,6 +22,7 @@ def run_rank(plan: Plan) -> None:
     Raises:
         ConfigError: the data can't be used; on all ranks alike.
         TrainingFault: training can't go on.
+        SystemExit: 75, after a signal and a save.
     """
     phase.enter("opening the device", phase.PATIENT)
     device = get_device(plan.config.device.name)

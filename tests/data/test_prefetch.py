@@ -160,7 +160,7 @@ def test_the_watchdog_sees_a_read_that_hangs() -> None:
             rank.ask_for_stacks()  # of the read that hangs, and of who waits for it
         samples.gate.set()
         reader.join(PATIENCE_SECONDS)
-    assert "prefetch.py" in rank.stacks()
+    assert "data/batches.py" in rank.stacks()
 
 
 def test_each_forked_rank_has_a_thread_of_its_own() -> None:

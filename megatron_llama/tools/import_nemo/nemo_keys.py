@@ -2,7 +2,7 @@
 
 Three tables: keys with one setting of ours; keys for which only some values are supported, because any other is a
 different model or training; and keys that change nothing here. The other keys depend on one another and are converted
-in convert.py and nemo_precision.py. Data keys are listed as NxDT has them: ``data.X`` for NeMo's ``model.data.X`` too.
+in convert.py, precision keys below. Data keys are listed as NxDT has them: ``data.X`` for NeMo's ``model.data.X`` too.
 """
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The schedules call three functions for all of it: ``forward_step`` and ``backward_step`` of their module, and
 ``P2PCommunicator._communicate``. A ``Recorder`` stands in front of these three. Tensors are told apart by identity: the
 one that a rank receives is the argument of the pass that needs it, and the one that it sends is the result of a pass.
-So the order is what the schedule did, in a world of fake ranks (``order.py``) and in a real one (``measure.py``) alike.
+So the order is what the schedule did, with fake ranks (``recorded_order``) and with real ones (``measured``) alike.
 """
 from __future__ import annotations
 
