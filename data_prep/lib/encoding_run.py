@@ -170,10 +170,8 @@ def account(job: Job, options: RunOptions, ledger: Ledger) -> list[str]:
 
 # A preparation over several machines: ``--part K/N`` does part K, and the last to be done joins all into one dataset.
 #
-# Each part is a range of the input, cut where a single run could be cut too, so that the parts' files one after
-# another
-# are the single run's. A part has a work folder of its own, ``.<name>.parts/K-of-N``, beside the output: a part that
-# is
+# Each part is a range of the input, cut where a single run could be cut too, so that the parts' files one after another
+# are the single run's. A part has a work folder of its own, ``.<name>.parts/K-of-N``, beside the output: a part that is
 # killed goes on from there and costs the others nothing. Nobody waits: whoever finds all parts done joins them.
 
 

@@ -201,11 +201,9 @@ def _is_one_value(path: str, arrays: bool) -> bool:
 # A folder that holds a Hugging Face dataset: which of its files are data, and of which split.
 #
 # Two layouts: what ``datasets.save_to_disk`` writes (state.json beside data-*.arrow, a folder for each split under a
-# dataset_dict.json), and a repository of the hub as it is downloaded (README.md names configs and their data files,
-# or
+# dataset_dict.json), and a repository of the hub as it is downloaded (README.md names configs and their data files, or
 # the files are named train-00000-of-00002.parquet). As everywhere, what is trained on is the split ``train`` where
-# there
-# is one; of several configs, the default one.
+# there is one; of several configs, the default one.
 
 
 TRAIN = "train"

@@ -141,8 +141,7 @@ def _plain(value: Any) -> Any:
 # A .csv file as one JSON object a line, with the header's names as keys and every value a string.
 #
 # Quotes as in RFC 4180: a field in double quotes may hold commas, line feeds and doubled quotes. So a row's end can't
-# be
-# told from the middle of a file, and the file is one stream.
+# be told from the middle of a file, and the file is one stream.
 
 
 MAX_FIELD_BYTES = 1 << 28

@@ -214,8 +214,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
 # A file that is one JSON array, as ShareGPT and Alpaca are published, to one element a line.
 #
 # Only strings and brackets are distinguished here, piece by piece, so memory does not depend on the file's size.
-# Whether
-# an element is good JSON is seen where lines are parsed.
+# Whether an element is good JSON is seen where lines are parsed.
 
 
 _OUTSIDE = re.compile(rb'["\[\]{},]|\s+')
@@ -299,8 +298,8 @@ class _Scanner:
 # One line of JSON to its text; Bad, with the reason, where it has none.
 #
 # Fast where the line is good (orjson where it is installed), careful where it is not: a line that the fast parser
-# refuses
-# is looked at again by Python's own, which accepts what Megatron's preprocessing accepts (NaN in the metadata, say).
+# refuses is looked at again by Python's own, which accepts what Megatron's preprocessing accepts (NaN in the metadata,
+# say).
 
 
 BOM = b"\xef\xbb\xbf"

@@ -306,8 +306,7 @@ def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[E
 # Pipes as input: standard input, ``<(zcat x.gz)``, a FIFO.
 #
 # A run reads its input's beginning more than once, and in several processes. So a pipe's bytes go to a nameless
-# temporary
-# file first, which is gone with this process however it ends.
+# temporary file first, which is gone with this process however it ends.
 
 
 STDIN = "-"
@@ -359,8 +358,7 @@ def stored(path: str) -> Stored:
 # Shares the lines of a fine-tuning set out over training and validation, in files of their own.
 #
 # The lines stay as they are, so an evaluation can read them too. Which go where is a function of the seed and of how
-# many
-# there are; each part keeps the order of the input.
+# many there are; each part keeps the order of the input.
 
 
 PARTS = ("train", "validation")

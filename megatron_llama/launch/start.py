@@ -269,10 +269,10 @@ def start_ranks(
 
 def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:
     """Start a Python process for a rank; return its process id."""
-    tree = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH"))))
+    # All of the launcher's import path: the rank imports packages before it reads the path in the task.
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), *sys.path)))
     with tempfile.TemporaryFile() as task:
-        pickle.dump(sys.path, task)  # first: the rank can import all that this process can
+        pickle.dump(sys.path, task)  # in the launcher's order
         pickle.dump((assignment, plan, entry), task)
         task.seek(0)
         process = subprocess.Popen(

@@ -94,6 +94,17 @@ def test_a_spawned_rank_imports_from_the_tree_of_its_launcher(
     assert job.wait() == 0, job.errors
 
 
+def test_a_spawned_rank_has_its_launchers_import_path_from_the_start(
+    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python imports sitecustomize before a rank's own code runs."""
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w').close()\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    job = starter(run(reduce_once, tmp_path, ranks=1, fork=False))
+    assert job.wait() == 0, job.errors
+    assert (tmp_path / "seen").exists()
+
+
 def test_an_entry_may_be_a_name(starter: MakeStarter, tmp_path: Path) -> None:
     assert function_of("tests.launch.test_faults:join_world") is join_world
     job = starter(lambda: start_ranks(plan_of(1), "tests.launch.no_such_file:entry"))

@@ -1,4 +1,4 @@
-// Causal attention on a CPU for T = at::BFloat16 and float. attention_cpu.py compiles and calls it.
+// Causal attention on a CPU for T = at::BFloat16 and float. devices/cpu/attention.py compiles and calls it.
 //
 // FlashAttention-2 (Dao 2023, arXiv:2307.08691) by blocks of KEYS keys and QUERIES queries, with torch's small products
 // (brgemm). Blocks lie transposed: a row of scores belongs to a key, a column to a query. Sums over keys, and all that

@@ -120,8 +120,7 @@ def _number(interface: str, name: str) -> int | None:
 # Where the nodes' first processes meet before anything else runs: lines of JSON, over one connection to the first.
 #
 # Rendezvous (launch/rendezvous.py) is stricter, needs torch and ends a job whose processes don't all come. Here those
-# who
-# do come go on, and who is missing is a finding.
+# who do come go on, and who is missing is a finding.
 
 
 ARRIVAL_SECONDS = 60.0

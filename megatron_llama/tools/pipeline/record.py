@@ -171,11 +171,9 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
 
 # The order in which the ranks of a pipeline compute and send: megatron-core's schedule, run once for each of them.
 #
-# One process plays each rank in turn, in a world of fake ranks where messages go nowhere and arrive at once. A
-# schedule
+# One process plays each rank in turn, in a world of fake ranks where messages go nowhere and arrive at once. A schedule
 # knows the stages, their chunks and the number of micro batches, but not the model, so it runs a Llama of one tiny
-# block
-# for each chunk, through ``forward_backward``, as training does.
+# block for each chunk, through ``forward_backward``, as training does.
 
 
 _TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "intermediate_size=8", "vocab_size=8")

@@ -124,10 +124,8 @@ def _is_inside_a_block(name: str) -> bool:
 
 # The profiles of all ranks as one tree of modules. No torch here.
 #
-# Parameters are the whole model's, FLOPs those of all ranks together. A module's time is that of the slowest rank
-# that
-# has it. Where a row stands for several, the layers of the model or the stages of a pipeline, it is the sum over
-# them.
+# Parameters are the whole model's, FLOPs those of all ranks together. A module's time is that of the slowest rank that
+# has it. Where a row stands for several, the layers of the model or the stages of a pipeline, it is the sum over them.
 # Shares and FLOP/s are of the time of all ranks together, so they say what a device achieves on average.
 
 

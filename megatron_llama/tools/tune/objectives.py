@@ -255,8 +255,7 @@ def count_lines(found: list[Count]) -> Iterator[str]:
     yield from text_table(rows, left=0)
 
 
-# The longest sequences that fit: for each layout by bisecting the forecast of memory, and as a table of ZeRO stages
-# by
+# The longest sequences that fit: for each layout by bisecting the forecast of memory, and as a table of ZeRO stages by
 # device counts, of full fine-tuning and of LoRA.
 
 
