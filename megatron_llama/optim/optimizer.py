@@ -218,9 +218,10 @@ def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     The host waits once, until all are there, and with them what has been copied without waiting before.
     """
     on_device = devices.of(device).asynchronous
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
+    copies = []
+    for tensor in tensors:  # no comprehension: a rehearsal attributes memory by the name of the function
+        copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device))
+        copies[-1].copy_(tensor, non_blocking=True)
     if on_device:
         torch.get_device_module(device).synchronize()
     return copies

@@ -103,6 +103,7 @@ def read_checkpoint(case: Path) -> None:
 def read_dataset(case: Path) -> None:
     """What training, planning and inspect.py do with a dataset."""
     from data_prep.inspect import counts, decoded, histogram
+    from data_prep.lib import dataset as datasets
 
     prefix = str(case / "set")
     config = load_config(
@@ -115,10 +116,10 @@ def read_dataset(case: Path) -> None:
         index = IndexedDataset(prefix).index
         make_epoch(np.asarray(index.lengths), 0, len(index), 4, 1, 0)
     dataset = IndexedDataset(prefix)
-    manifest = dataset.read_manifest(prefix)
+    manifest = datasets.read_manifest(prefix)
     for line in [*counts(dataset, manifest), *histogram(dataset)]:
         line.encode()
-    if not list(dataset.problems(dataset, manifest, check_hashes=True)):
+    if not list(datasets.problems(dataset, manifest, check_hashes=True)):
         for number in range(len(dataset)):
             list(decoded(dataset, manifest, number, None, 100))
 

@@ -91,9 +91,9 @@ def test_blocks_that_recompute_share_a_graph(cache: Path, recompute: str) -> Non
 
 @pytest.mark.slow
 @needs_compiler
-def test_what_is_new_says_why(cache: Path) -> None:
-    compiled(cache, "trainer.tp=2", "trainer.pp=2", batches=1)  # it is there where the test above has run
-    (graphs,) = compiled(cache, "trainer.tp=1", world=1, batches=1)
+def test_what_is_new_says_why(tmp_path: Path) -> None:
+    compiled(tmp_path, "trainer.tp=2", "trainer.pp=2", batches=1)
+    (graphs,) = compiled(tmp_path, "trainer.tp=1", world=1, batches=1)
     assert [graph.why for graph in graphs] == ["trainer.tp: 2 → 1, trainer.sp: True → False"] * 4
 
 

@@ -276,6 +276,14 @@ def _sightings(counts: Counter[tuple[str, str]]) -> tuple[Sighting, ...]:
 # the data                made up (``data.mock``), with the run's shapes
 
 
+class _PlainKernels(Kernels):
+    """Kernels of an accelerator's rehearsal."""
+
+    def rows_at_once(self, width: int) -> int:
+        """Return the host's number of rows: the optimizer's states may be in the host's memory."""
+        return device_named(devices.HOST).kernel_type().rows_at_once(self, width)  # type: ignore[arg-type]
+
+
 @contextmanager
 def fake_world(topology: Topology, device: str = devices.HOST) -> Iterator[None]:
     """A world of which only this rank is there. The process group ends with ``parallel.process_groups``.
@@ -286,7 +294,7 @@ def fake_world(topology: Topology, device: str = devices.HOST) -> Iterator[None]
     dist.init_process_group("fake", store=FakeStore(), rank=topology.rank, world_size=topology.world_size)
     new_group = dist.new_group
     planned = find_device(device)
-    kind = device_named(devices.HOST).kernel_type() if device == devices.HOST else Kernels
+    kind = device_named(devices.HOST).kernel_type() if device == devices.HOST else _PlainKernels
     masked = planned is not None and planned.attention == "mask"
 
     def kernels(self: Device, compiled: bool) -> Kernels:
