@@ -98,7 +98,7 @@ fuzz: $(INSTALLED)  ## damaged and hostile files for everything that reads files
 	@$(PY) -m tests.fuzz $(FUZZ)
 
 .PHONY: lint
-lint: $(INSTALLED)  ## ruff, mypy, and whether docs/config.md and README.md's numbers are fresh
+lint: $(INSTALLED)  ## ruff, mypy, and whether docs/reference/config.md and README.md's numbers are fresh
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) docs/generate.py --check config recipes lines

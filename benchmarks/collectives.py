@@ -25,7 +25,8 @@ HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "
 
 EXPLANATION = """\
 Medians of calls after a barrier, each that of the slowest rank, in fp32. Bytes and bus bandwidth are counted as
-in docs/benchmarks.md: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and reduce_scatter (n-1)/n.
+in docs/guides/tools/benchmarks.md: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and
+reduce_scatter (n-1)/n.
 
 """
 

@@ -239,7 +239,7 @@ def _name_and_hash(table: Path) -> str:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
-        "tables", type=Path, nargs="+", help="published runs, with the columns that docs/planning.md lists"
+        "tables", type=Path, nargs="+", help="published runs, with the columns that docs/guides/tools/planning.md lists"
     )
     parser.add_argument("--write", action="store_true", help="write constants.json")
 

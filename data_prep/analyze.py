@@ -289,7 +289,8 @@ def _stop(number: int, frame: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog="docs/curriculum.md"
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="docs/guides/methods/curriculum.md",
     )
     parser.add_argument("prefix", help="the dataset's path, with or without .bin or .idx")
     parser.add_argument("--metric", required=True, help=f"{RARITY}, {LENGTH}, or package.module.function of token ids")

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="preprocess.py",
         description=(__doc__ or "").partition("\n\n")[0],
-        epilog="docs/data.md has the formats, what counts as a bad line, and what happens on every kind of failure.",
+        epilog="Formats, bad lines and failures: docs/guides/data/data.md",
     )
     data = result.add_argument_group("input")
     data.add_argument(

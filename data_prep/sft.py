@@ -5,7 +5,7 @@
 
 Writes datasets/chat/chat_sft.bin, .idx (tokens, one sequence an example), chat_sft_mask.bin, .idx (1 where a token is
 to be learned) and, as the sign that all is complete, .json beside both. Killed at any moment, the same command goes on
-where it was. docs/sft_data.md has the formats, the templates and what counts as a bad record.
+where it was. docs/guides/data/sft_data.md has the formats, the templates and what counts as a bad record.
 """
 
 import os
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="sft.py",
         description=(__doc__ or "").partition("\n\n")[0],
-        epilog="docs/sft_data.md has the formats, the templates, and what counts as a bad record.",
+        epilog="docs/guides/data/sft_data.md has the formats, the templates, and what counts as a bad record.",
     )
     data = result.add_argument_group("input")
     data.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns; - is stdin")

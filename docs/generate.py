@@ -4,9 +4,11 @@
     python docs/generate.py config lines           write some
     python docs/generate.py --check config lines   write nothing; status 1 if a page is stale
 
-config:  docs/config.md, from the strings under the fields in megatron_llama/config/ and the files in conf/
-recipes: the tables in docs/experiments.md: the experiments, and the planner's forecast of the recipes that pretrain
-resume:  the table in docs/resume.md; tests/checkpoint/changes.py has a run and a change for each setting
+config:  docs/reference/config.md, from the strings under the fields in megatron_llama/config/ and the files in conf/
+recipes: the tables in docs/guides/training/experiments.md: the experiments, and the planner's forecast of the recipes
+that pretrain
+resume:  the table in docs/guides/training/resume.md; tests/checkpoint/changes.py has a run and a change for each
+setting
 lines:   numbers of lines in README.md, between <!-- lines: NAME --> and <!-- /lines -->, rounded to hundreds
 """
 
@@ -68,7 +70,7 @@ OUTCOMES = {
     "allow=[batch]": "refused, unless `checkpoint.allow=[batch]`",
     "allow=[optim]": "refused, unless `checkpoint.allow=[optim]`",
 }
-# What runs between a rank's start and its last optimizer step: the part that docs/tour.md leads through.
+# What runs between a rank's start and its last optimizer step: the part that docs/design/tour.md leads through.
 CORE = ("model", "parallel", "optim", "data", "train", "devices", "topology.py")
 STATED_LINES = re.compile(r"<!-- lines: (\w+) -->(.*?)<!-- /lines -->")
 
@@ -89,7 +91,7 @@ def field_docs(module_source: str) -> dict[str, dict[str, str]]:
 
 
 def config_page(_: str = "") -> str:
-    """Return the whole of docs/config.md."""
+    """Return the whole of docs/reference/config.md."""
     docs = field_docs(inspect.getsource(settings))
     head = ("setting", "type", "default", "meaning")
     lines = [CONFIG_INTRODUCTION, "## Groups\n", *markdown_table(("write", "to get"), _groups()), ""]
@@ -191,7 +193,7 @@ def _rounded(number: float, digits: int = 2) -> str:
 
 
 def recipes_page(text: str) -> str:
-    """Return docs/experiments.md with fresh tables."""
+    """Return docs/guides/training/experiments.md with fresh tables."""
     before, _, rest = text.partition(RECIPES_BEGIN)
     after = rest.partition(RECIPES_END)[2]
     return before + RECIPES_BEGIN + "\n".join(recipe_tables()) + "\n" + RECIPES_END + after
@@ -207,7 +209,7 @@ def resume_table(folder: Path) -> str:
 
 
 def resume_page(text: str) -> str:
-    """Return docs/resume.md with a fresh table."""
+    """Return docs/guides/training/resume.md with a fresh table."""
     from tests.checkpoint.changes import write_datasets
 
     with tempfile.TemporaryDirectory() as folder:
@@ -236,9 +238,9 @@ def lines_page(text: str) -> str:
 
 
 PAGES: dict[str, tuple[str, Callable[[str], str]]] = {
-    "config": ("docs/config.md", config_page),
-    "recipes": ("docs/experiments.md", recipes_page),
-    "resume": ("docs/resume.md", resume_page),
+    "config": ("docs/reference/config.md", config_page),
+    "recipes": ("docs/guides/training/experiments.md", recipes_page),
+    "resume": ("docs/guides/training/resume.md", resume_page),
     "lines": ("README.md", lines_page),
 }
 
@@ -262,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stderr.write(f"{PAGES[name][0]} is stale; run: python docs/generate.py {name}\n")
             stale = 1
         else:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(written, encoding="utf-8")
     return stale
 

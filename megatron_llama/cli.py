@@ -52,7 +52,7 @@ Experiments (+experiment=NAME; the command line wins over the file)
 {experiments}
 Groups (the files in conf/)
 {groups}
-Every setting with its type, default, unit and meaning is in docs/config.md.
+Every setting with its type, default, unit and meaning is in docs/reference/config.md.
 Exit status: 0 done, 2 a mistake of the user, 75 stopped after saving (start it again), else a failure.
 """
 

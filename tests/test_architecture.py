@@ -1,4 +1,5 @@
-"""The structure that README.md and docs/tour.md describe: imports go down only, without circles, and every file and
+"""The structure that README.md and docs/design/tour.md describe: imports go down only, without circles, and every file
+and
 function can be read at once."""
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import pytest
 from tests.paths import ROOT
 
 # The order of the rooms, from the top down: each imports only from rows below its own; a row's rooms do
-# not import one another. The table in docs/tour.md is the one place that states it.
+# not import one another. The table in docs/design/tour.md is the one place that states it.
 TABLE = re.compile(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", re.MULTILINE)
-ROOMS = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall((ROOT / "docs/tour.md").read_text(encoding="utf-8"))]
+TOUR = (ROOT / "docs/design/tour.md").read_text(encoding="utf-8")
+ROOMS = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall(TOUR)]
 ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 60
 
@@ -100,7 +102,7 @@ def parsed(path: Path) -> ast.Module:
 def test_every_room_has_a_row() -> None:
     assert sum(len(rooms) for rooms in ROOMS) == len(ROW), "a room stands in the table once"
     rooms = {room_of(module) for module in MODULES if module != "megatron_llama"}
-    assert rooms == set(ROW), "give the new room a row in docs/tour.md, or take the old one out"
+    assert rooms == set(ROW), "give the new room a row in docs/design/tour.md, or take the old one out"
 
 
 def test_imports_go_down() -> None:

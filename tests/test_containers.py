@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "containers" / "Dockerfile").read_text()
 APPTAINER = (ROOT / "containers" / "Apptainer.def").read_text()
-PAGE = (ROOT / "docs" / "containers.md").read_text()
+PAGE = (ROOT / "docs/getting-started/containers.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

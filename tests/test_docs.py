@@ -9,13 +9,13 @@ import pytest
 
 from tests.paths import ROOT
 
-# docs/log.md and the results tell of files as they were.
+# docs/design/log and the results tell of files as they were.
 PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "AGENTS.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"log", "results"} & set(path.parts)),
 ]
 # Other programs' files.
 FOREIGN = {"preprocess_data.py", "test_llama.sh", "llama_7b.sh", "train_setup.sh"}
@@ -26,7 +26,7 @@ THERE |= {f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path
 FILE = re.compile(r"[`*]((?:[\w.]+/)*\w+\.(?:py|slurm|sh))[`*]")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = set(FILE.findall(page.read_text(encoding="utf-8")))
     missing = sorted(name for name in named - FOREIGN if not any(path.endswith(f"/{name}") for path in THERE))

@@ -3,7 +3,7 @@
     python -m benchmarks less_communication --input REDPAJAMA_FOLDER --steps 100 --seeds 1 2 3 --output DIR
 
 Four ranks on this machine, as two nodes of two. Bytes are those of tools/forecast/traffic.py, which --count also counts
-in two real steps and compares. docs/less_communication.md
+in two real steps and compares. docs/guides/methods/less_communication.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Where a run differs from the checkpoint that it goes on from, and what that means for it.
 
-Every setting is of one kind (``SETTINGS``; docs/resume.md is generated from it). All differences are told at once:
+Every setting is of one kind (``SETTINGS``; docs/guides/training/resume.md is generated from it). All differences are
+told at once:
 those that would make another run of it are refused unless ``checkpoint.allow`` names their kind.
 """
 

@@ -201,7 +201,7 @@ def unknown_setting(name: str, value: Any) -> Problem:
     if instead is None:
         section = name.rpartition(".")[0]
         beside = (_settings_in(section) if section else []) or [f"{known}.*" for known in sections()]
-        instead = f"write one of {', '.join(beside)}; docs/config.md has them all"
+        instead = f"write one of {', '.join(beside)}; docs/reference/config.md has them all"
     return Problem(name, value, "there is no setting of this name", instead)
 
 

@@ -1,7 +1,8 @@
 """The dtypes that each ``trainer.precision`` stands for: the one table that model, sharding, optimizer, memory and docs
 read.
 
-Dtypes are torch's names as strings, so that a plan needs no torch. docs/precision.md explains the columns.
+Dtypes are torch's names as strings, so that a plan needs no torch. docs/guides/training/precision.md explains the
+columns.
 """
 
 from __future__ import annotations

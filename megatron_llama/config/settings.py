@@ -1,6 +1,7 @@
 """Every setting: its name, type, default, unit and meaning.
 
-The string under a field is its documentation; docs/config.md is generated from it. ``None`` as a default means
+The string under a field is its documentation; docs/reference/config.md is generated from it. ``None`` as a default
+means
 "derived": the field's documentation says from what, and ``resolve`` fills it in. Beside a type is the limit of its
 value (``limits.py``). ``conf/`` has named sets of values to choose from.
 """
@@ -162,7 +163,7 @@ class DataConfig:
     """Datasets to validate on; then all of ``prefixes`` is for training, and ``split`` is not used. For sft."""
     chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"
     """For files of records: how conversations become text, own (the tokenizer's), chatml, prompter, dialogue or
-    plain; see docs/sft_data.md."""
+    plain; see docs/guides/data/sft_data.md."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
     """For .tsv, .csv and .parquet files of labels: the prompt that a line is put into, qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"
@@ -189,7 +190,8 @@ class DataConfig:
 @dataclass
 class RandomLTD:
     """Random layer-wise token dropping (Yao et al. 2022, arXiv:2211.11586), under DeepSpeed's names: in training, the
-    layers between the first and the last see a random part of each sequence, which grows. docs/random_ltd.md"""
+    layers between the first and the last see a random part of each sequence, which grows.
+    docs/guides/methods/random_ltd.md"""
 
     min_value: Annotated[int, at_least(1)] = 128
     """Tokens of a sequence that these layers see in the first step; a multiple of seq_per_step."""
@@ -228,7 +230,7 @@ class TrainerConfig:
     grad_reduce: Annotated[str | None, one_of(*EXCHANGES, note="; null is the precision's own sum")] = None
     """How data-parallel ranks exchange gradients. null: summed in the dtype in which trainer.precision accumulates
     them; bf16: sent in bf16, added in fp32; int8: sent in int8 by blocks (ZeRO++'s qgZ), added in fp32.
-    docs/less_communication.md"""
+    docs/guides/methods/less_communication.md"""
     reduce_group: Annotated[int | None, at_least(2)] = None
     """For grad_reduce: neighbouring data-parallel ranks, those of one node, that add up gradients among themselves
     before they exchange the sums with others (qgZ's two hops). A part of shard_group."""
@@ -257,7 +259,7 @@ class TrainerConfig:
     """fp32, bf16 (computes in bf16; master weights, gradient accumulation and optimizer states in fp32), bf16_sr
     (all in bf16, updates rounded stochastically), bf16_pure (the same, rounded to nearest: the control), or one of
     the Trainium recipe's bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2;
-    see docs/precision.md. Derived: bf16 on an accelerator that multiplies it fast, else fp32."""
+    see docs/guides/training/precision.md. Derived: bf16 on an accelerator that multiplies it fast, else fp32."""
     recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
     """What the backward pass makes again instead of keeping it: none, elementwise (norms, rotations and SwiGLU, all but
     products and attention: half the memory, little time), selective (that and attention, for devices whose kernels keep
@@ -278,7 +280,7 @@ class TrainerConfig:
     async_tp: bool = False
     """Let sequence parallelism's gathers and scatters run piece by piece beside the matrix products that they belong
     to, in compiled blocks (torch's asynchronous tensor parallelism). For tp > 1 on GPUs that reach each other's memory;
-    docs/async_tp.md"""
+    docs/guides/methods/async_tp.md"""
     deterministic: bool = False
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
@@ -289,7 +291,7 @@ class TrainerConfig:
     long; null waits for ever."""
     profile: Annotated[list[int] | None, first_and_last()] = None
     """[first, last]: profile these steps, to <run.dir>/profile: a tree of modules with times and FLOP/s, what each rank
-    waited for, and of the last step a trace and its memory. docs/profiling.md"""
+    waited for, and of the last step a trace and its memory. docs/guides/tools/profiling.md"""
     max_restarts: Annotated[int, at_least(0)] = 0
     """Times that a failed run is started again on this machine, from its newest checkpoint."""
     val_every_steps: Annotated[int | None, at_least(1)] = None
@@ -421,7 +423,8 @@ class CheckpointConfig:
     checkpoint."""
     allow: Annotated[list[str], some_of(ALLOWED)] = field(default_factory=list)
     """In what a run may differ from the checkpoint that it goes on from: data (datasets, blend, split, sequence length,
-    seed), batch (sizes of the global batch), optim (learning rate, schedule, weight decay, clipping). docs/resume.md
+    seed), batch (sizes of the global batch), optim (learning rate, schedule, weight decay, clipping).
+    docs/guides/training/resume.md
     has every setting."""
     save_last: bool = True
     """Save the last step."""

@@ -1,4 +1,5 @@
-"""Fewer bytes between data-parallel ranks (ZeRO++: Wang et al. 2023, arXiv:2306.10209). docs/less_communication.md
+"""Fewer bytes between data-parallel ranks (ZeRO++: Wang et al. 2023, arXiv:2306.10209).
+docs/guides/methods/less_communication.md
 
     trainer.grad_reduce=bf16 or int8   each rank sends each other one, once, the values that the other sums, in this
                                        format (qgZ). They are added in fp32, in the order of ranks

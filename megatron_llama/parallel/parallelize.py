@@ -140,7 +140,8 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         # Else the schedules would divide the loss by local tokens and micro batches; parallel/pipeline.py has already
         # divided it by the tokens of the global batch.
         calculate_per_token_loss=True,
-        # Batched transfers in the interleaved schedule swap activations and gradients over gloo (docs/parity.md).
+        # Batched transfers in the interleaved schedule swap activations and gradients over gloo
+        # (docs/design/parity.md).
         batch_p2p_comm=trainer.vpp == 1,
         overlap_p2p_comm=trainer.vpp > 1,
     )

@@ -77,7 +77,8 @@ def _sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 # megatron-core's parallel linear product in a form that torch.compile traces into one graph. megatron-core's own waits
 # for its collectives by hand, which are graph breaks; here they are functional collectives beside the products. The
-# backward pass gathers the shard again, unless a compiler saves the gathered input, as Inductor does (docs/traffic.md).
+# backward pass gathers the shard again, unless a compiler saves the gathered input, as Inductor does
+# (docs/guides/tools/traffic.md).
 
 def make_traceable(block: nn.Module) -> None:
     """Replaces the product of a block's parallel linear layers. That of quantized weights can be traced already."""

@@ -98,7 +98,8 @@ class BatchSchedule:
         return first + max(0, bisect.bisect_right(steps, samples, key=self._samples) - 1)
 
 
-# Random-LTD (trainer.random_ltd, docs/random_ltd.md): its layers see more tokens of a sequence from step to step. This
+# Random-LTD (trainer.random_ltd, docs/guides/methods/random_ltd.md): its layers see more tokens of a sequence from
+# step to step. This
 # is DeepSpeed's fixed_linear: min_value + (max_value - min_value) · steps taken / require_steps, rounded down to a
 # multiple of seq_per_step, in whole numbers, so no rounding of fractions delays a length.
 

@@ -139,7 +139,7 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
     # Not the first step, which waits in any run; nor lines that an older version wrote.
     waited = sum(record.get("data_time_s") or 0.0 for record in records[1:])
     if waited > WORTH_A_LINE * seconds:
-        lines.append(f"{waited / seconds:.0%} of the time was spent waiting for data (docs/metrics.md)")
+        lines.append(f"{waited / seconds:.0%} of the time was spent waiting for data (docs/reference/metrics.md)")
     utilisations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
     if utilisations and peak.flops:
         lines.append(

@@ -148,7 +148,7 @@ class MetricsLogger:
             "mfu": mfu(flops.causal, tokens_per_second, self.peak.flops, world) if known else None,
             "mfu_full": mfu(flops.full, tokens_per_second, self.peak.flops, world) if known else None,
         }
-        # What NeMo and the recipes built on it, and those built on transformers, call it (docs/metrics.md).
+        # What NeMo and the recipes built on it, and those built on transformers, call it (docs/reference/metrics.md).
         derived |= {"global_step": step, "train_step_timing": seconds}
         derived["throughput_peak"] = self._throughput_peak
         if step >= self._first_warm_step:

@@ -217,7 +217,7 @@ def test_a_checkpoint_without_a_record_of_its_data_is_refused(folder: Path) -> N
 
 
 def test_the_page_is_not_stale(folder: Path) -> None:
-    page = (generate.ROOT / "docs/resume.md").read_text(encoding="utf-8")
+    page = (generate.ROOT / "docs/guides/training/resume.md").read_text(encoding="utf-8")
     assert page.endswith(generate.RESUME_BEGIN + generate.resume_table(folder)), "run: python docs/generate.py resume"
 
 

@@ -1,4 +1,4 @@
-"""docs/config.md agrees with the settings."""
+"""docs/reference/config.md agrees with the settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_page_is_not_stale() -> None:
 
 
 def test_a_stale_page_is_noticed_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "docs" / "config.md"
+    page = tmp_path / "docs/reference/config.md"
     (tmp_path / "conf").symlink_to(generate.ROOT / "conf")
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     assert generate.main(["--check", "config"]) == 1

@@ -169,5 +169,5 @@ def test_lora_zero3_is_the_published_run_in_every_stage() -> None:
         assert (finetune.lora_rank, finetune.lora_alpha, optim.lr, optim.warmup_steps) == (128, 1, 5e-4, 0)
         assert len(finetune.lora_target_modules) == 7 and plan.num_microbatches == 1 and not plan.config.data.pack
         needed.append(round(gib(plan), 1))
-    assert needed == [29.3, 15.2, 15.2, 2.2], "docs/experiments.md has these numbers"
+    assert needed == [29.3, 15.2, 15.2, 2.2], "docs/guides/training/experiments.md has these numbers"
     assert dry_run(ZERO, "trainer.dp=4", "trainer.global_batch_size=16").world_size == 4

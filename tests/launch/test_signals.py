@@ -1,4 +1,4 @@
-"""Every row of docs/signals.md: what a signal does in each part of a run, and a console that is lost."""
+"""Every row of docs/reference/signals.md: what a signal does in each part of a run, and a console that is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 1: the layout never changes the result. docs/parity.md explains the method and shows the table."""
+"""Promise 1: the layout never changes the result. docs/design/parity.md explains the method and shows the table."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_tensorboard_says_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_every_metric_in_its_order() -> None:
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EVERY_STEP, *SOME_STEPS]
 
 

@@ -105,7 +105,8 @@ def multiplies_by_onednn() -> bool:
     """Has torch multiply fp32 matrices by oneDNN where MKL, its choice, leaves a part of the processor unused.
 
     MKL does not use AVX-512 on AMD's processors. With oneDNN two cores of Zen 5, whose units have 512 bits, make 450
-    GFLOP/s instead of 200, two of Zen 4 210 instead of 190 (docs/log.md). torch has no setting for the library. It goes
+    GFLOP/s instead of 200, two of Zen 4 210 instead of 190 (docs/design/log/2026-11.md). torch has no setting for the
+    library. It goes
     to oneDNN when products *may* be computed in bf16, which oneDNN does with AMX units only. Products stay fp32;
     whether they do is tried here.
     """
@@ -128,7 +129,8 @@ def _keep_freed_memory() -> None:
     """Has glibc reuse freed memory of any size instead of giving it back, as the caching allocators of accelerators do.
 
     By default every tensor of 32 MiB or more, and often smaller ones, is mapped anew, and the system clears each page
-    as it is first touched: a fifth of a step's processor time for the 56 M shape (docs/log.md). What the process needs
+    as it is first touched: a fifth of a step's processor time for the 56 M shape (docs/design/log/2026-11.md). What
+    the process needs
     at its peak stays the same. Other C libraries have no ``mallopt``, and nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -3,7 +3,8 @@
 The fastest way through attention and loss depends on the library, MKL or oneDNN, and on AMX units.
 
 If oneDNN does not take bf16 (x86 without AVX-512, many laptops), torch multiplies it number by number, at 1 GFLOP/s
-where fp32 reaches 70 (docs/log.md). ``multiply_in_fp32`` replaces torch's operators: they upcast their operands,
+where fp32 reaches 70 (docs/design/log/2026-11.md). ``multiply_in_fp32`` replaces torch's operators: they upcast their
+operands,
 multiply in fp32 and round the result once, as instructions for bf16 do. The replacement covers the whole process: eager
 and compiled layers, their backward passes, the loss, attention and generation. The fp32 copies last as long as the
 matmul.

@@ -267,7 +267,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
     elif data.prepare:
         instead = f"make it with: {data.prepare}"
     elif data.kind == "sft":
-        instead = "make it with python data_prep/sft.py, which writes a dataset and its loss masks (docs/sft_data.md)"
+        instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
         instead += "" if path.endswith(MASK_SUFFIX) else or_fetch_it(path, DATASET)
     else:
         instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"

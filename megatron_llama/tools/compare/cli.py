@@ -1,7 +1,8 @@
 """Compare training curves: python scripts/compare.py RUN_A RUN_B [...] --tolerance 0.01
 
 Reads run folders, TensorBoard folders, metrics.jsonl and trainer_state.json, of this program, NeMo, Megatron-LM and
-Hugging Face's Trainer. Prints a table and a verdict, and draws the curves and their gap. docs/compare.md explains.
+Hugging Face's Trainer. Prints a table and a verdict, and draws the curves and their gap. docs/guides/tools/compare.md
+explains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether curves agree. docs/compare.md defines each figure."""
+"""Whether curves agree. docs/guides/tools/compare.md defines each figure."""
 from __future__ import annotations
 
 import math
@@ -204,7 +204,8 @@ def _step_noise(bins: Floats, to: Comparison) -> float:
 
 # The spread of runs that differ only in their seed, and the interval in which one more run is expected.
 #
-# docs/compare.md derives the band; the terms are those of one-way analysis of variance with random effects.
+# docs/guides/tools/compare.md derives the band; the terms are those of one-way analysis of variance with random
+# effects.
 
 
 # The share of runs without a true gap that are inside the band at a point; the variance is pooled over this many
@@ -283,7 +284,7 @@ def student_t(probability: float, freedom: float) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
-# Curves on one grid of samples, bins of the samples that all have. docs/compare.md explains it.
+# Curves on one grid of samples, bins of the samples that all have. docs/guides/tools/compare.md explains it.
 
 
 # The window when none is given: this share of what is compared, but no fewer bins than that.

@@ -45,7 +45,8 @@ Examples
   srun --nodes 4 --ntasks-per-node 1 python scripts/doctor.py model=llama7b trainer.tp=8
   python scripts/doctor.py launch.hosts=[a,b,c] model=llama7b trainer.tp=8 --json
 
-docs/doctor.md lists the checks. Exit status: 0; 2 where a run is sure to break, or a mistake in what was asked; 1 where
+docs/guides/tools/doctor.md lists the checks. Exit status: 0; 2 where a run is sure to break, or a mistake in what was
+asked; 1 where
 the examination itself failed.
 """
 # The ranks only measure: no files, no restarts, and whoever hangs is named soon.

@@ -203,7 +203,7 @@ def _mega(rate: float) -> str:
 # (tools/plan/measure_machine.py).
 
 
-# What a step sends along each axis (docs/traffic.md).
+# What a step sends along each axis (docs/guides/tools/traffic.md).
 KINDS = {
     "tp": ("all_reduce", "all_gather", "reduce_scatter"),
     "dp": ("all_reduce", "all_gather", "reduce_scatter"),

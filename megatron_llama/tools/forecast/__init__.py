@@ -4,5 +4,5 @@
     footprint(job, stage=0).total                       # bytes
     step_time(job, find_device("h100"), fitted()).total  # seconds
 
-Formulas without torch and without devices; docs/planning.md has them in words, with their measured errors.
+Formulas without torch and without devices; docs/guides/tools/planning.md has them in words, with their measured errors.
 """

@@ -3,7 +3,7 @@
 A step is: the micro batches of the slowest pipeline stage, the pipeline's bubble, what communication adds to them where
 it can't be hidden, and the optimizer. Matrix products run at the share of the device's peak that was fitted for its
 chip and format, less on small shapes; what runs between them at the speed of memory; constants.json has the fitted
-numbers, docs/planning.md the formulas in words.
+numbers, docs/guides/tools/planning.md the formulas in words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Bytes that a rank sends in a training step by axis and kind of collective, from the plan alone. docs/traffic.md has
+"""Bytes that a rank sends in a training step by axis and kind of collective, from the plan alone.
+docs/guides/tools/traffic.md has
 the formulas in words.
 
     payload  all_reduce: the buffer; all_gather: the result; reduce_scatter: the input; send, recv: the message

@@ -2,7 +2,7 @@
 
 Lists each of its keys as taken, renamed, without meaning here, or not supported; writes a YAML for experiment=...; and
 prints the equivalent train.py command line. Takes what their training script takes, so it can stand in its place in a
-shell script of theirs. docs/import_config.md explains.
+shell script of theirs. docs/guides/data/import_config.md explains.
 """
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class _Conversion:
         records = "data.train_ds.file_names"
         if not (on(self.values, "data.fine_tuning") if "data.fine_tuning" in self.values else records in self.values):
             return
-        self.note(records, UNSUPPORTED, why="its records are not converted: docs/sft_data.md has what data=chat reads")
+        self.note(records, UNSUPPORTED, why="records are not converted; data=chat: docs/guides/data/sft_data.md")
         for key in self.values:
             if key.startswith("data.") and "_ds." in key:
                 self.note(key, MEANINGLESS, why="of the fine-tuning sets, which are not converted")

@@ -77,7 +77,7 @@ ONE_TO_ONE: Mapping[str, str] = {
 _CHECKPOINTS = "their checkpoints can't be read: export to Hugging Face's format, then init_from=FOLDER"
 FROM_A_CHECKPOINT = (
     "for a Llama export that checkpoint to Hugging Face's format, then python train.py model=from_hf init_from=FOLDER "
-    "finetune=full, or lora (docs/finetuning.md); or write model.num_layers=N and so on after the file"
+    "finetune=full, or lora (docs/guides/data/finetuning.md); or write model.num_layers=N and so on after the file"
 )
 _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("activation", ("swiglu", "fast-swiglu"), "the feed-forward is SwiGLU"),
@@ -111,7 +111,7 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fsdp_grad_reduce_dtype", (32, "32", "fp32"), "gradients are summed in fp32"),
     ("optim.grad_sync_dtype", ("fp32",), "gradients are summed in fp32"),
     ("resume_from_checkpoint restore_from_path restore_from_ckpt", (), _CHECKPOINTS),
-    ("peft.peft_scheme", ("none",), "adapters are not converted: write finetune=lora (docs/finetuning.md)"),
+    ("peft.peft_scheme", ("none",), "adapters are not converted: write finetune=lora (docs/guides/data/finetuning.md)"),
 )
 _OTHER_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),

@@ -27,7 +27,7 @@ Say how good a model is: python scripts/evaluate.py CHECKPOINT followed by one o
   --labelled FILE --template qnli             accuracy: which label is likelier after the prompt
   --generative FILE.jsonl --template gsm8k    written answers: share with a "#### number", and with the right one
 """
-EPILOG = "docs/evaluation.md defines what is measured."
+EPILOG = "docs/guides/data/evaluation.md defines what is measured."
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dataset", metavar="PREFIX", help="indexed dataset, without .bin and .idx")
     made.add_argument("--labelled", type=Path, metavar="FILE", help=".tsv with a header, or .jsonl")
     made.add_argument("--generative", type=Path, metavar="FILE", help=".tsv with a header, or .jsonl")
-    made.add_argument("--template", metavar="NAME", help="qnli, sst2, gsm8k, or a JSON file (docs/evaluation.md)")
+    made.add_argument("--template", metavar="NAME", help="qnli, sst2, gsm8k, or a JSON file")
     made.add_argument("--chat", action="store_true", help="in the run's chat template, else the tokenizer's own")
     made.add_argument("--chat-template", choices=(*CHAT_TEMPLATES, "none"), help="in this one; none: plain prompts")
     made.add_argument("--limit", type=int, metavar="N", help="the first N records only")

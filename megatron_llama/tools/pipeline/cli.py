@@ -42,7 +42,8 @@ Examples
   python scripts/pipeline.py model=llama7b trainer.pp=4 trainer.vpp=2 trainer.dp=1 cluster.device=h100
   python scripts/pipeline.py --measure trainer.pp=2 --out pipeline.png
 
-Exit status: 0; 2 a config that can't work; else a failure. docs/parallelism.md explains what the pictures show.
+Exit status: 0; 2 a config that can't work; else a failure. docs/guides/training/parallelism.md explains what the
+pictures show.
 """
 
 

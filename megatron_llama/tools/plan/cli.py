@@ -20,7 +20,7 @@ python scripts/plan.py --calibrate
 
 Forecasts a run of `python train.py` with the same settings on other machines, in a second and without a device: memory
 of each pipeline stage by component, time of a step by component, tokens/s, MFU, days and cost, and how it scales to
-16,384 devices with failures and checkpoints. docs/planning.md has the formulas and their measured errors.
+16,384 devices with failures and checkpoints. docs/guides/tools/planning.md has the formulas and their measured errors.
 
   --published FILE  predict every row of a table of published runs, and print the errors by source and device
   --devices         the hardware table, with sources
@@ -32,7 +32,7 @@ of each pipeline stage by component, time of a step by component, tokens/s, MFU,
   cluster.nodes=16                machines; derived from tp * pp * dp
   cluster.price=2.5               of a device and hour, any currency
   cluster.tokens=2e12             to train on; derived from the run's steps
-  docs/config.md has all settings of cluster, which are of this program only.
+  docs/reference/config.md has all settings of cluster, which are of this program only.
 
 Examples
   python scripts/plan.py model=llama70b data.seq_length=4096 trainer.precision=bf16 trainer.tp=8 trainer.pp=4 \\

@@ -34,7 +34,8 @@ Examples
   python scripts/profile.py model=llama_2m trainer.tp=2 trainer.pp=2
   torchrun --nproc_per_node 8 scripts/profile.py model=llama3_8b trainer.tp=8 trainer.precision=bf16
 
-Nothing is saved or validated. docs/profiling.md says what the numbers mean. Exit status: 0; 2 a config that can't work;
+Nothing is saved or validated. docs/guides/tools/profiling.md says what the numbers mean. Exit status: 0; 2 a config
+that can't work;
 else a failure.
 """
 # Placed last on the command line, so that it wins: nothing but the steps.

@@ -34,7 +34,8 @@ Examples
   python scripts/rehearse.py model=llama70b trainer.tp=8 trainer.pp=4 trainer.dp=4 trainer.precision=bf16
   python scripts/rehearse.py --ranks 7 model=llama3_8b trainer.dp=8 trainer.zero=3 device.memory_gib=80
 
-Exit status: 0; 2 a config that can't work; else a failure. docs/rehearse.md says what is exact and what is left out.
+Exit status: 0; 2 a config that can't work; else a failure. docs/guides/tools/rehearse.md says what is exact and what
+is left out.
 """
 
 

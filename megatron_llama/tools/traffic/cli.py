@@ -29,7 +29,8 @@ USAGE = f"""\
 python scripts/traffic.py [{MEASURE}] [group=choice ...] [section.setting=value ...]
 
 Prints how many bytes each rank sends in a training step of `python train.py` with the same settings, by parallel axis
-and kind of collective; docs/traffic.md has the formulas. trainer.dp=N predicts for machines that are not here.
+and kind of collective; docs/guides/tools/traffic.md has the formulas. trainer.dp=N predicts for machines that are not
+here.
 
   {MEASURE}   also run two steps here, on random data, and compare with what was really sent; every byte must agree
   --help      this text

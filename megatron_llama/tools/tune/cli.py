@@ -23,7 +23,7 @@ give stays as it is: with trainer.tp=8 only the others are tuned. Model, global 
   tune.jobs=true            try as SLURM jobs, by sbatch run.slurm on cluster.nodes machines
   cluster.device=h100 cluster.nodes=16
                             machines that are not here; without them, this machine
-  docs/config.md has all settings of tune and cluster.
+  docs/reference/config.md has all settings of tune and cluster.
 
 Examples
   python scripts/tune.py model=llama_15m data=mock

@@ -1,9 +1,10 @@
-"""docs/parallelism.md: its commands can be given, and its pictures and tables are what they make."""
+"""docs/guides/training/parallelism.md: its commands can be given, and its pictures and tables are what they make."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +20,8 @@ from megatron_llama.tools.pipeline import cli
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
-PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+PAGE_FILE = ROOT / "docs/guides/training/parallelism.md"
+PAGE = PAGE_FILE.read_text(encoding="utf-8")
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (?:\$ )?(python \S+\.py .*)$", PAGE, re.M)]
 PICTURES = [command[2:] for command in COMMANDS if command[1] == "scripts/pipeline.py" and "--out" in command]
 
@@ -51,7 +53,8 @@ def test_the_losses_that_the_page_shows_are_equal() -> None:
 def test_a_picture_and_its_table_are_what_the_command_makes(number: int, tmp_path: Path) -> None:
     shown = Path(PICTURES[number][-1])
     text, picture = run_ranks(_draw, 1, PICTURES[number], tmp_path / shown.name)[0]
-    assert picture == (ROOT / shown).read_bytes() and f"({shown.relative_to('docs')})" in PAGE
+    link = Path(os.path.relpath(ROOT / shown, PAGE_FILE.parent)).as_posix()
+    assert picture == (ROOT / shown).read_bytes() and f"({link})" in PAGE
     table = [line for line in text.splitlines()[4:-1] if line]  # below the layout and megatron-core's version
     assert len(table) == 9 and all(f"    {line}" in PAGE.splitlines() for line in table)
 
@@ -64,5 +67,5 @@ def _draw(_: int, arguments: list[str], out: Path) -> tuple[str, bytes]:
 
 
 def test_every_picture_is_made_by_a_command_of_the_page() -> None:
-    there = {path.relative_to(ROOT) for path in (ROOT / "docs" / "pictures").iterdir()}
+    there = {path.relative_to(ROOT) for path in (PAGE_FILE.parent / "pictures").iterdir()}
     assert {Path(command[-1]) for command in PICTURES} == there and len(PICTURES) == 3

@@ -1,5 +1,5 @@
 """The collectives of a real training step move the bytes that ``tools/forecast/traffic.py`` predicts: per rank, axis,
-kind and group size, to the byte and to the call. docs/traffic.md."""
+kind and group size, to the byte and to the call. docs/guides/tools/traffic.md."""
 
 from __future__ import annotations
 
