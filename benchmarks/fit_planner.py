@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from megatron_llama.system.tables import text_table
-from megatron_llama.tools.forecast.step_time import FILE, step_time
-from megatron_llama.tools.plan.forecast_page import NotSpoken, read_table
-from megatron_llama.tools.plan.judge import source_of, summary
+from megatron_llama.tools.forecast.step_time import CONSTANTS_FILE, step_time
+from megatron_llama.tools.plan.compare_published import source_of, summary
+from megatron_llama.tools.plan.forecast_page import CannotPredict, read_table
 from megatron_llama.tools.plan.published import Published, read_run
 
 FOLDS = 5
@@ -174,7 +174,7 @@ def usable(rows: Iterable[Mapping[str, str]]) -> list[Published]:
     for row in rows:
         try:
             run = read_run(row)
-        except NotSpoken:
+        except CannotPredict:
             continue
         if run.seconds is not None and row.get("confidence") in WEIGHTS:
             found.append(run)
@@ -273,5 +273,5 @@ def run(options: argparse.Namespace) -> int:
                 name: {"value": value, "meaning": SPECIFICATION[name][3]} for name, value in rounded(constants).items()
             },
         }
-        FILE.write_text(json.dumps(page, indent=1) + "\n", encoding="utf-8")
+        CONSTANTS_FILE.write_text(json.dumps(page, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -24,7 +24,7 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.forecast.this_machine import load, step_here
+from megatron_llama.tools.forecast.this_machine import load_calibration, local_step_time
 from megatron_llama.tools.plan.measure_machine import calibrate
 
 SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table; the exit status is 1 if a forecast is off by more than a fifth."""
     if args.calibrate and (status := calibrate(args.machine)):
         return status
-    machine = load(args.machine)
+    machine = load_calibration(args.machine)
     print(f"calibrated {machine.date} at a load of {machine.load:.2g}; now {os.getloadavg()[0]:.2g}", flush=True)
     rows: list[tuple[str, ...]] = [("job", "measured s", "forecast s", "error", "largest parts of the forecast")]
     errors = []
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if args.only and args.only not in name:
             continue
         plan = _plan(overrides)
-        time_parts = step_here(plan, machine)
+        time_parts = local_step_time(plan, machine)
         seconds = statistics.median(measured(plan, args.steps))
         errors.append(time_parts.total / seconds - 1)
         parts = sorted(time_parts.parts().items(), key=lambda part: -part[1])[:4]
@@ -116,7 +116,7 @@ def _time_steps(count: int, folder: Path, plan: Plan) -> None:
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
-    from megatron_llama.tools.steps import steps_of
+    from megatron_llama.tools.steps import open_steps
 
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -125,7 +125,7 @@ def _time_steps(count: int, folder: Path, plan: Plan) -> None:
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
-        with steps_of(plan, topology, model, optimizer, data) as steps:
+        with open_steps(plan, topology, model, optimizer, data) as steps:
             found = list(_times(steps.run, count))
     if rank == 0:
         (folder / "seconds.json").write_text(json.dumps(found))

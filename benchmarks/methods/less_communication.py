@@ -23,7 +23,7 @@ from benchmarks.results import ROOT, run_program
 from megatron_llama.config import load_config
 from megatron_llama.plan import resolve
 from megatron_llama.system.tables import markdown_table
-from megatron_llama.tools.forecast.traffic import between_nodes, totals, wire
+from megatron_llama.tools.forecast.traffic import between_nodes, totals, wire_bytes
 from megatron_llama.tools.traffic.cli import operations_of_rank
 
 RANKS, PER_NODE = 4, 2
@@ -92,8 +92,8 @@ def sent(overrides: Sequence[str]) -> tuple[float, float]:
     plan = resolve(load_config([*overrides, "data.mock=true", "data.prefixes=[]"], ROOT / "conf"), RANKS)
     within = across = 0.0
     for rank in range(RANKS):
-        operations = [o for o in operations_of_rank(plan, rank) if o.line.axis == "dp"]
-        within += sum(wire(line, amount.payload) for line, amount in totals(operations).items())
+        operations = [o for o in operations_of_rank(plan, rank) if o.key.axis == "dp"]
+        within += sum(wire_bytes(line, amount.payload) for line, amount in totals(operations).items())
         across += sum(amount.payload for amount in between_nodes(operations, rank, RANKS, PER_NODE).values())
     return within / 1e6, across / 1e6
 

@@ -28,7 +28,7 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.steps import Steps, steps_of
+from megatron_llama.tools.steps import Steps, open_steps
 from megatron_llama.topology import AXIS_NAMES
 
 
@@ -152,7 +152,7 @@ def train_rank(task: Task, marks: dict[str, float], plan: Plan) -> None:
             build_data(plan, topology, torch_device),
             TaskBatches(task, plan, topology.place["dp"], torch_device),
         )
-        with steps_of(plan, topology, model, optimizer, data, batches) as steps:
+        with open_steps(plan, topology, model, optimizer, data, batches) as steps:
             serve(task, lambda: OurTrainer(task, plan, model, steps, ranks), ranks, marks)
 
 

@@ -31,8 +31,8 @@ from megatron_llama.system.files import read_json
 from megatron_llama.system.tables import gib, markdown_table
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune import objectives
-from megatron_llama.tools.tune.candidates import Candidate, Tuned, kept_settings
-from megatron_llama.tools.tune.trial import DONE, MEMORY, Outcome, run_trial
+from megatron_llama.tools.tune.candidates import Candidate, Tuner, fixed_settings
+from megatron_llama.tools.tune.trial import DONE, MEMORY, TrialOutcome, run_trial
 
 WORDS = (
     "model=llama_2m model.vocab_size=4096 data=mock device=cpu data.seq_length=512 trainer.global_batch_size=8 "
@@ -66,9 +66,9 @@ def main() -> int:
             if found.returncode:
                 return found.returncode
             tuned_seconds = time.monotonic() - begun
-            asked = objectives.read([*WORDS, *words, "tune.overwrite=true"])
-            tuned = Tuned(asked.config, kept_settings(asked.config, list(asked.words)), asked.target)
-            every = tuned.space(sure=0.0).candidates
+            asked = objectives.read_request([*WORDS, *words, "tune.overwrite=true"])
+            tuned = Tuner(asked.config, fixed_settings(asked.config, list(asked.words)), asked.target)
+            every = tuned.enumerate(memory_factor=0.0).candidates
             measured = exhaustive(every, asked.tune, folder)
             chosen = by_key(every, best_of_journal(folder / "tuner" / "trials.json"))
             best = min(
@@ -117,9 +117,9 @@ def limited(size: int) -> Iterator[str]:
             time.sleep(0.1)
 
 
-def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> dict[str, Outcome]:
+def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> dict[str, TrialOutcome]:
     """Every candidate, one after the other."""
-    found: dict[str, Outcome] = {}
+    found: dict[str, TrialOutcome] = {}
     begun = time.monotonic()
     for number, each in enumerate(every, 1):
         found[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
@@ -147,7 +147,7 @@ def by_key(every: list[Candidate], key: str) -> Candidate:
     return next(each for each in every if each.key == key)
 
 
-def seconds(measured: dict[str, Outcome], each: Candidate) -> float:
+def seconds(measured: dict[str, TrialOutcome], each: Candidate) -> float:
     """Of a step that was measured."""
     return measured[each.key].seconds or float("inf")
 
@@ -170,7 +170,7 @@ def report(
     arguments: argparse.Namespace,
     limit: str,
     every: list[Candidate],
-    measured: dict[str, Outcome],
+    measured: dict[str, TrialOutcome],
     both: tuple[Candidate, Candidate],
     pairs: list[tuple[float, float]],
     tuned_seconds: float,

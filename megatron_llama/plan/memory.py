@@ -190,7 +190,7 @@ def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan
         )
         if changes:
             return "write " + ", or ".join(
-                change.in_words(needs(change.plan), _on_host(change.plan)) for change in changes
+                change.describe(needs(change.plan), _on_host(change.plan)) for change in changes
             )
     return "write a smaller model (conf/model/ has them, from model=llama_2m on), or use a machine with more memory"
 

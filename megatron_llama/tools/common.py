@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from megatron_llama.train.console import duration
 
 
-class Bar:
+class ProgressBar:
     """The bar of one part of the work. It is drawn when it is told something, by no thread: what is measured meanwhile
     is not disturbed."""
 
@@ -45,9 +45,9 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, unit: str, total: int | None = None) -> Iterator[Bar]:
+def progress_bar(what: str, unit: str, total: int | None = None) -> Iterator[ProgressBar]:
     """A bar for the time of the block; nothing but lines where stderr is no terminal."""
-    made = Bar(what, unit, total)
+    made = ProgressBar(what, unit, total)
     if sys.stderr.isatty():
         with made._bar:
             yield made

@@ -20,7 +20,7 @@ STYLE = {
 }
 
 
-def highest(totals: Any, most: int = MOST_COLUMNS) -> Any:
+def peak_indices(totals: Any, most: int = MOST_COLUMNS) -> Any:
     """Indices of at most ``most`` moments that show the whole course of ``totals`` [n], peaks included: int64 [m]."""
     import numpy as np
 
@@ -52,7 +52,7 @@ def draw_memory(
     totals = sizes.sum(axis=1)
     top, end = int(totals.argmax()), moments[-1]
     peak = int(totals[top])
-    chosen = highest(totals)
+    chosen = peak_indices(totals)
     unit, size = ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
     shown = [number for number in range(len(kinds)) if sizes[:, number].max() > peak / 500]
     with pyplot.style.context(["default", STYLE]):

@@ -47,7 +47,7 @@ class Steps:
 
 
 @contextmanager
-def steps_of(
+def open_steps(
     plan: Plan,
     topology: Topology,
     model: ParallelModel,

@@ -15,8 +15,8 @@ from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import varied
 from megatron_llama.system.tables import gib
-from megatron_llama.tools.forecast.hardware import Device, devices
-from megatron_llama.tools.forecast.step_time import fitted, step_time
+from megatron_llama.tools.forecast.hardware import HardwareSpec, devices
+from megatron_llama.tools.forecast.step_time import load_constants, step_time
 
 MOST_CHANGES = 3
 SUGGESTED = 3
@@ -36,7 +36,7 @@ class Change:
     slower: float
     """Time of a step with them, times devices, over that without."""
 
-    def in_words(self, needed: int, on_host: int) -> str:
+    def describe(self, needed: int, on_host: int) -> str:
         """For a message: the settings, the memory of the device, that of its host (bytes), and what they cost."""
         written = " ".join(f"{name}={shown(value)}" for name, value in self.settings.items())
         grown = self.plan.world_size != self.world_size
@@ -104,9 +104,9 @@ def _typed(plan: Plan, settings: Mapping[str, Any], other: Plan) -> dict[str, An
     return found
 
 
-def _price(plan: Plan, device: Device) -> float:
+def _price(plan: Plan, device: HardwareSpec) -> float:
     """Device-seconds of a step."""
-    return step_time(job_of_plan(plan), device, fitted()).total * plan.world_size
+    return step_time(job_of_plan(plan), device, load_constants()).total * plan.world_size
 
 
 def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:

@@ -18,7 +18,7 @@ TYPICAL_BUS_SHARE = 0.80
 
 
 @dataclass(frozen=True)
-class Device:
+class HardwareSpec:
     """One accelerator, or the part of it that one rank has."""
 
     name: str
@@ -57,7 +57,7 @@ class Device:
         order = ("fp4", "fp8", "bf16", "fp32")
         return next(name for name in order[order.index(form) :] if name in self.peaks)
 
-    def per_rank(self) -> Device:
+    def per_rank(self) -> HardwareSpec:
         """The part of the device that one of its ranks has."""
         parts = self.ranks_per_device
         if parts == 1:
@@ -76,7 +76,7 @@ class Device:
 
 
 @functools.cache
-def devices() -> dict[str, Device]:
+def devices() -> dict[str, HardwareSpec]:
     """Every device of the table by its name, lower case."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         return {row["name"]: _device(row) for row in csv.DictReader(file)}
@@ -91,7 +91,7 @@ def _aliases() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
-def find_device(name: str) -> Device | None:
+def find_device(name: str) -> HardwareSpec | None:
     """The device that ``name`` means, as tables write it ("8x NVIDIA H100 SXM5 80GB", "A100-SXM4-40GB (DGX)"); None
     where none is meant.
 
@@ -113,12 +113,12 @@ def find_device(name: str) -> Device | None:
     return None
 
 
-def _device(row: dict[str, str]) -> Device:
+def _device(row: dict[str, str]) -> HardwareSpec:
     formats = ("fp32", "bf16", "fp8", "fp4")
     peaks = {form: 1e12 * float(row[f"{form}_tflops"]) for form in formats if row[f"{form}_tflops"]}
     reach = {form: float(row[f"reach_{form}"]) for form in ("bf16", "fp8") if row[f"reach_{form}"]}
     link = 1e9 * float(row["link_gbps"])
-    return Device(
+    return HardwareSpec(
         name=row["name"],
         family=row["family"],
         peaks=peaks,

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_llama.plan.job import Job
 from megatron_llama.plan.memory import kept_by_layer
-from megatron_llama.tools.forecast.hardware import Device
+from megatron_llama.tools.forecast.hardware import HardwareSpec
 
 MEMORY_REACH = 0.85
 """Share of the memory's bandwidth that simple kernels reach."""
@@ -93,13 +93,13 @@ class _Work:
         return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
 
 
-def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepTime:
+def step_time(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> StepTime:
     """The forecast of one step of ``job`` on ``device``, of which each rank has one (or its part of one)."""
     layer, head = _layer(job, device, constants), _head(job, device, constants)
     layers, m = job.layers_by_stage, job.num_microbatches
     on_device = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
     # The host starts kernels ahead of the device, so that the slower of the two sets the pace; if it can.
-    on_host = [count * operations(job) * constants["host.operation"] / device.host_speed for count in layers]
+    on_host = [count * kernel_count(job) * constants["host.operation"] / device.host_speed for count in layers]
     in_turn = job.pp > 1 and job.program.waits_for_messages
     per_stage = [sum(both) if in_turn else max(both) for both in zip(on_device, on_host, strict=True)]
     slowest = max(range(job.pp), key=per_stage.__getitem__)
@@ -131,13 +131,13 @@ def step_time(job: Job, device: Device, constants: Mapping[str, float]) -> StepT
     )
 
 
-def microbatch_seconds(job: Job, device: Device, constants: Mapping[str, float]) -> tuple[float, float]:
+def microbatch_seconds(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
     """Seconds of a micro batch on one rank, forward and backward: (of one block, of the output head)."""
     return _layer(job, device, constants).total, _head(job, device, constants)
 
 
 def matmul_seconds(
-    rows: float, inner: float, columns: float, form: str, device: Device, constants: Mapping[str, float]
+    rows: float, inner: float, columns: float, form: str, device: HardwareSpec, constants: Mapping[str, float]
 ) -> float:
     """Seconds of a product [rows, inner] x [inner, columns]: 2 * rows * inner * columns FLOPs at the share of the peak
     that the device reaches, and less where a side is short beside the tiles that the work is cut into."""
@@ -148,7 +148,7 @@ def matmul_seconds(
     return 2 * rows * inner * columns / (device.peaks[form] * share) * filled
 
 
-def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
+def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _Work:
     """One block."""
     rows, shape, kernels = job.tokens, job.shape, job.program.kernels
     forward = weights = 0.0
@@ -175,7 +175,7 @@ def _layer(job: Job, device: Device, constants: Mapping[str, float]) -> _Work:
     if job.format in NARROW:
         passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
     memory += passes * (2.5 + max(again, _between_again(job))) / (device.bandwidth * MEMORY_REACH)
-    gaps = operations(job) * constants[f"gap.{kernels}"]
+    gaps = kernel_count(job) * constants[f"gap.{kernels}"]
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
 
@@ -197,7 +197,7 @@ def _between_again(job: Job) -> float:
     return repeats / job.recompute_every
 
 
-def operations(job: Job) -> float:
+def kernel_count(job: Job) -> float:
     """Kernels that a block starts for one micro batch: forward, backward and what is recomputed.
 
     The backward pass starts two for each one of the forward pass. A collective takes the host as long as some kernels:
@@ -215,7 +215,7 @@ def operations(job: Job) -> float:
     return found
 
 
-def _attention(job: Job, device: Device, constants: Mapping[str, float]) -> tuple[float, float]:
+def _attention(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
     """Seconds of the two products with the sequence in the forward pass, and of moving the scores where they are
     kept."""
     shape, seen = job.shape, job.document or job.seq
@@ -231,7 +231,7 @@ def _attention(job: Job, device: Device, constants: Mapping[str, float]) -> tupl
     return products / 2 / (device.peaks[form] * share) * short * (1 + constants["tile.head"] / shape.head_dim), 0.0
 
 
-def _head(job: Job, device: Device, constants: Mapping[str, float]) -> float:
+def _head(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds of the output head and the loss of a micro batch."""
     rows, inner, columns = job.tokens, job.shape.hidden, job.shape.vocab / job.tp
     form = "bf16" if job.format in NARROW else job.format
@@ -242,7 +242,7 @@ def _head(job: Job, device: Device, constants: Mapping[str, float]) -> float:
     return products + passes / (device.bandwidth * MEMORY_REACH)
 
 
-def _tensor_parallel(job: Job, device: Device, constants: Mapping[str, float]) -> float:
+def _tensor_parallel(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds of a block's sums over tp that nothing hides: two in the forward, two in the backward pass."""
     if job.tp == 1:
         return 0.0
@@ -252,7 +252,7 @@ def _tensor_parallel(job: Job, device: Device, constants: Mapping[str, float]) -
     return exposed * sums * all_reduce(size, job.tp, 1, device, constants)
 
 
-def _context_parallel(job: Job, layer: _Work, device: Device, constants: Mapping[str, float]) -> float:
+def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds of passing keys and values round in a block, as far as its attention does not hide them."""
     if job.cp == 1:
         return 0.0
@@ -262,7 +262,7 @@ def _context_parallel(job: Job, layer: _Work, device: Device, constants: Mapping
     return constants["exposed.cp"] * passing + max(0.0, (1 - constants["exposed.cp"]) * passing - layer.attention)
 
 
-def _messages(job: Job, device: Device, constants: Mapping[str, float]) -> float:
+def _messages(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds of a micro batch's messages between stages that nothing hides."""
     if job.pp == 1:
         return 0.0
@@ -273,7 +273,7 @@ def _messages(job: Job, device: Device, constants: Mapping[str, float]) -> float
     return constants["exposed.pp"] * 2 * job.vpp * (start + size / bandwidth)
 
 
-def _data_parallel(job: Job, stage: int, working: float, device: Device, constants: Mapping[str, float]) -> float:
+def _data_parallel(job: Job, stage: int, working: float, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds of gathering weights and reducing gradients that the passes do not hide."""
     ranks = job.dp * job.cp
     if ranks == 1:
@@ -312,7 +312,7 @@ def _data_parallel(job: Job, stage: int, working: float, device: Device, constan
     return exposed * moving + max(0.0, (1 - exposed) * moving - window)
 
 
-def _optimizer(job: Job, stage: int, device: Device, constants: Mapping[str, float]) -> float:
+def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds of reading and writing gradients, weights and averages, and of the gradient's norm."""
     share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
     state = job.state
@@ -350,7 +350,7 @@ RING_SHARE = 0.78
 """Of the link's speed: an all-reduce of some of a node's devices (eight may reduce in the switch, and go faster)."""
 
 
-def bus_bandwidth(device: Device, ranks: int, stride: int, constants: Mapping[str, float]) -> float:
+def bus_bandwidth(device: HardwareSpec, ranks: int, stride: int, constants: Mapping[str, float]) -> float:
     """Bytes/s of a large collective among ``ranks`` ranks that stand ``stride`` ranks apart.
 
     Within a node: the measured bus bandwidth for all its devices, for some of them the ring's. Over nodes: what the
@@ -367,7 +367,7 @@ def bus_bandwidth(device: Device, ranks: int, stride: int, constants: Mapping[st
     return min(within, constants["network.share"] * inside * device.network)
 
 
-def all_reduce(size: float, ranks: int, stride: int, device: Device, constants: Mapping[str, float]) -> float:
+def all_reduce(size: float, ranks: int, stride: int, device: HardwareSpec, constants: Mapping[str, float]) -> float:
     """Seconds to sum ``size`` bytes among ``ranks``. An all-gather of, or reduce-scatter to, that size takes half."""
     if ranks == 1 or not size:
         return 0.0
@@ -422,17 +422,17 @@ def goodput(
 # The fitted numbers of the time model: constants.json, which `python -m benchmarks fit_planner` writes.
 
 
-FILE = Path(__file__).with_name("constants.json")
+CONSTANTS_FILE = Path(__file__).with_name("constants.json")
 
 
 @functools.cache
-def fitted() -> dict[str, float]:
+def load_constants() -> dict[str, float]:
     """Each constant by its name; SPECIFICATION in benchmarks/fit_planner.py says what they mean."""
-    return {name: float(entry["value"]) for name, entry in provenance()["constants"].items()}
+    return {name: float(entry["value"]) for name, entry in load_constants_file()["constants"].items()}
 
 
 @functools.cache
-def provenance() -> dict[str, Any]:
+def load_constants_file() -> dict[str, Any]:
     """The whole file: constants with their meaning, the date, the data, and the errors on rows that were held out."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
     return found

@@ -19,19 +19,18 @@ from typing import Any
 
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
-from megatron_llama.tools.forecast.hardware import Device
+from megatron_llama.tools.forecast.hardware import HardwareSpec
 from megatron_llama.tools.forecast.step_time import (
     FLASH_BACKWARD,
     LOSS_BYTES,
     MEMORY_REACH,
     StepTime,
-    fitted,
-    operations,
+    kernel_count,
+    load_constants,
     sign_bytes,
     step_time,
 )
-from megatron_llama.tools.forecast.traffic import Operation
-from megatron_llama.tools.forecast.traffic import operations as traffic_of
+from megatron_llama.tools.forecast.traffic import Operation, step_operations
 
 NAME = "cpu"
 FORMS = ("fp32", "bf16")
@@ -63,12 +62,12 @@ VERSION = 2
 """Of what is measured: files of other versions are measured anew."""
 
 
-class NotMeasured(LookupError):
+class NotCalibrated(LookupError):
     """There are no measurements of this host that can be read."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class Calibration:
     """A calibration file."""
 
     version: int
@@ -82,27 +81,27 @@ class Machine:
     by_ranks: Mapping[str, Any]
     """Measurements by the number of ranks."""
 
-    def near(self, ranks: int) -> tuple[Any, float]:
+    def nearest(self, ranks: int) -> tuple[Any, float]:
         """The measurements nearest to a number of ranks, and how much slower more ranks than those are."""
         counts = sorted(map(int, self.by_ranks))
         count = max((each for each in counts if each <= ranks), default=counts[0])
         return self.by_ranks[str(count)], max(1.0, ranks / max(count, self.cores)) if ranks > count else 1.0
 
 
-def path_of(host: str | None = None) -> Path:
+def calibration_path(host: str | None = None) -> Path:
     """Where a host's measurements are."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(home) / "megatron_llama" / "machines" / f"{host or socket.gethostname()}.json"
 
 
-def load(path: Path | None = None) -> Machine:
+def load_calibration(path: Path | None = None) -> Calibration:
     """The measurements of this host. Raises NotMeasured."""
     try:
-        found = Machine(**json.loads((path or path_of()).read_text(encoding="utf-8")))
+        found = Calibration(**json.loads((path or calibration_path()).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise NotMeasured(str(error)) from error
+        raise NotCalibrated(str(error)) from error
     if found.version != VERSION:
-        raise NotMeasured("another version of this program has measured it")
+        raise NotCalibrated("another version of this program has measured it")
     return found
 
 
@@ -136,13 +135,13 @@ def fit_products(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
     return math.exp(spread(tile)[1]), float(tile)
 
 
-def device_of(machine: Machine, job: Job) -> tuple[Device, dict[str, float]]:
+def calibrated_spec(machine: Calibration, job: Job) -> tuple[HardwareSpec, dict[str, float]]:
     """What one of the job's ranks has of this machine, and the constants of step_time.py there."""
-    found, slower = machine.near(job.ranks)
+    found, slower = machine.nearest(job.ranks)
     of_form, form, width = found[job.format], job.format, job.inner_bytes
     rate, tile = fit_products(of_form["products"])
     bandwidth = found["copy"] / slower / MEMORY_REACH
-    device = Device(
+    device = HardwareSpec(
         name=NAME,
         family=NAME,
         peaks={form: rate / slower},
@@ -165,7 +164,7 @@ def device_of(machine: Machine, job: Job) -> tuple[Device, dict[str, float]]:
     slow, each = fit_line(cost)
     if not slow:  # noise: no length is faster than another
         slow, each = sum(factor for _, factor in cost) / len(cost), 0.0
-    head = fitted()["tile.head"]
+    head = load_constants()["tile.head"]
     share = (1 + head / 64) / slow
     # Tokens of the pieces cost (10 h + 3 ffn + 4 h) elements, two and a half times.
     per_token = fit_line(of_form["pieces"])[1]
@@ -173,9 +172,9 @@ def device_of(machine: Machine, job: Job) -> tuple[Device, dict[str, float]]:
     tokens, inner, vocabulary, seconds = of_form["loss"]
     seconds -= 3 * filled(tile, tokens, inner, vocabulary) / rate  # the head's own products
     constants = {
-        **fitted(),
+        **load_constants(),
         **FREE,
-        **{name: 0.0 for name in fitted() if name.startswith("exposed.")},
+        **{name: 0.0 for name in load_constants() if name.startswith("exposed.")},
         f"matmul.{NAME}.{form}": 1.0,
         "tile.bf16": tile,
         f"attention.{NAME}.flash": share,
@@ -186,12 +185,12 @@ def device_of(machine: Machine, job: Job) -> tuple[Device, dict[str, float]]:
     return device, constants
 
 
-def step_here(plan: Plan, machine: Machine) -> StepTime:
+def local_step_time(plan: Plan, machine: Calibration) -> StepTime:
     """The forecast of one step of ``plan`` on this machine, all ranks on it."""
     job = job_of_plan(plan)
-    found, slower = machine.near(job.ranks)
+    found, slower = machine.nearest(job.ranks)
     overhead = _overhead(machine, job)
-    device, constants = device_of(machine, job)
+    device, constants = calibrated_spec(machine, job)
     constants |= {f"gap.{job.program.kernels}": overhead.operation * slower, "launch.step": overhead.step * slower}
     base = step_time(job, device, constants)
     stage = max(range(job.pp), key=lambda each: job.layers_by_stage[each] + (each == job.pp - 1))
@@ -203,7 +202,7 @@ def step_here(plan: Plan, machine: Machine) -> StepTime:
         updating = updated * sign_bytes(job.dp) / found["copy"]
     else:
         updating = updated * found["adam"]
-    sent = [each for each in traffic_of(plan, stage, 0) if each.line.axis != "world"]
+    sent = [each for each in step_operations(plan, stage, 0) if each.key.axis != "world"]
     by_axis = _communication(found, sent, plan.exchanges_signs, slower)
     pipelined = base.total - base.optimizer - base.bubble - constants["launch.step"] + passed
     return replace(
@@ -231,21 +230,21 @@ class _Overhead:
     """The same in a micro batch: gradients are added up."""
 
 
-def _overhead(machine: Machine, job: Job) -> _Overhead:
+def _overhead(machine: Calibration, job: Job) -> _Overhead:
     """From the steps of a model that is nothing but overhead, and of one that is all parameters."""
-    found, _ = machine.near(job.ranks)
+    found, _ = machine.nearest(job.ranks)
     steps = {name: found["steps"][f"{name}, {job.format}"] for name in STEPS}
     ranks = max(count for count in map(int, machine.by_ranks) if machine.by_ranks[str(count)] is found)
     small, large = (tiny_job(job, sizes, ranks) for sizes in (_SMALL, _LARGE))
     layers = small.shape.layers
     per_micro_batch = max(0.0, (steps["small, 4 micro batches"] - steps["small"]) / 3)
-    device, constants = device_of(machine, replace(job, dp=ranks, tp=1, pp=1))
+    device, constants = calibrated_spec(machine, replace(job, dp=ranks, tp=1, pp=1))
     constants |= {"gap.eager": 0.0, "launch.step": 0.0}
 
     def work(tiny: Job) -> float:
         return step_time(tiny, device, constants).total - step_time(tiny, device, constants).optimizer
 
-    operation = max(0.0, per_micro_batch - work(small)) / (layers * operations(small))
+    operation = max(0.0, per_micro_batch - work(small)) / (layers * kernel_count(small))
     wire = found.get("collectives")
 
     def sent(tiny: Job) -> float:
@@ -260,10 +259,10 @@ def _overhead(machine: Machine, job: Job) -> _Overhead:
     step = max(0.0, steps["small"] - per_micro_batch - sent(small))
     parameters = large.shape.parameters
     added = (
-        (steps["large, 4 micro batches"] - steps["large"]) / 3 - work(large) - layers * operation * operations(large)
+        (steps["large, 4 micro batches"] - steps["large"]) / 3 - work(large) - layers * operation * kernel_count(large)
     )
     added = max(0.0, added) / parameters
-    rest = steps["large"] - step - work(large) - sent(large) - layers * operation * operations(large)
+    rest = steps["large"] - step - work(large) - sent(large) - layers * operation * kernel_count(large)
     rest -= parameters * (added + found["adam"] / ranks)
     return _Overhead(step, operation, max(0.0, rest) / parameters, added)
 
@@ -304,10 +303,10 @@ def _communication(
     if "collectives" not in found:
         return seconds
     for each in operations:
-        kind = each.line.kind
+        kind = each.key.kind
         if kind == "recv":
             continue  # the other end of a send, which takes as long
-        how = BESIDE if each.line.axis == "dp" and kind in COLLECTIVES[BESIDE] and not signs else WAITED
+        how = BESIDE if each.key.axis == "dp" and kind in COLLECTIVES[BESIDE] and not signs else WAITED
         start, unit = fit_line(found["collectives"][how][kind])
-        seconds[each.line.axis] += each.calls * (start + each.payload * unit) * slower
+        seconds[each.key.axis] += each.calls * (start + each.payload * unit) * slower
     return seconds

@@ -39,7 +39,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "re
 FP32, INT32, INT64 = 4, 4, 8
 
 
-class Line(NamedTuple):
+class TrafficKey(NamedTuple):
     """The key under which payloads are summed."""
 
     axis: str
@@ -56,15 +56,15 @@ class Amount(NamedTuple):
     """Bytes of all calls together."""
 
 
-Traffic = dict[Line, Amount]
+Traffic = dict[TrafficKey, Amount]
 
 
 @dataclass(frozen=True)
 class Operation:
     """One reason for a rank to communicate."""
 
-    what: str
-    line: Line
+    label: str
+    key: TrafficKey
     calls: int
     """In a step."""
     payload: int
@@ -75,13 +75,13 @@ class Operation:
 
     def group(self, rank: int, world_size: int) -> list[int]:
         """The ranks among which ``rank`` does it, in the order of its ring."""
-        if self.line.kind in ("send", "recv"):
+        if self.key.kind in ("send", "recv"):
             return [rank, (rank + self.stride) % world_size]
-        first = rank - rank // self.stride % self.line.ranks * self.stride
-        return [first + number * self.stride for number in range(self.line.ranks)]
+        first = rank - rank // self.stride % self.key.ranks * self.stride
+        return [first + number * self.stride for number in range(self.key.ranks)]
 
 
-def leaving(kind: str, group: Sequence[int], rank: int, payload: int, per_node: int) -> int:
+def bytes_leaving_node(kind: str, group: Sequence[int], rank: int, payload: int, per_node: int) -> int:
     """Bytes that ``rank`` sends to ranks of other nodes, of ``per_node`` ranks each, to move ``payload`` in ``group``;
     each node's together are what it sends to others. ``group`` of a send is [rank, the other one]."""
     if kind == "all_to_all":
@@ -90,7 +90,7 @@ def leaving(kind: str, group: Sequence[int], rank: int, payload: int, per_node: 
     following = group[(group.index(rank) + 1) % len(group)]
     if following // per_node == rank // per_node:
         return 0
-    return round(wire(Line("", kind, len(group)), payload))
+    return round(wire_bytes(TrafficKey("", kind, len(group)), payload))
 
 
 def between_nodes(operations: Iterable[Operation], rank: int, world_size: int, per_node: int) -> Traffic:
@@ -98,35 +98,35 @@ def between_nodes(operations: Iterable[Operation], rank: int, world_size: int, p
     found: Traffic = {}
     for operation in operations:
         group = operation.group(rank, world_size)
-        size = leaving(operation.line.kind, group, rank, operation.payload, per_node)
+        size = bytes_leaving_node(operation.key.kind, group, rank, operation.payload, per_node)
         if size:
-            calls, before = found.get(operation.line, (0, 0))
-            found[operation.line] = Amount(calls + operation.calls, before + operation.calls * size)
-    return in_order(found)
+            calls, before = found.get(operation.key, (0, 0))
+            found[operation.key] = Amount(calls + operation.calls, before + operation.calls * size)
+    return sort_traffic(found)
 
 
-def wire(line: Line, payload: float) -> float:
+def wire_bytes(key: TrafficKey, payload: float) -> float:
     """Bytes that a rank sends to move ``payload``."""
-    if line.kind in ("send", "recv"):
-        return payload if line.kind == "send" else 0.0
-    return (2 if line.kind == "all_reduce" else 1) * (line.ranks - 1) / line.ranks * payload
+    if key.kind in ("send", "recv"):
+        return payload if key.kind == "send" else 0.0
+    return (2 if key.kind == "all_reduce" else 1) * (key.ranks - 1) / key.ranks * payload
 
 
 def totals(operations: Iterable[Operation]) -> Traffic:
     """Calls and payload per step, in the order of AXES and KINDS."""
     found: Traffic = {}
     for operation in operations:
-        calls, payload = found.get(operation.line, (0, 0))
-        found[operation.line] = Amount(calls + operation.calls, payload + operation.calls * operation.payload)
-    return in_order(found)
+        calls, payload = found.get(operation.key, (0, 0))
+        found[operation.key] = Amount(calls + operation.calls, payload + operation.calls * operation.payload)
+    return sort_traffic(found)
 
 
-def in_order(traffic: Traffic) -> Traffic:
+def sort_traffic(traffic: Traffic) -> Traffic:
     """The same, sorted by axis, kind and size of group."""
     return dict(sorted(traffic.items(), key=lambda item: (AXES.index(item[0][0]), KINDS.index(item[0][1]), item[0][2])))
 
 
-def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
+def step_operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
     """All that a rank takes part in during a training step: forward, backward, gradient norm, update, and what the
     loop agrees on after it, in scalars over all ranks. Validation and checkpoints come on top.
 
@@ -136,7 +136,7 @@ def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
     last = len(plan.stage_layers) - 1
     stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
     chunks = [_chunk(plan, plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
-    world = Line("world", "all_reduce", plan.world_size)
+    world = TrafficKey("world", "all_reduce", plan.world_size)
     found = (
         *_tensor_parallel(plan, chunks),
         *_pipeline(plan, chunks),
@@ -148,7 +148,7 @@ def operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
         Operation("weight norm", world, int(plan.config.logging.parameter_norm), FP32),
         Operation("whether to stop, to wait for a save, to report its failure", world, 1, 3 * INT32),
     )
-    return [operation for operation in found if operation.line.ranks > 1 and operation.calls]
+    return [operation for operation in found if operation.key.ranks > 1 and operation.calls]
 
 
 class _Chunk(NamedTuple):
@@ -181,8 +181,8 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     first = m * any(chunk.is_first for chunk in chunks)
     last = m * any(chunk.is_last for chunk in chunks)
 
-    def op(what: str, kind: str, calls: int) -> Operation:
-        return Operation(what, Line("tp", kind, t), calls, activations)
+    def op(label: str, kind: str, calls: int) -> Operation:
+        return Operation(label, TrafficKey("tp", kind, t), calls, activations)
 
     if plan.sp:
         yield op("embedding, forward", "reduce_scatter", first)
@@ -202,14 +202,14 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
         yield from _blocks(plan, "blocks with dropped tokens", part, part_again, some)
         if plan.sp:
             for kind in ("reduce_scatter", "all_gather"):  # into the subset and out of it, forward and backward
-                yield Operation(f"tokens of random-LTD's layers: {kind}", Line("tp", kind, t), 2 * part, some)
+                yield Operation(f"tokens of random-LTD's layers: {kind}", TrafficKey("tp", kind, t), 2 * part, some)
     at_once = min(tokens, loss_chunk(plan.model.hidden_size))
     for size, count in ((at_once, tokens // at_once), (tokens % at_once, int(tokens % at_once > 0))):
-        line, payload = Line("tp", "all_gather", t), 3 * t * size * FP32
-        yield Operation("cross entropy by chunks: maximum, sum, own logit", line, count * last, payload)
+        key, payload = TrafficKey("tp", "all_gather", t), 3 * t * size * FP32
+        yield Operation("cross entropy by chunks: maximum, sum, own logit", key, count * last, payload)
 
 
-def _blocks(plan: Plan, what: str, blocks: int, recomputed: int, activations: int) -> Iterator[Operation]:
+def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: int) -> Iterator[Operation]:
     """Inside ``blocks`` passes through a block, ``recomputed`` of them in full, on ``activations`` bytes."""
     # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them, but what
     # LoRA's B multiplies is made after it. For the weights' gradients megatron-core gathers inputs a second time;
@@ -219,7 +219,7 @@ def _blocks(plan: Plan, what: str, blocks: int, recomputed: int, activations: in
     sums_again = recomputed * (2 if target_rows(plan, "down_proj") else 1)
 
     def op(of: str, kind: str, calls: int) -> Operation:
-        return Operation(f"{what}{of}", Line("tp", kind, plan.config.trainer.tp), calls, activations)
+        return Operation(f"{label}{of}", TrafficKey("tp", kind, plan.config.trainer.tp), calls, activations)
 
     if plan.sp:
         yield op(", forward: into qkv, gate_up", "all_gather", 2 * blocks)
@@ -244,8 +244,8 @@ def _blocks(plan: Plan, what: str, blocks: int, recomputed: int, activations: in
         else:
             kinds = {"all_reduce": forward if matrix in ROW_PARALLEL else backward}
         for kind, calls in kinds.items():
-            line = Line("tp", kind, plan.config.trainer.tp)
-            yield Operation(f"{what}: LoRA of {matrix}", line, calls * (size > 0), size)
+            key = TrafficKey("tp", kind, plan.config.trainer.tp)
+            yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -259,8 +259,8 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     back = m * sum(not chunk.is_first for chunk in chunks)
     following = plan.grid.stride("pp")
     for kind, forward, backward, way in (("send", onwards, back, following), ("recv", back, onwards, -following)):
-        yield Operation("activations", Line("pp", kind, 2), forward, message, way)
-        yield Operation("their gradients", Line("pp", kind, 2), backward, message, -way)
+        yield Operation("activations", TrafficKey("pp", kind, 2), forward, message, way)
+        yield Operation("their gradients", TrafficKey("pp", kind, 2), backward, message, -way)
 
 
 def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -274,52 +274,52 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     sums = m if zero >= 2 else 1
     held: list[int] = []
     for chunk in chunks:
-        for what, count, parameters in units(plan, chunk.layers, chunk.is_first, chunk.is_last):
+        for label, count, parameters in units(plan, chunk.layers, chunk.is_first, chunk.is_last):
             held += [parameter.rows * parameter.columns for _ in range(count) for parameter in parameters]
             whole = n * sum(gathered_bytes(plan, parameter, n) for parameter in parameters)
             sizes = [parameter.shard(n) for parameter in parameters]
             weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
-            yield Operation(f"{what}: weights", Line("dp", "all_gather", n), count * gathers, weights, spacing)
-            in_backward = again * (count - chunk.is_last) if what == "blocks" else 0
+            yield Operation(f"{label}: weights", TrafficKey("dp", "all_gather", n), count * gathers, weights, spacing)
+            in_backward = again * (count - chunk.is_last) if label == "blocks" else 0
             again_bytes = whole if trainer.secondary_group else weights
-            again_line = Line("dp", "all_gather", inside)
-            yield Operation(f"{what}: weights, backward", again_line, in_backward, again_bytes, spacing)
+            again_line = TrafficKey("dp", "all_gather", inside)
+            yield Operation(f"{label}: weights, backward", again_line, in_backward, again_bytes, spacing)
             trained = [parameter.shard(n) for parameter in parameters if parameter.trained]
-            for reason, line, payload, stride in _reductions(plan, trained) if trained else ():
-                yield Operation(f"{what}: {reason}", line, count * sums, payload, stride)
+            for reason, key, payload, stride in _reductions(plan, trained) if trained else ():
+                yield Operation(f"{label}: {reason}", key, count * sums, payload, stride)
     if plan.exchanges_signs:
         yield from _signs(plan.data_ranks, held, spacing)
 
 
-def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, Line, int, int]]:
+def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey, int, int]]:
     """How the gradients of a unit are summed, once: over the ranks that share its shards, of ``sizes`` values, and over
     those that hold copies of them. (reason, line, payload, stride)."""
     n, copies, kind = plan.shard_size, plan.data_ranks // plan.shard_size, plan.config.trainer.grad_reduce
     stride = plan.grid.stride(plan.grid.same_weights[0])
     if kind is None:
         shard = sum(sizes) * BYTES[plan.precision.grad_accum_dtype]
-        yield "gradients", Line("dp", "reduce_scatter", n), n * shard, stride
+        yield "gradients", TrafficKey("dp", "reduce_scatter", n), n * shard, stride
         if not plan.exchanges_signs:
-            yield "gradients, over copies", Line("dp", "all_reduce", copies), shard, stride * n
+            yield "gradients, over copies", TrafficKey("dp", "all_reduce", copies), shard, stride * n
         return
     inside, whole = plan.config.trainer.reduce_group, n * exchanged_bytes(kind, sizes)
     if inside is None:
-        yield "gradients", Line("dp", "all_to_all", n), whole, stride
+        yield "gradients", TrafficKey("dp", "all_to_all", n), whole, stride
     else:
-        yield "gradients, inside nodes", Line("dp", "all_to_all", inside), whole, stride
-        across = Line("dp", "all_to_all", n // inside)
+        yield "gradients, inside nodes", TrafficKey("dp", "all_to_all", inside), whole, stride
+        across = TrafficKey("dp", "all_to_all", n // inside)
         yield "their sums, across nodes", across, whole // inside, stride * inside
     part = copies * exchanged_bytes(kind, [-(-size // copies) for size in sizes])
-    yield "gradients, over copies", Line("dp", "all_to_all", copies), part, stride * n
-    yield "their sums, over copies", Line("dp", "all_gather", copies), part, stride * n
+    yield "gradients, over copies", TrafficKey("dp", "all_to_all", copies), part, stride * n
+    yield "their sums, over copies", TrafficKey("dp", "all_gather", copies), part, stride * n
 
 
 def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     """A step of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values. In the warm-up it
     is one all_reduce of all gradients in fp32."""
     signs = ranks * sum(-(-size // (8 * ranks)) for size in sizes)
-    gather = Line("dp", "all_gather", ranks)
-    yield Operation("signs of momenta", Line("dp", "all_to_all", ranks), 1, signs, stride)
+    gather = TrafficKey("dp", "all_gather", ranks)
+    yield Operation("signs of momenta", TrafficKey("dp", "all_to_all", ranks), 1, signs, stride)
     yield Operation("signs of averages", gather, 1, signs, stride)
     yield Operation("scales of momenta and averages", gather, 2, ranks * len(sizes) * FP32, stride)
 
@@ -341,7 +341,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         parameter.name: parameter
         for chunk in chunks
         for unit in units(plan, chunk.layers, chunk.is_first, chunk.is_last)
-        if unit.what != "blocks"
+        if unit.label != "blocks"
         for parameter in unit.parameters
     }
     if plan.sp:
@@ -351,20 +351,21 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         calls = int(bool(vectors) and layers > 0)
         if "norm" in ends and ends["norm"].trained:
             values, calls = values + held(h, (0, h)), 1
-        what = "gradients of norms, and of LoRA's whole matrices"
-        yield Operation(what, Line("tp", "all_reduce", t), calls, values * width)
+        label = "gradients of norms, and of LoRA's whole matrices"
+        yield Operation(label, TrafficKey("tp", "all_reduce", t), calls, values * width)
     copies = kv_copies(model, t)
     shared = [name for name in KV_HEADS if name in named and named[name].trained]
     if copies > 1 and shared:
         rows, columns = named[shared[0]].rows, named[shared[0]].columns
         mine = held(rows, (rows - key_rows(plan), rows))
-        line = Line("tp", "all_reduce", copies)
-        yield Operation("gradients of shared kv heads", line, int(layers * mine > 0), layers * mine * columns * width)
+        key = TrafficKey("tp", "all_reduce", copies)
+        yield Operation("gradients of shared kv heads", key, int(layers * mine > 0), layers * mine * columns * width)
     if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
         table = plan.padded_vocab_size // t
         payload = held(table, (0, table)) * h * width
         apart = (plan.config.trainer.pp - 1) * plan.grid.stride("pp")
-        yield Operation("gradient of the tied table", Line("pp", "all_reduce", 2), int(first or last), payload, apart)
+        key = TrafficKey("pp", "all_reduce", 2)
+        yield Operation("gradient of the tied embedding", key, int(first or last), payload, apart)
 
 
 # The parameters of one rank, in the units that ``fully_shard`` gathers and scatters (parallel/fsdp.py), as numbers.
@@ -388,7 +389,7 @@ class Parameter(NamedTuple):
 class Unit(NamedTuple):
     """Parameters that travel in one collective."""
 
-    what: str
+    label: str
     number: int
     """Units of this kind in a chunk."""
     parameters: tuple[Parameter, ...]

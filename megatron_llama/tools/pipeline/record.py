@@ -37,7 +37,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.hardware import find_device
-from megatron_llama.tools.forecast.step_time import fitted, microbatch_seconds
+from megatron_llama.tools.forecast.step_time import load_constants, microbatch_seconds
 from megatron_llama.tools.pipeline.lanes import NEXT, PREVIOUS, Done, Pass, RankRecord, Timeline, as_measured
 from megatron_llama.tools.rehearse.rehearsal import fake_world
 from megatron_llama.tools.settings import ClusterConfig
@@ -150,7 +150,7 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
-    from megatron_llama.tools.steps import steps_of
+    from megatron_llama.tools.steps import open_steps
 
     rank = int(os.environ["RANK"])
     topology, device = plan.topology(rank), get_device(plan.config.device.name)
@@ -161,7 +161,7 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         recorder = Recorder(model.chunks, device.synchronize)
-        with steps_of(plan, topology, model, optimizer, data) as steps, recorder.recording():
+        with open_steps(plan, topology, model, optimizer, data) as steps, recorder.recording():
             for step in range(1, STEPS + 1):
                 recorder.new_step()
                 steps.run(step)
@@ -251,7 +251,7 @@ def on_cluster(plan: Plan, cluster: ClusterConfig) -> Passes:
     and backward pass by FLOPs."""
     whole = find_device(cluster.device)
     assert whole is not None, "load_cluster's caller has checked it"
-    block, head = microbatch_seconds(job_of_plan(plan), whole.per_rank(), fitted())
+    block, head = microbatch_seconds(job_of_plan(plan), whole.per_rank(), load_constants())
     times = _backward_times(plan)
     return _passes(
         plan, 1000 * block / (1 + times[0]), 1000 * head / (1 + times[1]), f"as forecast on {whole.name}", MILLISECONDS

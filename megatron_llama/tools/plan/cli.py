@@ -79,8 +79,8 @@ def _plan(overrides: Sequence[str], as_json: bool) -> int:
 
 def _published(arguments: Sequence[str], as_json: bool) -> int:
     from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.tools.plan.judge import as_json as judged_json
-    from megatron_llama.tools.plan.judge import judge, lines
+    from megatron_llama.tools.plan.compare_published import as_json as judged_json
+    from megatron_llama.tools.plan.compare_published import compare_file, lines
 
     values = [argument for argument in arguments if argument != PUBLISHED]
     named = [value.removeprefix(PUBLISHED + "=") for value in values]
@@ -89,7 +89,7 @@ def _published(arguments: Sequence[str], as_json: bool) -> int:
         rule = "takes the path of one CSV file" if len(named) != 1 else "there is no such file"
         raise ConfigError([Problem(PUBLISHED, shown, rule, f"write {PUBLISHED} runs.csv")])
     try:
-        found, unspoken = judge(Path(named[0]))
+        found, unspoken = compare_file(Path(named[0]))
     except (UnicodeDecodeError, csv.Error, OSError) as error:
         advice = "write it as UTF-8 text, with commas, the first line naming the columns"
         raise ConfigError([Problem(PUBLISHED, named[0], f"can't be read: {error}", advice)]) from error

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural, short_count, text_table
 from megatron_llama.tools.forecast import this_machine
-from megatron_llama.tools.forecast.step_time import provenance
+from megatron_llama.tools.forecast.step_time import load_constants_file
 from megatron_llama.tools.plan import forecast_run
 from megatron_llama.tools.plan.forecast_run import Forecast
 
@@ -129,7 +129,7 @@ def _scaling(found: Forecast) -> Iterator[str]:
 
 def assumptions(found: Forecast) -> Iterator[str]:
     """What the numbers stand on."""
-    device, cluster, page = found.device, found.cluster, provenance()
+    device, cluster, page = found.device, found.cluster, load_constants_file()
     yield f"device: {device.source}"
     if device.name == this_machine.NAME:
         yield "nothing runs beside anything else: ranks share the cores, and wait for what is sent"
@@ -189,7 +189,7 @@ _REMARK = re.compile(r"\(.*?\)")
 _TIMES = re.compile(r"\s*[x×*]\s*")
 
 
-class NotSpoken(ValueError):
+class CannotPredict(ValueError):
     """A row that nothing can be predicted for, and why."""
 
 
@@ -233,7 +233,7 @@ def need(row: Row, column: str, what: str) -> int:
     """The same of a column that a prediction needs. Raises NotSpoken."""
     value = whole(row, column)
     if value is None:
-        raise NotSpoken(f"{what} is not stated")
+        raise CannotPredict(f"{what} is not stated")
     return value
 
 

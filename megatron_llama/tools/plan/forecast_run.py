@@ -12,9 +12,9 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.tools.forecast import this_machine
-from megatron_llama.tools.forecast.hardware import Device, devices, find_device
-from megatron_llama.tools.forecast.step_time import Goodput, StepTime, fitted, goodput, step_time
-from megatron_llama.tools.forecast.this_machine import Machine
+from megatron_llama.tools.forecast.hardware import HardwareSpec, devices, find_device
+from megatron_llama.tools.forecast.step_time import Goodput, StepTime, goodput, load_constants, step_time
+from megatron_llama.tools.forecast.this_machine import Calibration
 from megatron_llama.tools.settings import ClusterConfig, load_cluster
 from megatron_llama.topology import Grid
 
@@ -22,7 +22,7 @@ MOST_DEVICES = 16_384
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledRun:
     """The run on another number of devices."""
 
     devices: int
@@ -40,7 +40,7 @@ class Forecast:
 
     plan: Plan
     cluster: ClusterConfig
-    device: Device
+    device: HardwareSpec
     """What one rank has."""
     devices: int
     job: Job
@@ -48,7 +48,7 @@ class Forecast:
     time: StepTime
     flops: FlopsPerToken
     goodput: Goodput
-    scaling: tuple[Scaled, ...]
+    scaling: tuple[ScaledRun, ...]
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,41 +107,41 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     return forecast_plan(plan, replace(cluster, nodes=nodes), whole.per_rank(), count)
 
 
-def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Machine | None:
+def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Calibration | None:
     """What was measured of this machine; what is missing or does not go with it is added to ``problems``."""
     if (cluster.nodes or 1) > 1:
         rule = "a forecast for this machine is of this machine alone"
         problems.append(Problem("cluster.nodes", cluster.nodes, rule, "write cluster.nodes=1"))
     try:
-        return this_machine.load()
-    except this_machine.NotMeasured:
+        return this_machine.load_calibration()
+    except this_machine.NotCalibrated:
         rule = "this machine has not been measured"
         advice = "run python scripts/plan.py --calibrate, which takes a minute or two"
         problems.append(Problem("cluster.device", cluster.device, rule, advice))
         return None
 
 
-def forecast_here(config: Config, cluster: ClusterConfig, machine: Machine) -> Forecast:
+def forecast_here(config: Config, cluster: ClusterConfig, machine: Calibration) -> Forecast:
     """The forecast of a run on this machine, all ranks on it. Raises ConfigError."""
     ranks = Grid.of(config.trainer).world_size
     plan = resolve(config, ranks, exists=lambda path: True)
     job = job_of_plan(plan)
-    device, _ = this_machine.device_of(machine, job)
-    time = this_machine.step_here(plan, machine)
+    device, _ = this_machine.calibrated_spec(machine, job)
+    time = this_machine.local_step_time(plan, machine)
     flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
     rate = job.tokens_per_step / time.total
     kept = _goodput(job, device, cluster, 1)
     used = mfu(flops.causal, rate, device.peak(job.format), ranks)
-    alone = Scaled(1, job.global_batch, time.total, rate, used, kept)
+    alone = ScaledRun(1, job.global_batch, time.total, rate, used, kept)
     stages = tuple(stage_footprints(plan))
     return Forecast(plan, replace(cluster, nodes=1), device, 1, job, stages, time, flops, kept, (alone,))
 
 
-def forecast_plan(plan: Plan, cluster: ClusterConfig, device: Device, count: int) -> Forecast:
+def forecast_plan(plan: Plan, cluster: ClusterConfig, device: HardwareSpec, count: int) -> Forecast:
     """The forecast of ``plan`` on ``count`` devices, of which each rank has ``device``."""
     job = job_of_plan(plan)
     stages = tuple(stage_footprints(plan))
-    time = step_time(job, device, fitted())
+    time = step_time(job, device, load_constants())
     flops = flops_per_token(plan.model, job.document or job.seq, plan.config.finetune)
     scaling = tuple(_scaled(job, times, device, cluster, flops, count) for times in _multiples(count))
     return Forecast(
@@ -158,18 +158,20 @@ def _multiples(count: int) -> list[int]:
     return found
 
 
-def _scaled(job: Job, times: int, device: Device, cluster: ClusterConfig, flops: FlopsPerToken, count: int) -> Scaled:
+def _scaled(
+    job: Job, times: int, device: HardwareSpec, cluster: ClusterConfig, flops: FlopsPerToken, count: int
+) -> ScaledRun:
     """The job with ``times`` as many data-parallel ranks, each with the same work."""
     sharded = job.shard_size * times if job.shard_size == job.dp and job.zero else job.shard_size
     larger = replace(job, dp=job.dp * times, shard_size=sharded)
-    seconds = step_time(larger, device, fitted()).total
+    seconds = step_time(larger, device, load_constants()).total
     rate = larger.tokens_per_step / seconds
     used = mfu(flops.causal, rate, device.peak(job.format), larger.ranks)
     kept = _goodput(larger, device, cluster, count * times)
-    return Scaled(count * times, larger.global_batch, seconds, rate, used, kept)
+    return ScaledRun(count * times, larger.global_batch, seconds, rate, used, kept)
 
 
-def _goodput(job: Job, device: Device, cluster: ClusterConfig, count: int) -> Goodput:
+def _goodput(job: Job, device: HardwareSpec, cluster: ClusterConfig, count: int) -> Goodput:
     """With checkpoints as often as is best."""
     whole = job.shape.parameters * (job.state.weight + job.state.master + job.state.moments)
     nodes = max(1, count // device.per_node)

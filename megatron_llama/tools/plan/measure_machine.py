@@ -36,7 +36,7 @@ from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import plural
-from megatron_llama.tools.common import MOCK_RUN, bar
+from megatron_llama.tools.common import MOCK_RUN, progress_bar
 from megatron_llama.tools.forecast.this_machine import (
     BESIDE,
     COLLECTIVES,
@@ -45,10 +45,10 @@ from megatron_llama.tools.forecast.this_machine import (
     STEPS,
     VERSION,
     WIDTH,
-    Machine,
-    path_of,
+    Calibration,
+    calibration_path,
 )
-from megatron_llama.tools.steps import steps_of
+from megatron_llama.tools.steps import open_steps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5
@@ -296,7 +296,7 @@ def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> 
     model = build_model(plan, topology, device, torch_device)
     optimizer = build_optimizer(plan, model)
     data = build_data(plan, topology, torch_device)
-    with steps_of(plan, topology, model, optimizer, data) as steps:
+    with open_steps(plan, topology, model, optimizer, data) as steps:
         numbers = itertools.count(1)
         return typical(lambda: steps.run(next(numbers)), 1)
 
@@ -323,7 +323,7 @@ def calibrate(path: Path | None = None) -> int:
     import torch
 
     device = get_device(HOST)
-    machine = Machine(
+    machine = Calibration(
         version=VERSION,
         host=socket.gethostname(),
         date=datetime.datetime.now().isoformat(" ", "minutes"),
@@ -333,7 +333,7 @@ def calibrate(path: Path | None = None) -> int:
         load=load,
         by_ranks=by_ranks,
     )
-    path = path or path_of()
+    path = path or calibration_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(machine), indent=1) + "\n")
     sys.stdout.write(f"written to {path}\n")
@@ -367,6 +367,6 @@ def _measure(plans: dict[str, Plan], folder: Path, plan: Plan) -> None:
     numbers, total = itertools.count(1), MEASUREMENTS
     if ranks > 1:
         total += sum(map(len, COLLECTIVES.values())) * len(MESSAGES)
-    with bar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
+    with progress_bar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
         found = measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))
     (folder / "measured.json").write_text(json.dumps(found))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.plan.job import Job, Program, Shape, StateBytes
 from megatron_llama.plan.memory import footprint
-from megatron_llama.tools.forecast.hardware import Device, find_device
+from megatron_llama.tools.forecast.hardware import HardwareSpec, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
-from megatron_llama.tools.plan.forecast_page import NO, NotSpoken, Row, need, number, said, whole
+from megatron_llama.tools.plan.forecast_page import NO, CannotPredict, Row, need, number, said, whole
 
 SQUAD_DOCUMENT = 256
 """Tokens of an example of the fine-tuning sets that NVIDIA's pages pack (SQuAD): attention is computed among them."""
@@ -32,7 +32,7 @@ class Published:
 
     row: Row
     job: Job
-    device: Device
+    device: HardwareSpec
     """What one rank has."""
     seconds: float | None
     """Published time of a step; derived from tokens/s, or from a utilisation whose convention is stated."""
@@ -53,11 +53,11 @@ def read_run(row: Row) -> Published:
     assumed: list[str] = []
     device = find_device(row.get("device", ""))
     if device is None:
-        raise NotSpoken("the device is not in the hardware table")
+        raise CannotPredict("the device is not in the hardware table")
     device = with_network(device, row.get("interconnect", ""))
     row = _with_devices(row, device)
     if found := _NOT_DENSE.search(f"{row.get('arch', '')} {row.get('model', '')}".lower()):
-        raise NotSpoken(f"the model is no dense decoder ({found[0].strip('-')})")
+        raise CannotPredict(f"the model is no dense decoder ({found[0].strip('-')})")
     shape = _shape(row, assumed)
     seq = need(row, "seq", "the sequence length")
     form = number_format(row.get("precision", ""))
@@ -106,7 +106,7 @@ def read_run(row: Row) -> Published:
     return Published(row, job, device, _seconds(row, job, device, assumed), _memory(row), tuple(assumed))
 
 
-def _with_devices(row: Row, device: Device) -> Row:
+def _with_devices(row: Row, device: HardwareSpec) -> Row:
     """The row with the number of devices that its layout needs, where it does not say it."""
     sizes = [whole(row, axis) for axis in ("tp", "pp", "dp")]
     if whole(row, "n_devices") is not None or None in sizes:
@@ -132,7 +132,7 @@ def scaling_of(precision: str) -> str:
     return "per block" if re.search(r"mx|nvfp4|block", words) else "per tensor"
 
 
-def with_network(device: Device, interconnect: str) -> Device:
+def with_network(device: HardwareSpec, interconnect: str) -> HardwareSpec:
     """``device`` with the network that the row states, "1600 Gb/s per node" or "400Gb/s per GPU"."""
     per_node = re.search(r"(?:(\d+)x [^,;+]*?)?(\d+) ?Gb/s[^,;+]* per (?:\d+-chip )?node", interconnect)
     per_device = re.search(r"(\d+) ?Gb/s[^,;+]* per GPU", interconnect)
@@ -143,7 +143,7 @@ def with_network(device: Device, interconnect: str) -> Device:
     return device
 
 
-def program_of(row: Row, device: Device) -> Program:
+def program_of(row: Row, device: HardwareSpec) -> Program:
     """The variant of the formulas that speaks of the row's framework: by family, not by release."""
     words, date = row.get("framework", "").lower(), row.get("date", "")
     overlapped = "overlap" in row.get("sp", "").lower() or "overlap" in row.get("note", "").lower()
@@ -206,9 +206,9 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
         assumed.append(f"a vocabulary of {vocab:,}")
     kv_heads = whole(row, "kv_heads") or heads
     if layers > MOST_LAYERS:
-        raise NotSpoken(f"there are more than {MOST_LAYERS:,} layers")
+        raise CannotPredict(f"there are more than {MOST_LAYERS:,} layers")
     if heads > hidden or kv_heads > heads:
-        raise NotSpoken(DO_NOT_FIT)
+        raise CannotPredict(DO_NOT_FIT)
     arch = row.get("arch", "")
     return Shape(
         hidden=hidden,
@@ -225,7 +225,7 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
     )
 
 
-def _layout(row: Row, device: Device, assumed: list[str]) -> tuple[int, int, int, int, Device]:
+def _layout(row: Row, device: HardwareSpec, assumed: list[str]) -> tuple[int, int, int, int, HardwareSpec]:
     """tp, pp, cp, dp, and what one rank has. dp is what the other sizes leave of the ranks: printed ones are often
     wrong. Where a device has several cores, a table may count either."""
     tp, pp, cp = (whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
@@ -237,9 +237,9 @@ def _layout(row: Row, device: Device, assumed: list[str]) -> tuple[int, int, int
         parts = device.ranks_per_device
     dp, rest = divmod(count * parts, model)
     if rest or not dp:
-        raise NotSpoken("tp, pp and cp do not divide the devices")
+        raise CannotPredict("tp, pp and cp do not divide the devices")
     if pp > need(row, "layers", "the model's shape"):
-        raise NotSpoken("there are more pipeline stages than layers")
+        raise CannotPredict("there are more pipeline stages than layers")
     if printed is not None and printed != dp:
         assumed.append(f"dp {dp}, not the printed {printed}")
     return tp, pp, cp, dp, device.per_rank() if parts > 1 else device
@@ -249,7 +249,7 @@ def _batch(row: Row, dp: int, pp: int, assumed: list[str]) -> tuple[int, int]:
     """Sequences in a micro batch, and micro batches."""
     micro, together = whole(row, "micro_batch"), whole(row, "global_batch")
     if micro is None and together is None:
-        raise NotSpoken("neither micro batch nor global batch is stated")
+        raise CannotPredict("neither micro batch nor global batch is stated")
     if together is None:
         assert micro is not None
         assumed.append("one micro batch a stage")
@@ -291,7 +291,7 @@ def _lora(row: Row, shape: Shape, tp: int) -> int:
     return rank * sum(inner + columns for inner, columns in shape.layer_products(tp))
 
 
-def _seconds(row: Row, job: Job, device: Device, assumed: list[str]) -> float | None:
+def _seconds(row: Row, job: Job, device: HardwareSpec, assumed: list[str]) -> float | None:
     """Published seconds of a step of ``job``."""
     count = need(row, "n_devices", "the number of devices")
     if (rate := number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
@@ -303,7 +303,7 @@ def _seconds(row: Row, job: Job, device: Device, assumed: list[str]) -> float | 
     return _seconds_from_flops(row, job, device, count, assumed)
 
 
-def _seconds_from_flops(row: Row, job: Job, device: Device, count: int, assumed: list[str]) -> float | None:
+def _seconds_from_flops(row: Row, job: Job, device: HardwareSpec, count: int, assumed: list[str]) -> float | None:
     """Seconds from TFLOP/s or a utilisation, where the page says which FLOPs it counts."""
     convention = row.get("flop_convention", "").lower()
     per_token = {"full": flops_per_token(job, 12), "causal": flops_per_token(job, 6)}

@@ -19,7 +19,7 @@ import numpy as np
 from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
-from megatron_llama.tools.memory_picture import highest
+from megatron_llama.tools.memory_picture import peak_indices
 from megatron_llama.topology import AXIS_NAMES, Topology
 
 MODULES, WAITS = "modules", "waits"
@@ -104,7 +104,7 @@ def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, flo
     # Counted from where the profiler began, tensors of before that die in the step would make it negative.
     first = changes[0]["args"]
     alive[:, 0] += max(first["Total Allocated"] - first["Bytes"], -int(alive[:, 0].min()))
-    chosen = highest(alive.sum(axis=1))
+    chosen = peak_indices(alive.sum(axis=1))
     seconds = np.array([(change["ts"] - begins[0]) / 1e6 for change in changes])
     return Memory(tuple(kinds), seconds[chosen], alive[chosen], tuple(_passes(spans)))
 

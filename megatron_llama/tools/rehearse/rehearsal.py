@@ -46,7 +46,7 @@ from megatron_llama.tools.rehearse.report import (
 )
 from megatron_llama.tools.rehearse.text import History
 from megatron_llama.tools.rehearse.watch import Operation, Watch
-from megatron_llama.tools.steps import steps_of
+from megatron_llama.tools.steps import open_steps
 from megatron_llama.tools.traffic.count import TrafficCounter
 from megatron_llama.topology import Topology
 
@@ -89,7 +89,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
         reduced = _watch_gradients(inside, watch, model, optimizer)
         inside.enter_context(modules.following())
         watch.counter = counter = TrafficCounter()
-        steps = inside.enter_context(steps_of(plan, topology, model, optimizer, data, batches))
+        steps = inside.enter_context(open_steps(plan, topology, model, optimizer, data, batches))
         few, many = _microbatches(plan, topology, len(batches.all_of_a_step()))
         counts = [(few, False), (few, True), (many, False)] if batches.documents else [(few, False), (many, False)]
         found, shapes = [], []

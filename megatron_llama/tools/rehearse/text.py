@@ -11,7 +11,7 @@ import numpy as np
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import GIB, gib, short_count, text_table
 from megatron_llama.tools.forecast.module_work import any_layer
-from megatron_llama.tools.forecast.traffic import wire
+from megatron_llama.tools.forecast.traffic import wire_bytes
 from megatron_llama.tools.memory_picture import draw_memory
 from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import HOST, KINDS, Holder, Rehearsal, Sighting, Timeline, published, unlisted
@@ -95,7 +95,7 @@ def _count(count: int) -> str:
 def _traffic(rehearsal: Rehearsal) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("axis", "kind", "ranks", "calls", "payload", "wire")]
     for line, (calls, payload) in rehearsal.traffic.items():
-        rows.append((*map(str, line), f"{calls:,}", gib(payload), gib(int(wire(line, payload)))))
+        rows.append((*map(str, line), f"{calls:,}", gib(payload), gib(int(wire_bytes(line, payload)))))
     yield from (f"    {row}" for row in text_table(rows, left=2))
 
 

@@ -17,11 +17,11 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.forecast.traffic import Operation, operations
+from megatron_llama.tools.forecast.traffic import Operation, step_operations
 
 if TYPE_CHECKING:
     pass
-    from megatron_llama.tools.forecast.traffic import Line, Traffic
+    from megatron_llama.tools.forecast.traffic import Traffic, TrafficKey
 
 
 MEASURE = "--measure"
@@ -74,23 +74,23 @@ def main(argv: Sequence[str]) -> int:
 
 def predicted_lines(plan: Plan) -> Iterator[str]:
     """The predicted table of each kind of rank, each line followed by the operations that it is the sum of."""
-    from megatron_llama.tools.forecast.traffic import totals, wire
+    from megatron_llama.tools.forecast.traffic import totals, wire_bytes
 
     yield from _head(plan)
     for ranks, sent in groups_of_ranks(plan):
         found = totals(sent)
         amounts = [
-            (f"{amount.calls:,}", f"{amount.payload:,}", f"{wire(line, amount.payload):,.0f}")
+            (f"{amount.calls:,}", f"{amount.payload:,}", f"{wire_bytes(line, amount.payload):,.0f}")
             for line, amount in found.items()
         ]
         head, *rows = _table(["calls", "payload", "wire"], list(found), amounts)
         yield from ("", f"rank {compact(ranks)}", head)
         for line, row in zip(found, rows, strict=True):
             yield row
-            yield from (f"{'':8}{o.what}: {o.calls:,} x {o.payload:,}" for o in sent if o.line == line)
+            yield from (f"{'':8}{o.label}: {o.calls:,} x {o.payload:,}" for o in sent if o.key == line)
 
 
-def _table(head: Sequence[str], lines: Sequence[Line], amounts: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], lines: Sequence[TrafficKey], amounts: Sequence[Sequence[str]]) -> list[str]:
     rows = [(*map(str, line), *amount) for line, amount in zip(lines, amounts, strict=True)]
     return [f"  {row}" for row in text_table([("axis", "kind", "ranks", *head), *rows], left=2)]
 
@@ -159,13 +159,13 @@ def count_one_rank(folder: Path, plan: Plan) -> None:
 def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
     """All that ``rank`` takes part in during a training step."""
     topology = plan.topology(rank)
-    return operations(plan, topology.place["pp"], topology.shard_rank)
+    return step_operations(plan, topology.place["pp"], topology.shard_rank)
 
 
 def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     """Every rank, together with those that have the same operations: (ranks, operations of each)."""
     # Of a rank's coordinates only these two matter: a few calls for thousands of ranks.
-    found = functools.cache(lambda pp_rank, shard_rank: tuple(operations(plan, pp_rank, shard_rank)))
+    found = functools.cache(lambda pp_rank, shard_rank: tuple(step_operations(plan, pp_rank, shard_rank)))
     groups: dict[tuple[Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
         topology = plan.topology(rank)

@@ -18,8 +18,8 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.plan import Plan
-from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, in_order, leaving
-from megatron_llama.tools.steps import steps_of
+from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, bytes_leaving_node, sort_traffic
+from megatron_llama.tools.steps import open_steps
 
 # Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
 # among its arguments: its payload is the input times the group's size.
@@ -76,12 +76,12 @@ class TrafficCounter(TorchDispatchMode):
 
     def taken(self) -> Traffic:
         """Returns what was counted so far, and starts again at zero."""
-        found, self._found = in_order(self._found), {}
+        found, self._found = sort_traffic(self._found), {}
         return found
 
     def left(self) -> Traffic:
         """Returns what went to other nodes so far (tools/forecast/traffic.py: leaving), and starts again at zero."""
-        left, self._left = in_order(self._left), {}
+        left, self._left = sort_traffic(self._left), {}
         return left
 
     def __torch_dispatch__(
@@ -111,15 +111,15 @@ class TrafficCounter(TorchDispatchMode):
         if group.size() == 1:
             return
         if kind in ("send", "recv"):  # megatron-core uses the world's group for one direction between two stages
-            line = Line("pp", kind, 2)
+            line = TrafficKey("pp", kind, 2)
         else:
-            line = Line(self._axis(kind, group), kind, group.size())
+            line = TrafficKey(self._axis(kind, group), kind, group.size())
         _add(self._found, line, size)
         if self._per_node is not None:
             me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
             if kind in ("send", "recv"):
                 ranks = [me, dist.get_global_rank(group, args[2])]
-            if away := leaving(kind, ranks, me, size, self._per_node):
+            if away := bytes_leaving_node(kind, ranks, me, size, self._per_node):
                 _add(self._left, line, away)
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
@@ -129,7 +129,7 @@ class TrafficCounter(TorchDispatchMode):
         return axis
 
 
-def _add(traffic: Traffic, line: Line, size: int) -> None:
+def _add(traffic: Traffic, line: TrafficKey, size: int) -> None:
     before = traffic.get(line, Amount(0, 0))
     traffic[line] = Amount(before.calls + 1, before.payload + size)
 
@@ -159,7 +159,7 @@ def count_steps(
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         with (
-            steps_of(plan, topology, model, optimizer, data) as steps,
+            open_steps(plan, topology, model, optimizer, data) as steps,
             TrafficCounter(per_node) as counter,
         ):
             for step in range(1, STEPS + 1):

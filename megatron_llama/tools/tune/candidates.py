@@ -76,7 +76,7 @@ class Candidate:
 
 
 @dataclass
-class Space:
+class CandidateSpace:
     """What a search has looked at."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -92,15 +92,15 @@ class Space:
         return len(self.candidates) + self.dropped.total()
 
 
-class Tuned:
+class Tuner:
     """A config whose settings are to be found, on a target."""
 
     def __init__(
-        self, config: Config, kept: Mapping[str, Any], target: Target, more: Mapping[str, Any] | None = None
+        self, config: Config, fixed: Mapping[str, Any], target: Target, extra: Mapping[str, Any] | None = None
     ) -> None:
         """``kept`` are the tuned settings that the user has given, which stay as they are; ``more`` are others that all
         candidates have, and that are written with them."""
-        self.config, self.kept, self.target, self.more = config, kept, target, dict(more or {})
+        self.config, self.fixed, self.target, self.extra = config, fixed, target, dict(extra or {})
         derived = varied(config, {})
         derive_optimizer(derived)  # once: to resolve the schedule takes most of the time of a plan
         self._optim = derived.optim
@@ -126,35 +126,39 @@ class Tuned:
             typed_settings(settings),
         )
 
-    def space(self, *, sure: float = SURE, progress: Callable[[int], None] = lambda done: None) -> Space:
+    def enumerate(
+        self, *, memory_factor: float = SURE, progress: Callable[[int], None] = lambda done: None
+    ) -> CandidateSpace:
         """All candidates that may fit: those of which ``sure`` times the forecast does. ``progress`` is told how many
         have been looked at."""
-        found = Space()
+        found = CandidateSpace()
         for ranks in self.target.worlds():
             for layout in self.layouts(ranks):
-                self._with_micro_batches(found, layout, ranks, sure)
+                self._with_micro_batches(found, layout, ranks, memory_factor)
                 progress(found.looked_at)
         found.candidates.sort(key=lambda each: each.order)
         return found
 
-    def _with_micro_batches(self, found: Space, layout: Mapping[str, Any], ranks: int, sure: float) -> None:
+    def _with_micro_batches(
+        self, found: CandidateSpace, layout: Mapping[str, Any], ranks: int, memory_factor: float
+    ) -> None:
         """Adds a layout with each micro batch, up to the first that does not fit: larger ones need more."""
         sizes = self._options("trainer.micro_batch_size", self._micro_batches(layout["trainer.dp"]))
         for number, size in enumerate(sizes):
             try:
-                each = self.candidate({**layout, "trainer.micro_batch_size": size, **self.more}, ranks)
+                each = self.candidate({**layout, "trainer.micro_batch_size": size, **self.extra}, ranks)
             except ConfigError as error:
                 found.dropped[f"breaks a rule of {error.problems[0].field}"] += 1
                 if not found.broken or len(error.problems) < len(found.broken):
                     found.broken = list(error.problems)
                 continue
-            if sure * each.needs > self.target.room:
+            if memory_factor * each.needs > self.target.room:
                 found.dropped["does not fit"] += len(sizes) - number
                 return
             found.candidates.append(each)
 
     def _options(self, name: str, options: Iterable[Any]) -> list[Any]:
-        return [self.kept[name]] if name in self.kept else list(options)
+        return [self.fixed[name]] if name in self.fixed else list(options)
 
     def layouts(self, ranks: int) -> Iterator[dict[str, Any]]:
         """Every setting but the micro batch; what can't be is left out where that is plain to see."""
@@ -167,7 +171,7 @@ class Tuned:
             for pp in self._options("trainer.pp", (n for n in _divisors(ranks // tp) if n <= layers)):
                 grid = given.resized(tp=tp, pp=pp)
                 dp = grid.with_world(ranks).sizes["dp"]
-                if ranks % grid.block or self.kept.get("trainer.dp", dp) != dp:
+                if ranks % grid.block or self.fixed.get("trainer.dp", dp) != dp:
                     continue
                 yield from self._with_schedules(tp, pp, dp)
 
@@ -202,7 +206,7 @@ class Tuned:
                 yield size
 
 
-def kept_settings(config: Config, words: list[str]) -> dict[str, Any]:
+def fixed_settings(config: Config, words: list[str]) -> dict[str, Any]:
     """The tuned settings that a command line gives: they stay as they are, but for null."""
     named = {word.partition("=")[0] for word in words}
     found = {name: get(config, name) for name in TUNED if name in named}

@@ -18,11 +18,11 @@ from megatron_llama.config.fields import check_limits, get
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import gib, plural, text_table
-from megatron_llama.tools.common import NO_FILES, bar
+from megatron_llama.tools.common import NO_FILES, progress_bar
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
-from megatron_llama.tools.tune.candidates import TUNED, Candidate, Space, Tuned, kept_settings
-from megatron_llama.tools.tune.search import Found, attempt_with, forecast_space, in_words, search
+from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
+from megatron_llama.tools.tune.search import SearchResult, attempt_with, forecast_space, in_words, search
 from megatron_llama.tools.tune.target import Target, find_target
 from megatron_llama.tools.tune.trial import DONE, Journal, check_name, experiment_path, experiment_text
 from megatron_llama.topology import Grid
@@ -36,7 +36,7 @@ class NothingWorks(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuneRequest:
     """What a command line asks for."""
 
     all_words: tuple[str, ...]
@@ -48,7 +48,7 @@ class Asked:
     target: Target
 
 
-def read(words: Sequence[str]) -> Asked:
+def read_request(words: Sequence[str]) -> TuneRequest:
     """What is asked. Raises ConfigError with everything that is wrong with it."""
     tune, rest, problems = load_tuning(words)
     cluster, rest, more = load_cluster(rest)
@@ -76,38 +76,38 @@ def read(words: Sequence[str]) -> Asked:
         config.device.name = target.device.kind
     config = choose_defaults(config)[0]
     folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
-    return Asked(tuple(words), tuple(rest), config, replace(tune, dir=str(folder)), target)
+    return TuneRequest(tuple(words), tuple(rest), config, replace(tune, dir=str(folder)), target)
 
 
 def tune(words: Sequence[str]) -> None:
     """Does what a command line asks for. Raises ConfigError and NothingWorks."""
-    asked = read(words)
-    _say([f"{asked.config.model.name}: {asked.tune.objective} on {asked.target}"])
-    _say([f"forecasts of time: {asked.target.basis}"])
-    trials = asked.tune.trials
-    if trials and not (asked.target.here or asked.tune.jobs):
+    request = read_request(words)
+    _say([f"{request.config.model.name}: {request.tune.objective} on {request.target}"])
+    _say([f"forecasts of time: {request.target.basis}"])
+    trials = request.tune.trials
+    if trials and not (request.target.here or request.tune.jobs):
         trials = 0
         _say(["planned, not tried: that machine is not here (tune.jobs=true tries by jobs)"])
-    tuned = Tuned(asked.config, kept_settings(asked.config, list(asked.words)), asked.target)
-    {"throughput": _throughput, "max_seq_len": _max_seq_len, "min_devices": _min_devices}[asked.tune.objective](
-        asked, tuned, trials
+    tuned = Tuner(request.config, fixed_settings(request.config, list(request.words)), request.target)
+    {"throughput": _throughput, "max_seq_len": _max_seq_len, "min_devices": _min_devices}[request.tune.objective](
+        request, tuned, trials
     )
 
 
-def _throughput(asked: Asked, tuned: Tuned, trials: int) -> None:
-    _show_and_write(asked, searched(asked, tuned, forecast_space(tuned), trials))
+def _throughput(request: TuneRequest, tuned: Tuner, trials: int) -> None:
+    _show_and_write(request, searched(request, tuned, forecast_space(tuned), trials))
 
 
-def _max_seq_len(asked: Asked, tuned: Tuned, trials: int) -> None:
+def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     """The table, then the fastest settings for the longest sequence that any layout takes. Where trials show that it
     does not fit after all, the next shorter one by the corrected forecast."""
-    config, target = asked.config, asked.target
-    with bar("forecast", "lengths") as shown:
-        cells = stage_table(config, tuned.kept, target, shown.show)
+    config, target = request.config, request.target
+    with progress_bar("forecast", "lengths") as shown:
+        cells = stage_table(config, tuned.fixed, target, shown.show)
     _say(["", *sequence_lines(cells, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
-        with bar("forecast", "layouts") as shown:
+        with progress_bar("forecast", "layouts") as shown:
             tokens = longest_of_all(tuned, partial(_fits, target, scale), shown.show)
         if not tokens:
             raise NothingWorks(f"Not even {STEP} tokens fit on {target}.")
@@ -115,10 +115,10 @@ def _max_seq_len(asked: Asked, tuned: Tuned, trials: int) -> None:
         more = f"would fit; model.max_position_embeddings={positions} takes no more than {positions:,}"
         what = "fit in some layout" if tokens <= positions else more
         _say([f"{tokens:,} tokens {what}"])
-        longer = Tuned(config, tuned.kept, target, of_length(config, capped))
-        found = search_in(asked, longer, forecast_space(longer), trials)
+        longer = Tuner(config, tuned.fixed, target, of_length(config, capped))
+        found = search_in(request, longer, forecast_space(longer), trials)
         if found.best is not None and (not found.knowledge.tried or found.knowledge.best):
-            _show_and_write(asked, found)
+            _show_and_write(request, found)
             return
         scale = found.knowledge.memory_scale * SHORTER
     raise NothingWorks("\n".join(why_nothing(found)))
@@ -128,44 +128,43 @@ def _fits(target: Target, scale: float, each: Candidate) -> bool:
     return target.needs(each.grown_peak(scale), each.ranks) <= target.room
 
 
-def _min_devices(asked: Asked, tuned: Tuned, trials: int) -> None:
+def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     """Device count after device count, until the run fits, ends in time, and works where it is tried."""
-    named = any(word.startswith("cluster.nodes=") for word in asked.all_words)
-    most = most_devices(asked.target, bounded=named)
-    with bar("forecast", "device counts") as shown:
-        counts = enough(tuned, asked.tune.days, most, 1.0, shown.show)
+    named = any(word.startswith("cluster.nodes=") for word in request.all_words)
+    most = most_devices(request.target, bounded=named)
+    with progress_bar("forecast", "device counts") as shown:
+        counts = enough(tuned, request.tune.days, most, 1.0, shown.show)
     _say(["", *count_lines(counts), ""])
     last = counts[-1]
-    in_time = last.days is not None and (asked.tune.days is None or last.days <= asked.tune.days)
+    in_time = last.days is not None and (request.tune.days is None or last.days <= request.tune.days)
     if not in_time:
-        late = f" and ends within {asked.tune.days:g} days" if asked.tune.days else ""
+        late = f" and ends within {request.tune.days:g} days" if request.tune.days else ""
         raise NothingWorks(f"No number of devices up to {last.tuned.target.ranks:,} fits{late}.")
-    _show_and_write(asked, searched(asked, last.tuned, last.space, trials))
+    _show_and_write(request, searched(request, last.tuned, last.space, trials))
 
 
-def searched(asked: Asked, tuned: Tuned, space: Space, trials: int) -> Found:
+def searched(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
     """The search among all settings of ``tuned``. Raises NothingWorks where none is left."""
-    found = search_in(asked, tuned, space, trials)
+    found = search_in(request, tuned, space, trials)
     tried = found.knowledge.tried
     if found.best is None or (tried and found.knowledge.best is None):
         raise NothingWorks("\n".join(why_nothing(found)))
     return found
 
 
-def search_in(asked: Asked, tuned: Tuned, space: Space, trials: int) -> Found:
+def search_in(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
     """The search, with the trials in the folder that was asked for."""
-    folder = Path(str(asked.tune.dir))
+    folder = Path(str(request.tune.dir))
     journal = None
     if trials:
         target = tuned.target
-        journal = Journal(
-            folder, {"words": list(asked.words), "steps": asked.tune.steps, "machine": f"{target.ranks} {target.name}"}
-        )
+        machine = f"{target.ranks} {target.name}"
+        journal = Journal(folder, {"words": list(request.words), "steps": request.tune.steps, "machine": machine})
     nodes = tuned.target.nodes
-    return search(tuned, space, trials, journal, attempt_with(asked.words, asked.tune, folder, nodes))
+    return search(tuned, space, trials, journal, attempt_with(request.words, request.tune, folder, nodes))
 
 
-def why_nothing(found: Found) -> Iterable[str]:
+def why_nothing(found: SearchResult) -> Iterable[str]:
     """Why no settings are left."""
     tried = found.knowledge.tried
     yield f"Nothing {'that was tried works' if tried else 'fits'} on {found.target}:"
@@ -175,16 +174,17 @@ def why_nothing(found: Found) -> Iterable[str]:
     yield from (f"  {each.key}: {in_words(out)}" for each, out in tried.values())
 
 
-def _show_and_write(asked: Asked, found: Found) -> None:
+def _show_and_write(request: TuneRequest, found: SearchResult) -> None:
     """The table, and the best settings as an experiment."""
-    config = asked.config
+    config = request.config
     if (length := found.order[0].settings.get(LENGTH)) is not None:
         config = replace(config, data=replace(config.data, seq_length=length))
     _say(["", *table(found, config), ""])
-    best, name = found.best, str(asked.tune.name)
+    best, name = found.best, str(request.tune.name)
     assert best is not None, "searched() has seen to it"
     path = experiment_path(name)
-    write_atomically(path, experiment_text(asked.words, best.settings, comment(found, config, asked.tune.objective)))
+    about = comment(found, config, request.tune.objective)
+    write_atomically(path, experiment_text(request.words, best.settings, about))
     _say([f"wrote {path}", f"  python train.py experiment={name}"])
 
 
@@ -200,8 +200,8 @@ def _say(lines: Iterable[str]) -> None:
 class Count:
     """A number of devices that was looked at."""
 
-    tuned: Tuned
-    space: Space
+    tuned: Tuner
+    space: CandidateSpace
     days: float | None
     """Of the whole run with the fastest settings, failures and checkpoints included; None where nothing fits."""
 
@@ -223,12 +223,12 @@ def most_devices(target: Target, bounded: bool) -> int:
     return target.ranks if bounded or target.here else MOST_DEVICES
 
 
-def enough(tuned: Tuned, days: float | None, most: int, sure: float, progress: Callable[[int], None]) -> list[Count]:
+def enough(tuned: Tuner, days: float | None, most: int, sure: float, progress: Callable[[int], None]) -> list[Count]:
     """What was looked at, up to the first number of devices on which the run fits and ends within ``days``."""
     found: list[Count] = []
     for number in numbers(tuned.target, most):
-        part = Tuned(tuned.config, tuned.kept, tuned.target.part(number), tuned.more)
-        space = part.space(sure=sure)
+        part = Tuner(tuned.config, tuned.fixed, tuned.target.part(number), tuned.extra)
+        space = part.enumerate(memory_factor=sure)
         best = space.candidates[0] if space.candidates else None
         found.append(Count(part, space, _days(part, best) if best else None))
         progress(len(found))
@@ -237,7 +237,7 @@ def enough(tuned: Tuned, days: float | None, most: int, sure: float, progress: C
     return found
 
 
-def _days(tuned: Tuned, best: Candidate) -> float:
+def _days(tuned: Tuner, best: Candidate) -> float:
     target, plan = tuned.target, tuned.plan(best.settings, best.ranks)
     return forecast_plan(plan, target.cluster, target.rank_device(best.ranks), best.ranks).days
 
@@ -271,7 +271,7 @@ Fits = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True)
-class Cell:
+class LengthCell:
     """One number of the table."""
 
     method: str
@@ -281,7 +281,7 @@ class Cell:
     """Tokens in the longest sequence; 0 where not even the shortest fits."""
 
 
-def longest(tuned: Tuned, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
+def longest(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
     """The most tokens in a sequence with which ``settings`` fit, a multiple of 64; 0 where none do.
 
     Raises ConfigError where the settings break a rule.
@@ -306,14 +306,14 @@ def of_length(config: Config, tokens: int) -> dict[str, int]:
     return {LENGTH: tokens, **more}
 
 
-def longest_of_all(tuned: Tuned, fits: Fits, progress: Callable[[int], None]) -> int:
+def longest_of_all(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> int:
     """The most tokens that any layout of the target takes; 0 where none fits. Raises ConfigError where all break a
     rule."""
-    saving = Tuned(tuned.config, {**SAVING, **tuned.kept}, tuned.target)
+    saving = Tuner(tuned.config, {**SAVING, **tuned.fixed}, tuned.target)
     found, broken, done = [], None, 0
     for ranks in tuned.target.worlds():
         for layout in saving.layouts(ranks):
-            size = saving.kept["trainer.micro_batch_size"]
+            size = saving.fixed["trainer.micro_batch_size"]
             try:
                 found.append(longest(saving, {**layout, "trainer.micro_batch_size": size}, ranks, fits))
             except ConfigError as error:
@@ -325,7 +325,9 @@ def longest_of_all(tuned: Tuned, fits: Fits, progress: Callable[[int], None]) ->
     return max(found, default=0)
 
 
-def stage_table(config: Config, kept: Mapping[str, Any], target: Target, progress: Callable[[int], None]) -> list[Cell]:
+def stage_table(
+    config: Config, kept: Mapping[str, Any], target: Target, progress: Callable[[int], None]
+) -> list[LengthCell]:
     """The longest sequence by method, ZeRO stage and number of data-parallel ranks: 1, 2, 4, ... as many as there are.
 
     A global batch that does not divide by the ranks is taken larger.
@@ -336,12 +338,12 @@ def stage_table(config: Config, kept: Mapping[str, Any], target: Target, progres
     for method in METHODS:
         changed = deepcopy(config)
         changed.finetune.method = method
-        tuned = Tuned(changed, kept, target)
+        tuned = Tuner(changed, kept, target)
         for zero in [kept["trainer.zero"]] if "trainer.zero" in kept else range(4):
             for ranks in counts(target, grid.block):
                 settings = _plain(config, kept, tp, pp, grid.with_world(ranks).sizes["dp"], zero)
                 tokens = longest(tuned, settings, ranks, partial(_fits_on, target.part(ranks)))
-                found.append(Cell(method, zero, ranks, tokens))
+                found.append(LengthCell(method, zero, ranks, tokens))
                 progress(len(found))
     return found
 
@@ -363,7 +365,7 @@ def _plain(config: Config, kept: Mapping[str, Any], tp: int, pp: int, dp: int, z
     return {**values, "trainer.dp": dp, "trainer.zero": zero, "trainer.shard_group": None, BATCH: batch}
 
 
-def sequence_lines(cells: list[Cell], config: Config) -> Iterator[str]:
+def sequence_lines(cells: list[LengthCell], config: Config) -> Iterator[str]:
     """The table: a row for each method and stage, a column for each number of devices."""
     ranks = sorted({cell.ranks for cell in cells})
     tokens = {(cell.method, cell.zero, cell.ranks): cell.tokens for cell in cells}
@@ -389,7 +391,7 @@ SHOWN = 12
 _HEADS = ("tp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")
 
 
-def table(found: Found, config: Config) -> Iterator[str]:
+def table(found: SearchResult, config: Config) -> Iterator[str]:
     """The best, those that were tried, and why the others were left out."""
     tokens = config.trainer.global_batch_size * config.data.length
     tried = found.knowledge.tried
@@ -416,7 +418,7 @@ def _values(candidate: Candidate) -> list[str]:
     return ["-" if value is None else str(value) for value in values]
 
 
-def _measured(found: Found, candidate: Candidate, tokens: int) -> list[str]:
+def _measured(found: SearchResult, candidate: Candidate, tokens: int) -> list[str]:
     trial = found.knowledge.tried.get(candidate.key)
     if trial is None:
         return ["", "", "", "not tried"]
@@ -426,7 +428,7 @@ def _measured(found: Found, candidate: Candidate, tokens: int) -> list[str]:
     return [*seconds, memory, "" if out.status == DONE else out.status]
 
 
-def reasons(found: Found) -> Iterator[str]:
+def reasons(found: SearchResult) -> Iterator[str]:
     """How many were looked at, and why the others are not in the table."""
     yield f"{found.space.looked_at:,} {plural(found.space.looked_at, 'set')} of settings looked at; left out:"
     dropped = dict(found.space.dropped.most_common())
@@ -439,7 +441,7 @@ def reasons(found: Found) -> Iterator[str]:
         yield f"  forecasts of activations are multiplied by {known.memory_scale:.2f}, which follows from the trials"
 
 
-def comment(found: Found, config: Config, objective: str) -> list[str]:
+def comment(found: SearchResult, config: Config, objective: str) -> list[str]:
     """What the experiment's file says about itself."""
     best = found.best
     assert best is not None, "something was found"

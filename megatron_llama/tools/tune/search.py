@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 from megatron_llama.config import ConfigError
 from megatron_llama.plan.memory import SURE
 from megatron_llama.system.tables import gib
-from megatron_llama.tools.common import Bar, bar
+from megatron_llama.tools.common import ProgressBar, progress_bar
 from megatron_llama.tools.settings import TuneConfig
-from megatron_llama.tools.tune.candidates import TUNED, Candidate, Space, Tuned
+from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner
 from megatron_llama.tools.tune.target import Target
-from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, Journal, Outcome, run_trial
+from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, Journal, TrialOutcome, run_trial
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 AGAIN = 2
-Try = Callable[[Candidate, float | None], Outcome]
+Try = Callable[[Candidate, float | None], TrialOutcome]
 """Tries a candidate; the second argument are the seconds of the fastest step so far."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to."""
 
     target: Target
-    space: Space
-    knowledge: Knowledge
+    space: CandidateSpace
+    knowledge: TrialHistory
     order: list[Candidate]
     """The candidates, the best first: those that were tried and ended well by what was measured, then the others by
     the corrected forecast."""
@@ -42,36 +42,41 @@ class Found:
         return self.order[0] if self.order else None
 
 
-def forecast_space(tuned: Tuned) -> Space:
+def forecast_space(tuned: Tuner) -> CandidateSpace:
     """All candidates of a target. Raises ConfigError where every one of them breaks a rule."""
     # Only trials may find out whether what is close to the limit fits.
-    sure = {} if tuned.target.here else {"sure": 1.0}
-    with bar("forecast", "settings") as shown:
-        space = tuned.space(progress=shown.show, **sure)
+    memory_factor = {} if tuned.target.here else {"memory_factor": 1.0}
+    with progress_bar("forecast", "settings") as shown:
+        space = tuned.enumerate(progress=shown.show, **memory_factor)
     if not space.candidates and not space.dropped["does not fit"]:
         if not space.looked_at:  # what is given makes no grid of these devices: the rules say why
-            tuned.plan({"trainer.dp": None, **tuned.kept}, tuned.target.ranks)
+            tuned.plan({"trainer.dp": None, **tuned.fixed}, tuned.target.ranks)
         if space.broken:
             raise ConfigError(space.broken)
     return space
 
 
-def search(tuned: Tuned, space: Space, trials: int, journal: Journal | None, attempt: Try) -> Found:
+def search(tuned: Tuner, space: CandidateSpace, trials: int, journal: Journal | None, attempt: Try) -> SearchResult:
     """Makes ``trials`` trials that take a time, those of the journal included; as many others may run out of memory."""
-    knowledge = Knowledge(tuned.target)
+    knowledge = TrialHistory(tuned.target)
     if trials and journal is not None:
         for candidate, outcome in journal.known(space.candidates):
             knowledge.add(candidate, outcome)
-        with bar("trials", "trials", trials) as shown:
+        with progress_bar("trials", "trials", trials) as shown:
             shown.start_at(min(trials, knowledge.timed))
             _try(knowledge, space.candidates, trials, journal, attempt, shown)
-        with bar("the best again", "trials") as shown:
+        with progress_bar("the best again", "trials") as shown:
             _try_again(knowledge, journal, attempt, shown)
-    return Found(tuned.target, space, knowledge, ranked(knowledge, space.candidates))
+    return SearchResult(tuned.target, space, knowledge, ranked(knowledge, space.candidates))
 
 
 def _try(
-    knowledge: Knowledge, candidates: Sequence[Candidate], trials: int, journal: Journal, attempt: Try, shown: Bar
+    knowledge: TrialHistory,
+    candidates: Sequence[Candidate],
+    trials: int,
+    journal: Journal,
+    attempt: Try,
+    shown: ProgressBar,
 ) -> None:
     """Trial after trial, the one from which most is to be hoped next."""
     while knowledge.timed < trials and len(knowledge.tried) < 2 * trials:
@@ -88,7 +93,7 @@ def _try(
         shown.show(knowledge.timed)
 
 
-def _try_again(knowledge: Knowledge, journal: Journal, attempt: Try, shown: Bar) -> None:
+def _try_again(knowledge: TrialHistory, journal: Journal, attempt: Try, shown: ProgressBar) -> None:
     """The fastest few, where they are close: AGAIN times more each, in turn, so that what else the machine does while
     one of them runs does not decide."""
     finalists, done = knowledge.close(), 0
@@ -108,7 +113,7 @@ def _try_again(knowledge: Knowledge, journal: Journal, attempt: Try, shown: Bar)
             shown.say(f"again: {candidate.key}: {in_words(found)}")
 
 
-def in_words(outcome: Outcome) -> str:
+def in_words(outcome: TrialOutcome) -> str:
     """How a trial ended, in a line."""
     words = outcome.status if outcome.status != DONE else ""
     if outcome.seconds and outcome.status != MEMORY:
@@ -120,7 +125,7 @@ def in_words(outcome: Outcome) -> str:
     return words
 
 
-def ranked(knowledge: Knowledge, candidates: Sequence[Candidate]) -> list[Candidate]:
+def ranked(knowledge: TrialHistory, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The best first."""
     done = [(out.seconds or 0.0, each) for each, out in knowledge.tried.values() if out.status == DONE]
     left = [each for each in candidates if each.key not in knowledge.tried and knowledge.may_fit(each)]
@@ -132,7 +137,7 @@ def ranked(knowledge: Knowledge, candidates: Sequence[Candidate]) -> list[Candid
 def attempt_with(words: Sequence[str], tune: TuneConfig, folder: Path, nodes: int) -> Try:
     """Trials of the real program, in folders below ``folder``."""
 
-    def attempt(candidate: Candidate, best: float | None) -> Outcome:
+    def attempt(candidate: Candidate, best: float | None) -> TrialOutcome:
         name = candidate.key.replace("trainer.", "").replace("=", "").replace(" ", "-")
         return run_trial(candidate, words, tune, folder / name, best, nodes)
 
@@ -152,19 +157,19 @@ UNKNOWN_LIMIT = 3.0
 
 
 @dataclass
-class Knowledge:
+class TrialHistory:
     """Trials and what follows from them."""
 
     target: Target
-    tried: dict[str, tuple[Candidate, Outcome]] = field(default_factory=dict)
+    tried: dict[str, tuple[Candidate, TrialOutcome]] = field(default_factory=dict)
     """By the settings as they are typed."""
 
-    def add(self, candidate: Candidate, outcome: Outcome) -> None:
+    def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
         """Takes in a trial."""
         self.tried[candidate.key] = (candidate, outcome)
 
     @property
-    def best(self) -> tuple[Candidate, Outcome] | None:
+    def best(self) -> tuple[Candidate, TrialOutcome] | None:
         """The fastest of those that came to an end."""
         done = [(each, out) for each, out in self.tried.values() if out.status == DONE and out.seconds]
         return min(done, key=lambda trial: trial[1].seconds or 0.0, default=None)

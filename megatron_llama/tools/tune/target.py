@@ -15,19 +15,19 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural
-from megatron_llama.tools.forecast.hardware import Device, devices, find_device
-from megatron_llama.tools.forecast.step_time import fitted, step_time
-from megatron_llama.tools.forecast.this_machine import Machine, NotMeasured, load, step_here
+from megatron_llama.tools.forecast.hardware import HardwareSpec, devices, find_device
+from megatron_llama.tools.forecast.step_time import load_constants, step_time
+from megatron_llama.tools.forecast.this_machine import Calibration, NotCalibrated, load_calibration, local_step_time
 from megatron_llama.tools.settings import ClusterConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.devices import Device as DeviceHere
+    from megatron_llama.devices import Device
 
 SHARED_BYTES = 265 << 20
 """What the ranks of a host have in common: the code of torch and its libraries. Measured with torch 2.13."""
 PROCESS_BYTES = 100 << 20
 """What each rank on a host has of its own before a tensor is there. Measured too."""
-CORE = Device(
+CORE = HardwareSpec(
     name=HOST,
     family=HOST,
     peaks={"fp32": 60e9, "bf16": 60e9},
@@ -54,14 +54,14 @@ class Target:
     ranks: int
     """The most ranks: all devices, or the cores of hosts."""
     nodes: int
-    device: Device
+    device: HardwareSpec
     """What one rank has; of a host, one core."""
     memory_bytes: int
     """Of one rank's device; of a host the memory that all its ranks share."""
     here: bool
     """Whether it is this machine."""
     cluster: ClusterConfig
-    machine: Machine | None = None
+    machine: Calibration | None = None
     """What was measured of this host, where it was."""
 
     @property
@@ -97,7 +97,7 @@ class Target:
             return reported
         return SHARED_BYTES + self.sharers(ranks) * max(0, reported - SHARED_BYTES)
 
-    def rank_device(self, ranks: int) -> Device:
+    def rank_device(self, ranks: int) -> HardwareSpec:
         """What each of ``ranks`` has. Ranks on a host share its cores."""
         if not self.host:
             return self.device
@@ -109,8 +109,8 @@ class Target:
         """Forecast of a step of ``plan``."""
         job = job_of_plan(plan)
         if self.machine is not None and not job.lora_parameters:  # what adapters send is not predicted
-            return step_here(plan, self.machine).total
-        return step_time(job, self.rank_device(ranks), fitted()).total
+            return local_step_time(plan, self.machine).total
+        return step_time(job, self.rank_device(ranks), load_constants()).total
 
     @property
     def basis(self) -> str:
@@ -181,8 +181,8 @@ def _here(config: Config, cluster: ClusterConfig) -> tuple[Target | None, list[P
         ranks = asked or count
         core = CORE if ranks <= count else replace(CORE, peaks={f: p * count / ranks for f, p in CORE.peaks.items()})
         machine = None
-        with contextlib.suppress(NotMeasured):
-            machine = load()
+        with contextlib.suppress(NotCalibrated):
+            machine = load_calibration()
         here = replace(cluster, device=HOST, nodes=1)
         return Target(HOST, ranks, 1, core, memory, True, here, machine), []
     row = _row_of(found)
@@ -196,7 +196,7 @@ def _here(config: Config, cluster: ClusterConfig) -> tuple[Target | None, list[P
     return Target(row.name, count, 1, rank, memory, True, replace(cluster, device=row.name, nodes=1)), []
 
 
-def _row_of(found: DeviceHere) -> Device | None:
+def _row_of(found: Device) -> HardwareSpec | None:
     """The device of the table whose peak is this one's; of several the one with the nearest memory."""
     peak, memory = found.peak_flops("bf16").flops, found.memory_bytes()
     rows = [row for row in devices().values() if abs(row.per_rank().peak("bf16") / max(peak, 1.0) - 1) < 0.02]

@@ -58,7 +58,7 @@ _WORDS_KEPT = 300
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended."""
 
     status: str
@@ -85,7 +85,7 @@ class Attempt(Protocol):
 
 def run_trial(
     candidate: Candidate, words: Sequence[str], tune: TuneConfig, folder: Path, best: float | None, nodes: int
-) -> Outcome:
+) -> TrialOutcome:
     """Tries a candidate: ``words`` of the user's command line with its settings, in ``folder``.
 
     ``best`` are the seconds of the fastest step so far. Raises KeyboardInterrupt, after ending the trial.
@@ -115,19 +115,19 @@ def run_trial(
     return judge(status, ended, folder)
 
 
-def judge(status: int | None, ended: str, folder: Path) -> Outcome:
+def judge(status: int | None, ended: str, folder: Path) -> TrialOutcome:
     """How a trial ended, by its exit status, what it printed and its metrics."""
     times, output = _times(folder), folder / "output.txt"
     said = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
     seconds = statistics.median(times) if times else None
     memory = max((record["peak_memory_bytes"] or 0 for record in _records(folder)), default=None)
     if status == 0:
-        return Outcome(DONE, seconds, memory)
+        return TrialOutcome(DONE, seconds, memory)
     if ended:
-        return Outcome(ended, seconds, memory)
+        return TrialOutcome(ended, seconds, memory)
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL) or _NO_MEMORY.search(said):
-        return Outcome(MEMORY, None, memory)
-    return Outcome(FAILED, None, memory, _reason(said))
+        return TrialOutcome(MEMORY, None, memory)
+    return TrialOutcome(FAILED, None, memory, _reason(said))
 
 
 def _reason(said: str) -> str:
@@ -287,13 +287,13 @@ class Journal:
         """Reads what is there. ``asked`` is what trials depend on: those of another search are refused with a
         ConfigError, as is a file that can't be read."""
         self.path, self.asked = folder / FILE, dict(asked)
-        self._trials: dict[str, Outcome] = {}
+        self._trials: dict[str, TrialOutcome] = {}
         if not self.path.exists():
             return
         advice = "write another tune.dir=PATH, or remove that folder to begin again"
         try:
             found = read_json(self.path)
-            self._trials = {each["settings"]: Outcome(**each["outcome"]) for each in found["trials"]}
+            self._trials = {each["settings"]: TrialOutcome(**each["outcome"]) for each in found["trials"]}
             before = found["asked"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError([Problem("tune.dir", str(folder), f"{FILE} can't be read: {error}", advice)]) from error
@@ -302,12 +302,12 @@ class Journal:
             rule = f"has the trials of another search, which differs in {differ}"
             raise ConfigError([Problem("tune.dir", str(folder), rule, advice)])
 
-    def known(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, Outcome]]:
+    def known(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, TrialOutcome]]:
         """Trials of earlier starts, in their order."""
         by_key = {each.key: each for each in candidates}
         return [(by_key[key], outcome) for key, outcome in self._trials.items() if key in by_key]
 
-    def add(self, candidate: Candidate, outcome: Outcome) -> None:
+    def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
         """Adds a trial. Raises OSError."""
         self._trials[candidate.key] = outcome
         trials = [{"settings": key, "outcome": asdict(each)} for key, each in self._trials.items()]

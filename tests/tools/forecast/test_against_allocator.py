@@ -15,7 +15,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
-from megatron_llama.tools.steps import steps_of
+from megatron_llama.tools.steps import open_steps
 from tests.compiled import needs_compiler
 from tests.paths import CONF
 from tests.ranks import run_ranks
@@ -58,6 +58,6 @@ def _most_in_a_step(rank: int, plan: Plan) -> int:
         data = build_data(plan, topology, cpu)
         model = build_model(plan, topology, device, cpu)
         optimizer = build_optimizer(plan, model)
-        with steps_of(plan, topology, model, optimizer, data) as steps:
+        with open_steps(plan, topology, model, optimizer, data) as steps:
             steps.run(1)
             return most_alive(lambda: steps.run(2))

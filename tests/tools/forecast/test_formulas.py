@@ -14,7 +14,7 @@ from megatron_llama.plan.memory import footprint, kept_by_layer, under_way
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.forecast.hardware import devices, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
-from megatron_llama.tools.forecast.step_time import StepTime, fitted, operations, step_time
+from megatron_llama.tools.forecast.step_time import StepTime, kernel_count, load_constants, step_time
 from tests.config.helpers import make
 
 GPT = {
@@ -73,13 +73,13 @@ def test_states_are_16_bytes_a_parameter_cut_as_zero_cuts_them() -> None:
 def seconds(job: Job, device: str = "h100") -> StepTime:
     found = find_device(device)
     assert found is not None
-    return step_time(job, found.per_rank(), fitted())
+    return step_time(job, found.per_rank(), load_constants())
 
 
 def test_the_bubble_is_p_minus_1_over_v_m() -> None:
     job = replace(PLAIN, pp=4, dp=2)
     one, interleaved = seconds(job), seconds(replace(job, vpp=4))
-    stages = one.matmul + one.attention + one.memory_bound + one.launch - fitted()["launch.step"]
+    stages = one.matmul + one.attention + one.memory_bound + one.launch - load_constants()["launch.step"]
     assert one.bubble == pytest.approx(stages * 3 / 16, rel=0.05)  # the last stage has the head, others have none
     assert interleaved.bubble == pytest.approx(one.bubble / 4)
     assert seconds(replace(PLAIN, pp=1)).bubble == 0
@@ -110,10 +110,11 @@ def test_what_is_offloaded_takes_time() -> None:
     assert there.optimizer == 0 and there.offload == pytest.approx(count * (copies + step), rel=1e-6)
     # Copies of activations are hidden as long as they take no longer than what is computed.
     assert seconds(replace(PLAIN, offloads_activations=True, recompute="full")).offload == 0
-    kept = 2 * sum(kept_by_layer(PLAIN).values()) * sum(PLAIN.layers_by_stage) * PLAIN.num_microbatches / 20e9
-    working = base.matmul + base.head + base.attention + base.memory_bound + base.launch - fitted()["launch.step"]
-    assert kept > working
-    assert seconds(replace(PLAIN, offloads_activations=True)).offload == pytest.approx(kept - working, rel=1e-6)
+    copied = 2 * sum(kept_by_layer(PLAIN).values()) * sum(PLAIN.layers_by_stage) * PLAIN.num_microbatches / 20e9
+    working = base.matmul + base.head + base.attention + base.memory_bound + base.launch
+    working -= load_constants()["launch.step"]
+    assert copied > working
+    assert seconds(replace(PLAIN, offloads_activations=True)).offload == pytest.approx(copied - working, rel=1e-6)
 
 
 def test_async_tp_hides_communication_and_takes_memory_for_two_pieces() -> None:
@@ -188,15 +189,15 @@ def test_the_slower_of_host_and_device_sets_the_pace() -> None:
     """A small model's step is as long as the host needs to start its kernels, whatever they compute."""
     tiny = Shape(256, 16, 4, 4, 64, 704, 32_000)
     job = Job(tiny, seq=128, micro_batch=1, num_microbatches=8)
-    started = 8 * 16 * operations(job) * fitted()["host.operation"] / devices()["h100"].host_speed
-    assert seconds(job).total == pytest.approx(started + fitted()["launch.step"], rel=0.02)
+    started = 8 * 16 * kernel_count(job) * load_constants()["host.operation"] / devices()["h100"].host_speed
+    assert seconds(job).total == pytest.approx(started + load_constants()["launch.step"], rel=0.02)
     assert seconds(replace(job, micro_batch=2)).total == pytest.approx(seconds(job).total, rel=0.02), "twice the work"
     assert seconds(replace(job, recompute="full")).total > 1.2 * seconds(job).total, "more kernels"
     fused = replace(job, program=PROGRAMS["megatron"])
     assert seconds(fused).total < 0.7 * seconds(job).total, "fewer kernels"
-    large, free = replace(PLAIN, micro_batch=4), {**fitted(), "host.operation": 0.0}
+    large, free = replace(PLAIN, micro_batch=4), {**load_constants(), "host.operation": 0.0}
     h100 = devices()["h100"]
-    assert step_time(large, h100, free).total == step_time(large, h100, fitted()).total, "the device is slower"
+    assert step_time(large, h100, free).total == step_time(large, h100, load_constants()).total, "the device is slower"
 
 
 @pytest.mark.parametrize("name", devices())

@@ -15,14 +15,14 @@ from megatron_llama import cli
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.this_machine import (
     COLLECTIVES,
-    Machine,
-    NotMeasured,
+    Calibration,
+    NotCalibrated,
+    calibration_path,
     filled,
     fit_line,
     fit_products,
-    load,
-    path_of,
-    step_here,
+    load_calibration,
+    local_step_time,
 )
 from megatron_llama.tools.plan.cli import main
 
@@ -36,8 +36,8 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def machine(**changes: Any) -> Machine:
-    return Machine(**{**recorded()["machine"], **changes})
+def machine(**changes: Any) -> Calibration:
+    return Calibration(**{**recorded()["machine"], **changes})
 
 
 def plan_of(*overrides: str, ranks: int = 1) -> Plan:
@@ -62,12 +62,12 @@ def test_products_give_their_rate_and_what_tiles_cost() -> None:
 @pytest.mark.parametrize("job", recorded()["steps"], ids=lambda job: job["name"])
 def test_recorded_steps_are_met_within_a_fifth(job: dict[str, Any]) -> None:
     plan = plan_of(*job["overrides"], ranks=job["ranks"])
-    assert step_here(plan, machine()).total == pytest.approx(job["seconds"], rel=0.20)
+    assert local_step_time(plan, machine()).total == pytest.approx(job["seconds"], rel=0.20)
 
 
 def test_each_measurement_is_paid_for() -> None:
     """What is measured twice as slow makes the parts of a step longer that depend on it, and no others."""
-    base = step_here(plan_of(*SMALL), machine())
+    base = local_step_time(plan_of(*SMALL), machine())
 
     def slower(change: str) -> dict[str, float]:
         found = recorded()["machine"]["by_ranks"]
@@ -78,7 +78,7 @@ def test_each_measurement_is_paid_for() -> None:
             of_form["loss"][-1] *= 2
         else:
             of_form[change] = [[*what, 2 * seconds] for *what, seconds in of_form[change]]
-        parts = step_here(plan_of(*SMALL), machine(by_ranks=found)).parts()
+        parts = local_step_time(plan_of(*SMALL), machine(by_ranks=found)).parts()
         return {name: parts[name] / seconds for name, seconds in base.parts().items() if seconds}
 
     assert slower("products")["matmul"] == pytest.approx(2)
@@ -98,17 +98,18 @@ def test_what_is_sent_is_waited_for() -> None:
     }
     two = {**one, "collectives": wire}
     both = machine(by_ranks={"1": one, "2": two})
-    replicas = step_here(plan_of(*SMALL, "trainer.dp=2", "trainer.zero=0", ranks=2), both)
+    replicas = local_step_time(plan_of(*SMALL, "trainer.dp=2", "trainer.zero=0", ranks=2), both)
     parameters = 15_191_712
     # Seven units: six blocks, and what is outside of them.
     assert replicas.data_parallel == pytest.approx(4 * parameters * 1e-9 + 7e-3, rel=0.01)
     assert replicas.tensor == replicas.pipeline == replicas.bubble == 0
-    halves = step_here(plan_of(*SMALL, "trainer.tp=2", ranks=2), both)
-    assert halves.matmul < 0.6 * step_here(plan_of(*SMALL), both).matmul and halves.tensor > 0
-    stages = step_here(plan_of(*SMALL, "trainer.pp=2", ranks=2), both)
+    halves = local_step_time(plan_of(*SMALL, "trainer.tp=2", ranks=2), both)
+    assert halves.matmul < 0.6 * local_step_time(plan_of(*SMALL), both).matmul and halves.tensor > 0
+    stages = local_step_time(plan_of(*SMALL, "trainer.pp=2", ranks=2), both)
     assert stages.pipeline > 0 and stages.bubble > 0
-    more = step_here(plan_of(*SMALL, "trainer.dp=4", "trainer.micro_batch_size=1", ranks=4), both)
-    assert more.matmul == pytest.approx(step_here(plan_of(*SMALL), both).matmul / 4 * 2, rel=0.1), "4 ranks, 2 cores"
+    more = local_step_time(plan_of(*SMALL, "trainer.dp=4", "trainer.micro_batch_size=1", ranks=4), both)
+    one = local_step_time(plan_of(*SMALL), both)
+    assert more.matmul == pytest.approx(one.matmul / 4 * 2, rel=0.1), "4 ranks, 2 cores"
 
 
 def test_cluster_device_cpu_needs_a_calibration(
@@ -116,15 +117,15 @@ def test_cluster_device_cpu_needs_a_calibration(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = [*SMALL, "cluster.device=cpu"]
-    with pytest.raises(NotMeasured):
-        load()
+    with pytest.raises(NotCalibrated):
+        load_calibration()
     assert main(asked) == 2
     assert "scripts/plan.py --calibrate" in capsys.readouterr().err
-    path_of().parent.mkdir(parents=True)
-    path_of().write_text("{")
+    calibration_path().parent.mkdir(parents=True)
+    calibration_path().write_text("{")
     assert main(asked) == 2, "half a file is none"
     capsys.readouterr()
-    path_of().write_text(json.dumps(recorded()["machine"]))
+    calibration_path().write_text(json.dumps(recorded()["machine"]))
     assert main(asked) == 0
     text = capsys.readouterr().out
     assert recorded()["machine"]["date"] in text and "attention" in text and "GB/s, between nodes" not in text

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.tools.forecast.traffic import Amount, Line, between_nodes, totals, wire
+from megatron_llama.tools.forecast.traffic import Amount, TrafficKey, between_nodes, totals, wire_bytes
 from megatron_llama.tools.traffic.cli import compact, groups_of_ranks, operations_of_rank
 from tests.oracle import make_plan
 from tests.paths import CONF
@@ -30,7 +30,7 @@ def recipe(nodes: int, *overrides: str) -> Plan:
     return resolve(load_config([*RECIPE, *work, *overrides], CONF), 32 * nodes)
 
 
-def of_axis(plan: Plan, axis: str, rank: int = 0) -> dict[Line, Amount]:
+def of_axis(plan: Plan, axis: str, rank: int = 0) -> dict[TrafficKey, Amount]:
     return {line: amount for line, amount in totals(operations_of_rank(plan, rank)).items() if line.axis == axis}
 
 
@@ -39,17 +39,17 @@ def test_llama7b_by_hand() -> None:
     # of 2 chunks of the loss 3 numbers per token, fp32. Scatters: 2, 2 and 1 per layer; embedding 1, head 1.
     found = totals(operations_of_rank(recipe(1), 0))
     gathered = 16 * (8 * 32 + 2)
-    assert found[Line("tp", "all_gather", 8)] == (gathered + 16 * 2, gathered * ACTIVATIONS + SOFTMAX)
-    assert found[Line("tp", "reduce_scatter", 8)] == (16 * (5 * 32 + 2), 16 * (5 * 32 + 2) * ACTIVATIONS)
+    assert found[TrafficKey("tp", "all_gather", 8)] == (gathered + 16 * 2, gathered * ACTIVATIONS + SOFTMAX)
+    assert found[TrafficKey("tp", "reduce_scatter", 8)] == (16 * (5 * 32 + 2), 16 * (5 * 32 + 2) * ACTIVATIONS)
     # One sum of 65 norms' shards of 4096 / 4 values.
-    assert found[Line("tp", "all_reduce", 8)] == (1, 65 * 4096 // 4 * 4)
+    assert found[TrafficKey("tp", "all_reduce", 8)] == (1, 65 * 4096 // 4 * 4)
     # All that a tensor-parallel rank holds: its part of 6,738,415,616 parameters, and the norms whole.
     norms = 65 * 4096
     held = (6_738_415_616 - norms) // 8 + norms
     # 32 blocks, the embedding, norm and head.
-    assert found[Line("dp", "all_gather", 4)] == (34, 2 * held)
-    assert found[Line("dp", "reduce_scatter", 4)] == (34, 4 * held)
-    assert found[Line("world", "all_reduce", 32)] == (4, 24 + 4 + 4 + 12)
+    assert found[TrafficKey("dp", "all_gather", 4)] == (34, 2 * held)
+    assert found[TrafficKey("dp", "reduce_scatter", 4)] == (34, 4 * held)
+    assert found[TrafficKey("world", "all_reduce", 32)] == (4, 24 + 4 + 4 + 12)
     assert len(found) == 6
 
 
@@ -58,13 +58,13 @@ def test_tensor_parallel_without_sp_is_four_sums_per_layer() -> None:
     # as much, apart from the inputs that are gathered again in the backward.
     plan = recipe(1, "trainer.sp=false", "trainer.recompute=none")
     with_sp = recipe(1, "trainer.recompute=none")
-    softmax, sums = Line("tp", "all_gather", 8), Line("tp", "all_reduce", 8)
+    softmax, sums = TrafficKey("tp", "all_gather", 8), TrafficKey("tp", "all_reduce", 8)
     calls = 16 * (4 * 32 + 2)
     assert of_axis(plan, "tp") == {sums: (calls, calls * ACTIVATIONS), softmax: (16 * 2, SOFTMAX)}
     gathered_again = 16 * 2 * 32 * ACTIVATIONS * 7 / 8
-    norms = wire(Line("tp", "all_reduce", 8), 65 * 1024 * 4)
-    sent = sum(wire(line, amount.payload) for line, amount in of_axis(with_sp, "tp").items())
-    assert sent == wire(sums, calls * ACTIVATIONS) + wire(softmax, SOFTMAX) + gathered_again + norms
+    norms = wire_bytes(TrafficKey("tp", "all_reduce", 8), 65 * 1024 * 4)
+    sent = sum(wire_bytes(line, amount.payload) for line, amount in of_axis(with_sp, "tp").items())
+    assert sent == wire_bytes(sums, calls * ACTIVATIONS) + wire_bytes(softmax, SOFTMAX) + gathered_again + norms
 
 
 @pytest.mark.parametrize(("zero", "reduced"), [(1, 1), (2, 16), (3, 16)])
@@ -79,23 +79,23 @@ def test_zero_stages(zero: int, reduced: int) -> None:
     )
     found = of_axis(recipe(1, f"trainer.zero={zero}"), "dp")
     assert found == {
-        Line("dp", "all_gather", 4): (gathers, 2 * gathered),
-        Line("dp", "reduce_scatter", 4): (34 * reduced, reduced * 4 * held),
+        TrafficKey("dp", "all_gather", 4): (gathers, 2 * gathered),
+        TrafficKey("dp", "reduce_scatter", 4): (34 * reduced, reduced * 4 * held),
     }
 
 
 def test_zero_0_sums_whole_gradients() -> None:
     held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
-    assert of_axis(recipe(1, "trainer.zero=0"), "dp") == {Line("dp", "all_reduce", 4): (34, 4 * held)}
+    assert of_axis(recipe(1, "trainer.zero=0"), "dp") == {TrafficKey("dp", "all_reduce", 4): (34, 4 * held)}
 
 
 def test_hybrid_scatters_inside_and_sums_across() -> None:
     held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
     found = of_axis(recipe(4, "trainer.shard_group=4"), "dp")
     assert found == {
-        Line("dp", "all_gather", 4): (34, 2 * held),
-        Line("dp", "reduce_scatter", 4): (34, 4 * held),
-        Line("dp", "all_reduce", 4): (34, held),
+        TrafficKey("dp", "all_gather", 4): (34, 2 * held),
+        TrafficKey("dp", "reduce_scatter", 4): (34, 4 * held),
+        TrafficKey("dp", "all_reduce", 4): (34, held),
     }
 
 
@@ -152,7 +152,7 @@ def test_more_nodes_with_the_same_work_each(layout: list[str]) -> None:
             stage = rank // (plan.world_size // pp)
             twin = stage * (one.world_size // pp)
             # Along tp and pp nothing changes, but that a rank's shard of the norms gets shorter.
-            norms = {Line("tp", "all_reduce", 8)} if plan.sp else set()
+            norms = {TrafficKey("tp", "all_reduce", 8)} if plan.sp else set()
             for axis in ("tp", "pp"):
                 mine, theirs = of_axis(plan, axis, rank), of_axis(one, axis, twin)
                 assert mine.keys() == theirs.keys()

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_llama.arch.flops import flops_per_token, mfu
 from megatron_llama.tools.forecast.hardware import devices, find_device
-from megatron_llama.tools.forecast.step_time import fitted, provenance
+from megatron_llama.tools.forecast.step_time import load_constants, load_constants_file
 from megatron_llama.tools.plan.cli import main
-from megatron_llama.tools.plan.forecast_page import NotSpoken
-from megatron_llama.tools.plan.judge import compare_table, judge, lines, summaries, summary
+from megatron_llama.tools.plan.compare_published import compare_file, compare_table, lines, summaries, summary
+from megatron_llama.tools.plan.forecast_page import CannotPredict
 from megatron_llama.tools.plan.published import (
     PROGRAMS,
     number_format,
@@ -165,7 +165,7 @@ def test_cells_are_written_in_many_ways(tmp_path: Path) -> None:
     path.write_text(
         ";".join(written) + "\n" + ";".join(written.values()) + "\n\n;;;\n3;half a line\n", encoding="utf-8"
     )
-    (found,), unspoken = judge(path)
+    (found,), unspoken = compare_file(path)
     (expected,), _ = compare_table([plain])
     assert (found.run.job, found.run.device) == (expected.run.job, expected.run.device)
     assert found.time_error == pytest.approx(expected.time_error) and found.memory_error == expected.memory_error
@@ -212,7 +212,7 @@ def test_rows_that_say_too_little_are_counted_by_reason() -> None:
     ]
     found, unspoken = compare_table(rows)
     assert found == [] and sum(unspoken.values()) == len(rows) and len(unspoken) >= 5
-    with pytest.raises(NotSpoken, match="hardware table"):
+    with pytest.raises(CannotPredict, match="hardware table"):
         read_run(rows[0])
 
 
@@ -255,12 +255,12 @@ def test_predictions_move_the_right_way() -> None:
 
 
 def test_constants_say_where_they_come_from() -> None:
-    page = provenance()
+    page = load_constants_file()
     assert page["date"] and "step times" in page["data"]
     assert page["held out, each fifth judged by the other four"]["high"]["mean"] <= 0.10
-    assert len(fitted()) < 60, "few, and none for a row, a model or a release"
+    assert len(load_constants()) < 60, "few, and none for a row, a model or a release"
     known = {device.family for device in devices().values()}
-    assert {name.split(".")[1] for name in fitted() if name.startswith("matmul.")} <= known
+    assert {name.split(".")[1] for name in load_constants() if name.startswith("matmul.")} <= known
 
 
 def test_the_summary_is_of_sizes() -> None:
@@ -291,7 +291,7 @@ def test_a_sweep_is_read_as_published_runs(tmp_path: Path) -> None:
     head = "GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length"
     axes = "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
     path.write_text(f"{head},{axes}\n8,16,2,1024,16,24,1024,2,2,2,250.5\n8,16,2,?,16,24,1024,2,2,2,soon\n")
-    (found,), unspoken = judge(path)
+    (found,), unspoken = compare_file(path)
     job = found.run.job
     assert (job.tp, job.dp, job.pp, job.micro_batch, job.num_microbatches, job.zero) == (2, 2, 2, 2, 4, 0)
     assert found.run.seconds == pytest.approx(0.2505) and job.shape.ffn == 4096 and job.program.attention == "scores"
@@ -301,10 +301,10 @@ def test_a_sweep_is_read_as_published_runs(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SWEEP.is_file(), reason=f"the sweep is not here: {SWEEP}")
 def test_small_models_on_one_node_are_met() -> None:
     """Held out, each fifth by the other four, the error was 8.9 % (constants.json)."""
-    found, _ = judge(SWEEP)
+    found, _ = compare_file(SWEEP)
     errors = [row.time_error for row in found if row.time_error is not None]
     assert len(errors) == 720 and summary(errors)["mean"] <= 0.11
-    assert provenance()["held out, each fifth judged by the other four"]["sweep"]["mean"] <= 0.11
+    assert load_constants_file()["held out, each fifth judged by the other four"]["sweep"]["mean"] <= 0.11
 
 
 def test_our_flops_are_those_of_the_table() -> None:
@@ -322,7 +322,7 @@ def test_our_flops_are_those_of_the_table() -> None:
 
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason=f"published measurements are not here: {PUBLISHED}")
 def test_published_runs_are_met() -> None:
-    found, unspoken = judge(PUBLISHED)
+    found, unspoken = compare_file(PUBLISHED)
     errors = summaries(found, lambda row: row.of("confidence"))
     assert errors["step time"]["high"]["rows"] >= 250
     assert errors["step time"]["high"]["mean"] <= 0.06

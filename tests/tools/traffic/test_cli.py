@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import megatron_llama.tools.traffic.count  # noqa: F401  imported once, before the forks
-from megatron_llama.tools.forecast.traffic import Amount, Line
+from megatron_llama.tools.forecast.traffic import Amount, TrafficKey
 from megatron_llama.tools.traffic import cli as traffic
 from tests.cpu import children_cpu_seconds
 from tests.oracle import SHAPE
@@ -82,7 +82,7 @@ def test_measured(tmp_path: Path) -> None:
 
 
 def test_a_difference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Line("dp", "all_reduce", 2)
+    line = TrafficKey("dp", "all_reduce", 2)
     monkeypatch.setattr("megatron_llama.tools.forecast.traffic.totals", lambda operations: {line: Amount(1, 12)})
     status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.dp=2", "trainer.global_batch_size=4"])
     assert status == 1

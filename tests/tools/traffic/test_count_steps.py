@@ -20,7 +20,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.tools.forecast.traffic import Amount, Line, Traffic, between_nodes, totals, wire
+from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from megatron_llama.tools.traffic.count import TrafficCounter, UnknownCollective, count_steps
 from megatron_llama.train.sanity import FiniteCheck
@@ -161,7 +161,7 @@ def test_one_bit_adam_before_and_after_its_freeze(ranks: int, layout: list[str])
     for rank, (warm_up, signs, *_) in enumerate(run_ranks(counted, ranks, plan)):
         predicted = totals(operations_of_rank(plan, rank))
         assert signs == predicted
-        (calls, gradients), others = warm_up[Line("dp", "all_reduce", 2)], {"all_to_all", "all_gather"}
+        (calls, gradients), others = warm_up[TrafficKey("dp", "all_reduce", 2)], {"all_to_all", "all_gather"}
         assert calls == 1 and gradients / 4 == plan.stages[0].held
         of_dp = {line.kind: amount.payload for line, amount in signs.items() if line.axis == "dp"}
         assert of_dp.keys() == others and of_dp["all_to_all"] >= gradients / 32
@@ -171,15 +171,15 @@ def test_one_bit_adam_sends_a_fifth_over_a_run() -> None:
     """At the true size, over 15 % of warm-up in fp32 and the rest in signs."""
     whole = ("model=llama7b", "data=mock", "data.seq_length=4096", "trainer.dp=8", "trainer.zero=0")
     plan = resolve(load_config([*whole, "optim.name=onebit_adam"], CONF), 8)
-    signs = sum(wire(*item) for item in _of_dp(plan))
-    gradients = wire(Line("dp", "all_reduce", 8), 4 * plan.parameters)
+    signs = sum(wire_bytes(*item) for item in _of_dp(plan))
+    gradients = wire_bytes(TrafficKey("dp", "all_reduce", 8), 4 * plan.parameters)
     assert 0 < signs < gradients / 31
     steps, warm_up = plan.config.trainer.steps, plan.config.optim.freeze_step
     assert warm_up == 15 and steps == 100
     assert gradients * steps / (gradients * warm_up + signs * (steps - warm_up)) > 5
 
 
-def _of_dp(plan: Plan) -> list[tuple[Line, int]]:
+def _of_dp(plan: Plan) -> list[tuple[TrafficKey, int]]:
     found = totals(operations_of_rank(plan, 0))
     return [(line, amount.payload) for line, amount in found.items() if line.axis == "dp"]
 
@@ -213,17 +213,18 @@ def _one_more_sum(shards: list, device: torch.device, **more: bool) -> torch.Ten
     return gradient_norm(shards, device, **more)
 
 
-BREAKS: dict[str, tuple[int, list[str], object, str, Callable, Line]] = {
+BREAKS: dict[str, tuple[int, list[str], object, str, Callable, TrafficKey]] = {
     "norms' gradients are not summed": (
-        2, ["trainer.tp=2"], ReplicatedGradients, "reduce", lambda self, shards: None, Line("tp", "all_reduce", 2),
+        2, ["trainer.tp=2"], ReplicatedGradients,
+        "reduce", lambda self, shards: None, TrafficKey("tp", "all_reduce", 2),
     ),
     "gradients are reduced at each micro batch": (
         2, ["trainer.zero=1", "trainer.micro_batch_size=1"], megatron_llama.parallel.pipeline,
-        "before_last_microbatch", lambda chunk, zero, copies: None, Line("dp", "reduce_scatter", 2),
+        "before_last_microbatch", lambda chunk, zero, copies: None, TrafficKey("dp", "reduce_scatter", 2),
     ),
     "one number more": (
         2, ["trainer.pp=2"], megatron_llama.optim.optimizer, "gradient_norm",
-        _one_more_sum, Line("world", "all_reduce", 2),
+        _one_more_sum, TrafficKey("world", "all_reduce", 2),
     ),
 }  # fmt: skip
 
@@ -269,7 +270,7 @@ def test_nodes_of_32_devices_with_the_same_work_each(layout: list[str], monkeypa
             assert calls_now == calls and before <= now < 1.5 * before
 
 
-def _without_norms(traffic: Traffic, axis: str) -> list[tuple[Line, Amount]]:
+def _without_norms(traffic: Traffic, axis: str) -> list[tuple[TrafficKey, Amount]]:
     """What an axis moves but for sums of gradients, whose shards get shorter as dp grows."""
     return [item for item in traffic.items() if item[0].axis == axis and item[0].kind != "all_reduce"]
 
@@ -317,10 +318,10 @@ def test_each_operator_is_counted() -> None:
         "int64": ("all_reduce", 32),
         "bf16": ("all_reduce", 8),
     }
-    expected = {name: {Line("world", kind, 2): Amount(1, size)} for name, (kind, size) in payloads.items()}
+    expected = {name: {TrafficKey("world", kind, 2): Amount(1, size)} for name, (kind, size) in payloads.items()}
     expected["barrier"] = {}
-    assert first == expected | {"send, recv": {Line("pp", "send", 2): Amount(1, 16)}}
-    assert second == expected | {"send, recv": {Line("pp", "recv", 2): Amount(1, 16)}}
+    assert first == expected | {"send, recv": {TrafficKey("pp", "send", 2): Amount(1, 16)}}
+    assert second == expected | {"send, recv": {TrafficKey("pp", "recv", 2): Amount(1, 16)}}
 
 
 def _uncounted(rank: int, what: str) -> None:

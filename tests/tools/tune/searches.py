@@ -9,29 +9,29 @@ from pathlib import Path
 
 from megatron_llama.cli import parse_overrides
 from megatron_llama.tools.common import NO_FILES
-from megatron_llama.tools.tune.candidates import Candidate, Space, Tuned, kept_settings
-from megatron_llama.tools.tune.search import Found, search
+from megatron_llama.tools.tune.candidates import Candidate, CandidateSpace, Tuner, fixed_settings
+from megatron_llama.tools.tune.search import SearchResult, search
 from megatron_llama.tools.tune.target import Target, find_target
-from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, SLOWER, Journal, Outcome
+from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, SLOWER, Journal, TrialOutcome
 
 WORDS = ("model=llama_15m", "data=mock", "device=cpu", "trainer.global_batch_size=8", "data.seq_length=256")
 
 
 @functools.cache
-def tuned(*words: str, cores: int = 2, memory: int = 0) -> Tuned:
+def tuned(*words: str, cores: int = 2, memory: int = 0) -> Tuner:
     """What a command line tunes on a host with so many cores and, unless 0, so much memory."""
     from megatron_llama.tools.settings import ClusterConfig
 
     config = parse_overrides([*WORDS, *words, *NO_FILES, "dry_run=true"])
     target, problems = find_target(config, ClusterConfig(devices_per_node=cores), ())
     assert target is not None and not problems
-    return Tuned(config, kept_settings(config, list(words)), with_memory(target, memory or target.memory_bytes))
+    return Tuner(config, fixed_settings(config, list(words)), with_memory(target, memory or target.memory_bytes))
 
 
 @functools.cache
-def space_of(of: Tuned, **sure: float) -> Space:
+def space_of(of: Tuner, **options: float) -> CandidateSpace:
     """Its candidates."""
-    return of.space(**sure)
+    return of.enumerate(**options)
 
 
 def with_memory(target: Target, memory: int) -> Target:
@@ -58,22 +58,22 @@ class Machine:
         """Whether a run comes to an end."""
         return self.target.needs(each.grown_peak(self.memory), each.ranks) <= self.target.room
 
-    def attempt(self, each: Candidate, best: float | None) -> Outcome:
+    def attempt(self, each: Candidate, best: float | None) -> TrialOutcome:
         """A trial."""
         self.tried.append(each)
         if not self.fits(each):
-            return Outcome(MEMORY)
+            return TrialOutcome(MEMORY)
         seconds = self.seconds(each)
         first = each.first_states + self.memory * (each.first_peak - each.first_states)
         reported = round(first) + (365 << 20)
-        return Outcome(SLOW if best and seconds > SLOWER * best else DONE, seconds, reported)
+        return TrialOutcome(SLOW if best and seconds > SLOWER * best else DONE, seconds, reported)
 
 
-def found_on(machine: Machine, of: Tuned, trials: int, folder: Path) -> Found:
+def found_on(machine: Machine, of: Tuner, trials: int, folder: Path) -> SearchResult:
     """The search, with the trials of ``machine``."""
     return search(of, space_of(of), trials, Journal(folder, {"words": list(WORDS)}), machine.attempt)
 
 
-def best_of_all(machine: Machine, of: Tuned) -> float:
+def best_of_all(machine: Machine, of: Tuner) -> float:
     """Seconds of the fastest of all candidates that run: an exhaustive trial."""
-    return min(machine.seconds(each) for each in space_of(of, sure=0.0).candidates if machine.fits(each))
+    return min(machine.seconds(each) for each in space_of(of, memory_factor=0.0).candidates if machine.fits(each))

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_llama.config import ConfigError
 from megatron_llama.tools.tune.candidates import Candidate
-from megatron_llama.tools.tune.search import Knowledge, search
-from megatron_llama.tools.tune.trial import DONE, FILE, MEMORY, Journal, Outcome
+from megatron_llama.tools.tune.search import TrialHistory, search
+from megatron_llama.tools.tune.trial import DONE, FILE, MEMORY, Journal, TrialOutcome
 from tests.tools.tune.searches import Machine, best_of_all, found_on, space_of, tuned
 
 FACTORS = {
@@ -79,7 +79,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     whole = found_on(Machine(of.target, {"tp=2": 0.5}), of, 6, tmp_path / "whole")
     machine = Machine(of.target, {"tp=2": 0.5})
 
-    def interrupted(each: Candidate, best: float | None) -> Outcome:
+    def interrupted(each: Candidate, best: float | None) -> TrialOutcome:
         if len(machine.tried) == 3:
             raise KeyboardInterrupt
         return machine.attempt(each, best)
@@ -104,7 +104,7 @@ def test_trials_of_another_search_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_given_stays() -> None:
-    space = tuned("trainer.tp=2", "trainer.recompute=full", cores=4).space()
+    space = tuned("trainer.tp=2", "trainer.recompute=full", cores=4).enumerate()
     assert space.candidates
     assert {each.settings["trainer.tp"] for each in space.candidates} == {2}
     assert {each.settings["trainer.recompute"] for each in space.candidates} == {"full"}
@@ -115,9 +115,9 @@ def test_a_trial_that_fails_is_no_measurement(tmp_path: Path) -> None:
     of = tuned("trainer.recompute=none", "trainer.zero=1")
     statuses = iter([MEMORY, "failed", DONE, DONE, DONE, DONE, DONE, MEMORY])
 
-    def attempt(each: Candidate, best: float | None) -> Outcome:
+    def attempt(each: Candidate, best: float | None) -> TrialOutcome:
         status = next(statuses)
-        return Outcome(status, 1.0 if status == DONE else None, None, "said")
+        return TrialOutcome(status, 1.0 if status == DONE else None, None, "said")
 
     found = search(of, space_of(of), 2, Journal(tmp_path, {}), attempt)
     assert found.best is not None and found.knowledge.tried[found.best.key][1].status == DONE
@@ -131,7 +131,7 @@ def test_what_is_close_is_tried_again_in_turn(tmp_path: Path) -> None:
     machine, seen = Machine(of.target, {}), list[str]()
     fastest = min(space_of(of).candidates, key=machine.seconds)
 
-    def attempt(each: Candidate, best: float | None) -> Outcome:
+    def attempt(each: Candidate, best: float | None) -> TrialOutcome:
         seen.append(each.key)
         out, disturbed = machine.attempt(each, best), seen.count(each.key) == 1
         return replace(out, seconds=(out.seconds or 0) * (1 + disturbed * (0.06 if each is fastest else 0.02)))
@@ -145,11 +145,11 @@ def test_what_is_close_is_tried_again_in_turn(tmp_path: Path) -> None:
 
 def test_trials_correct_the_forecast_of_those_with_the_same_values() -> None:
     of = tuned(memory=1100 << 20)
-    machine, known = Machine(of.target, {"tp=2": 3.0}), Knowledge(of.target)
+    machine, known = Machine(of.target, {"tp=2": 3.0}), TrialHistory(of.target)
     some = [each for each in space_of(of).candidates if each.settings["trainer.recompute"] == "none"]
     others = [each for each in space_of(of).candidates if each.settings["trainer.recompute"] == "full"]
     for each in some[:12]:
-        known.add(each, Outcome(DONE, machine.seconds(each)))
+        known.add(each, TrialOutcome(DONE, machine.seconds(each)))
     assert {each.settings["trainer.tp"] for each in some[:12]} == {1, 2}
     ratios = [seconds / each.seconds for seconds, each in zip(known.seconds(others), others, strict=True)]
     dear = [ratio for ratio, each in zip(ratios, others, strict=True) if each.settings["trainer.tp"] == 2]

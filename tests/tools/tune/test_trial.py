@@ -13,7 +13,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune import trial
 from megatron_llama.tools.tune.candidates import Candidate
-from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, Outcome, judge, run_trial
+from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, TrialOutcome, judge, run_trial
 from tests.processes import gone
 
 CANDIDATE = Candidate({}, 1, 1, 0, 1, 0, 1, 1.0, "trainer.tp=1")
@@ -30,7 +30,7 @@ def step(number, seconds):
 
 def run(
     body: str, folder: Path, monkeypatch: pytest.MonkeyPatch, best: float | None = None, **settings: object
-) -> Outcome:
+) -> TrialOutcome:
     """A trial of a program that stands in for train.py."""
     (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
     monkeypatch.setattr(trial, "ROOT", folder)
@@ -40,8 +40,8 @@ def run(
 
 def test_the_median_of_the_steps_but_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "[step(n + 1, [9.0, 2.0, 5.0, 3.0][n]) for n in range(count)]"
-    assert run(body, tmp_path, monkeypatch) == Outcome(DONE, 3.0, 1004)
-    assert run(body, tmp_path, monkeypatch) == Outcome(DONE, 3.0, 1004), "what an earlier start left is not counted"
+    assert run(body, tmp_path, monkeypatch) == TrialOutcome(DONE, 3.0, 1004)
+    assert run(body, tmp_path, monkeypatch) == TrialOutcome(DONE, 3.0, 1004), "files of an earlier start are ignored"
 
 
 def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (min(64 << 30, hard) if hard > 0 else 64 << 30, hard))
     try:
-        assert run("step(1, 1.0); bytearray(200 << 30)", tmp_path, monkeypatch) == Outcome(MEMORY, None, 1001)
+        assert run("step(1, 1.0); bytearray(200 << 30)", tmp_path, monkeypatch) == TrialOutcome(MEMORY, None, 1001)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -71,7 +71,7 @@ def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_how_trials_end(body: str, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(body, tmp_path, monkeypatch) == Outcome(status, None, None, said)
+    assert run(body, tmp_path, monkeypatch) == TrialOutcome(status, None, None, said)
 
 
 def test_a_slow_trial_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_slow_trial_is_ended_with_all_its_processes(tmp_path: Path, monkeypatc
     step(1, 9.0), step(2, 2.5), step(3, 2.7)
     time.sleep(1000)
     """
-    assert run(body, tmp_path, monkeypatch, best=1.0) == Outcome(SLOW, 2.6, 1003)
+    assert run(body, tmp_path, monkeypatch, best=1.0) == TrialOutcome(SLOW, 2.6, 1003)
     assert gone(int((tmp_path / "a trial" / "child").read_text()))
     begun = time.monotonic()
     assert run("time.sleep(1000)", tmp_path, monkeypatch, trial_minutes=0.005).status == SLOW
@@ -140,4 +140,4 @@ def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_half_written_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_time_s": 1, "peak_memory_bytes": 2}\n{"step": 2, "st')
-    assert judge(None, SLOW, tmp_path) == Outcome(SLOW, None, 2)
+    assert judge(None, SLOW, tmp_path) == TrialOutcome(SLOW, None, 2)

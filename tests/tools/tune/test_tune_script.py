@@ -11,10 +11,10 @@ from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.fields import get
 from megatron_llama.tools.tune import objectives, search, trial
-from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuned
+from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
 from megatron_llama.tools.tune.objectives import longest, of_length
-from megatron_llama.tools.tune.trial import DONE, FAILED, Outcome
+from megatron_llama.tools.tune.trial import DONE, FAILED, TrialOutcome
 from tests.tools.tune.searches import WORDS, tuned
 
 LLAMA_7B = [
@@ -153,9 +153,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_trials_here(monkeypatch: pytest.MonkeyPatch, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def attempt(candidate: Candidate, words: tuple[str, ...], *_: object) -> Outcome:
+    def attempt(candidate: Candidate, words: tuple[str, ...], *_: object) -> TrialOutcome:
         assert words == WORDS
-        return Outcome(DONE, 2 * candidate.seconds, candidate.first_peak + (500 << 20))
+        return TrialOutcome(DONE, 2 * candidate.seconds, candidate.first_peak + (500 << 20))
 
     monkeypatch.setattr(search, "run_trial", attempt)
     assert main([*WORDS, "tune.trials=3", "tune.name=here", "cluster.devices_per_node=2"]) == 0
@@ -164,11 +164,11 @@ def test_trials_here(monkeypatch: pytest.MonkeyPatch, elsewhere: Path, capsys: p
     text = (elsewhere / "here.yaml").read_text()
     assert "Measured: a step of" in text and "3 trials" in text
     assert (elsewhere / "runs/tune-here/trials.json").exists()
-    monkeypatch.setattr(search, "run_trial", lambda *_: Outcome(FAILED, said="no disk"))
+    monkeypatch.setattr(search, "run_trial", lambda *_: TrialOutcome(FAILED, said="no disk"))
     assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 1
     assert "no disk" in capsys.readouterr().err and not (elsewhere / "other.yaml").exists()
 
 
 def test_virtual_stages_and_groups_are_proposed() -> None:
-    assert isinstance(of := tuned("model=llama_15m", cores=4), Tuned)
-    assert {each.settings["trainer.vpp"] for each in of.space().candidates} > {1}
+    assert isinstance(of := tuned("model=llama_15m", cores=4), Tuner)
+    assert {each.settings["trainer.vpp"] for each in of.enumerate().candidates} > {1}

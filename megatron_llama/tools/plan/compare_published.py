@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.tables import GIB, gib, text_table
-from megatron_llama.tools.forecast.step_time import fitted, step_time
-from megatron_llama.tools.plan.forecast_page import NotSpoken, read_table
+from megatron_llama.tools.forecast.step_time import load_constants, step_time
+from megatron_llama.tools.plan.forecast_page import CannotPredict, read_table
 from megatron_llama.tools.plan.published import (
     DO_NOT_FIT,
     Published,
@@ -26,7 +26,7 @@ LEAST_MFU = 0.01
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """One row's numbers."""
 
     run: Published
@@ -65,13 +65,13 @@ class Compared:
 
 def compare_table(
     rows: Iterable[Mapping[str, str]], constants: Mapping[str, float] | None = None
-) -> tuple[list[Compared], Counter[str]]:
+) -> tuple[list[ComparedRun], Counter[str]]:
     """What is predicted for each row, and the reasons of those for which nothing is."""
-    known, found, unspoken = constants or fitted(), [], Counter[str]()
+    known, found, unspoken = constants or load_constants(), [], Counter[str]()
     for row in rows:
         try:
             run = read_run(row)
-        except NotSpoken as reason:
+        except CannotPredict as reason:
             unspoken[str(reason)] += 1
             continue
         try:
@@ -79,7 +79,7 @@ def compare_table(
         except ArithmeticError:  # a side of a matrix that is cut to nothing
             unspoken[DO_NOT_FIT] += 1
             continue
-        found.append(Compared(run, *predicted))
+        found.append(ComparedRun(run, *predicted))
         if run.seconds is None and run.memory is None:
             unspoken["predicted, but the row has no time or memory that can be compared"] += 1
     return found, unspoken
@@ -97,11 +97,11 @@ def summary(errors: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-Error = Callable[[Compared], "float | None"]
+Error = Callable[[ComparedRun], "float | None"]
 QUANTITIES: dict[str, Error] = {"step time": lambda row: row.time_error, "memory": lambda row: row.memory_error}
 
 
-def summaries(found: Sequence[Compared], key: Callable[[Compared], str]) -> dict[str, dict[str, Any]]:
+def summaries(found: Sequence[ComparedRun], key: Callable[[ComparedRun], str]) -> dict[str, dict[str, Any]]:
     """Summaries by quantity and by what ``key`` says of a row."""
     result: dict[str, dict[str, Any]] = {}
     for quantity, error in QUANTITIES.items():
@@ -119,7 +119,7 @@ def source_of(row: Mapping[str, str]) -> str:
     return re.split(r" \(|:|;| \[", row.get("source", ""))[0].strip() or UNSTATED
 
 
-def as_json(found: Sequence[Compared], unspoken: Mapping[str, int]) -> dict[str, Any]:
+def as_json(found: Sequence[ComparedRun], unspoken: Mapping[str, int]) -> dict[str, Any]:
     """Everything, for programs."""
     return {
         "rows": [
@@ -146,7 +146,7 @@ def as_json(found: Sequence[Compared], unspoken: Mapping[str, int]) -> dict[str,
     }
 
 
-def lines(found: Sequence[Compared], unspoken: Mapping[str, int]) -> Iterator[str]:
+def lines(found: Sequence[ComparedRun], unspoken: Mapping[str, int]) -> Iterator[str]:
     """The tables as text: every row, then errors by source, device and confidence."""
     numbers = ("published", "predicted", "error", "GiB", "predicted", "error")
     head = ("id", "model", "device", "devices", "layout", *numbers)
@@ -172,7 +172,7 @@ def lines(found: Sequence[Compared], unspoken: Mapping[str, int]) -> Iterator[st
         yield from (f"  {count:4d}  {reason}" for reason, count in sorted(unspoken.items()))
 
 
-def _cells(row: Compared) -> tuple[str, ...]:
+def _cells(row: ComparedRun) -> tuple[str, ...]:
     job, run = row.run.job, row.run
     sizes = {"tp": job.tp, "pp": job.pp, "v": job.vpp, "cp": job.cp, "dp": job.dp}
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
@@ -197,6 +197,6 @@ def _percent(error: float | None) -> str:
     return "" if error is None else f"{100 * error:+.1f} %"
 
 
-def judge(path: Path) -> tuple[list[Compared], Counter[str]]:
+def compare_file(path: Path) -> tuple[list[ComparedRun], Counter[str]]:
     """``compare_table`` of a file."""
     return compare_table(read_table(path))
