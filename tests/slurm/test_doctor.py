@@ -1,4 +1,4 @@
-"""The doctor on four nodes into which faults are put: each is named, with what to do.
+"""The doctor on four nodes with injected faults: each fault is reported with a fix.
 
 $DOCTOR_REPORT names a file that takes what was printed (python -m benchmarks.verify.doctor)."""
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.tools.doctor.examination import Report
-from megatron_llama.tools.doctor.finding import Finding, Node
+from megatron_llama.tools.doctor.examination import DoctorReport
+from megatron_llama.tools.doctor.finding import Finding, NodeState
 from megatron_llama.tools.doctor.network import ClockReading
 from tests.paths import ROOT
 from tests.slurm.cluster import Lab
@@ -37,18 +37,18 @@ class Doctor:
         """The exit status and the findings of one examination."""
         done = self.run([*words, "--json"], variables)
         assert done.stdout, done.stderr
-        found = json.loads(done.stdout)
-        report = Report(
-            nodes=[Node(**node) for node in found["nodes"]],
-            readings=[reading and ClockReading(**reading) for reading in found["readings"]],
-            findings=[Finding(**finding) for finding in found["findings"]],
-            measured=found["measured"],
-            seconds=found["seconds"],
+        report_json = json.loads(done.stdout)
+        report = DoctorReport(
+            nodes=[NodeState(**node) for node in report_json["nodes"]],
+            readings=[reading and ClockReading(**reading) for reading in report_json["readings"]],
+            findings=[Finding(**finding) for finding in report_json["findings"]],
+            measured=report_json["measured"],
+            seconds=report_json["seconds"],
         )
         command = " ".join(["srun --nodes 4 --ntasks-per-node 1 python scripts/doctor.py", *words])
         text = f"## {title}\n\n    {command}\n\n```\n{report.page(colour=False)}```\n"
         self.pages.append(text.replace(str(self.lab.checkout), "/shared"))
-        return done.returncode, found["findings"]
+        return done.returncode, report_json["findings"]
 
     def run(self, words: Any, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
         variables = self.lab.variables | {
@@ -120,10 +120,10 @@ Check = Callable[[dict[str, Any]], bool]
 
 def only(findings: list[dict[str, Any]], check: str, severity: str, where: str) -> dict[str, Any]:
     """The one finding of a check."""
-    (found,) = [finding for finding in findings if finding["check"] == check]
-    assert (found["severity"], found["where"]) == (severity, where), found
-    assert found["remedy"]
-    return found
+    (finding,) = [finding for finding in findings if finding["check"] == check]
+    assert (finding["severity"], finding["where"]) == (severity, where), finding
+    assert finding["remedy"]
+    return finding
 
 
 def test_healthy_nodes(doctor: Doctor) -> None:
@@ -136,17 +136,17 @@ def test_a_blocked_port(doctor: Doctor, lab: Lab) -> None:
     with blocked(lab, "n3", "10.77.0.2"):
         status, findings = doctor("A port that is blocked, from n2 to n3", *SETTINGS, "--quick")
     assert status == 2, "no run would get further"
-    found = only(findings, "pairs", "breaks", "n2 → n3")
-    assert "10.77.0.2 can't connect to 10.77.0.3" in found["what"] and "no answer within" in found["what"]
-    assert "firewall" in found["remedy"]
+    finding = only(findings, "pairs", "breaks", "n2 → n3")
+    assert "10.77.0.2 cannot connect to 10.77.0.3" in finding["what"] and "no answer within" in finding["what"]
+    assert "firewall" in finding["remedy"]
 
 
-def test_a_blocked_meeting(doctor: Doctor, lab: Lab) -> None:
-    """Who can't even come is named by the first node."""
+def test_a_blocked_rendezvous(doctor: Doctor, lab: Lab) -> None:
+    """The first node also reports a node that cannot connect."""
     with blocked(lab, "n1", "10.77.0.4"):
         shown = doctor.run([*SETTINGS, "--quick", "--json"], {})
     assert shown.returncode == 2, shown.stdout + shown.stderr
-    assert shown.stdout.count("n4 → n1") == 2, "it says so itself, and the first node too"
+    assert shown.stdout.count("n4 → n1") == 2, "reported by n4 and by n1"
     assert "firewall" in shown.stdout
 
 
@@ -155,8 +155,8 @@ def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
     with on_node(lab, "n3", slow, "tc qdisc del dev eth0 root"):
         status, findings = doctor("n3 sends no more than 40 Mbit/s", *SETTINGS)
     assert status == 0, "slow is not broken"
-    (found,) = [finding for finding in findings if finding["check"] == "links" and finding["where"] == "n3"]
-    assert "all its links are slow" in found["what"] and "--exclude=n3" in found["remedy"]
+    (finding,) = [finding for finding in findings if finding["check"] == "links" and finding["where"] == "n3"]
+    assert "all links are slow" in finding["what"] and "--exclude=n3" in finding["remedy"]
 
 
 def test_a_full_disk(doctor: Doctor, lab: Lab) -> None:
@@ -166,36 +166,36 @@ def test_a_full_disk(doctor: Doctor, lab: Lab) -> None:
     with small_disk(lab, "n3", cache):
         status, findings = doctor("The disk of n3's compile cache is full", *SETTINGS, *words, "--quick")
     assert status == 2
-    found = only([each for each in findings if "compile_cache" in each["what"]], "disks", "breaks", "n3")
-    assert "No space left on device" in found["what"] and "trainer.compile_cache=PATH" in found["remedy"]
+    finding = only([each for each in findings if "compile_cache" in each["what"]], "disks", "breaks", "n3")
+    assert "No space left on device" in finding["what"] and "trainer.compile_cache=PATH" in finding["remedy"]
 
 
-def test_a_disk_too_small_for_what_the_run_writes(doctor: Doctor) -> None:
+def test_a_disk_too_small_for_the_checkpoints(doctor: Doctor) -> None:
     words = ["trainer.steps=10000000", "checkpoint.every_steps=1"]
     status, findings = doctor("More checkpoints than the disk takes", *SETTINGS, *words, "--quick")
     assert status == 0, "they may be removed meanwhile"
-    (found,) = [each for each in findings if each["check"] == "disks" and "a checkpoint takes" in each["what"]]
-    assert found["severity"] == "warns" and "checkpoint.keep=" in found["remedy"]
+    (finding,) = [each for each in findings if each["check"] == "disks" and "a checkpoint takes" in each["what"]]
+    assert finding["severity"] == "warns" and "checkpoint.keep=" in finding["remedy"]
 
 
 def test_a_wrong_clock(doctor: Doctor) -> None:
     faults = {"FAULTY_NODE": "n4", "FAULTY_CLOCK": "37.5"}
     status, findings = doctor("n4's clock is 37.5 s ahead", *SETTINGS, "--quick", **faults)
     assert status == 0
-    found = only(findings, "clocks", "warns", "n4")
-    assert "37.5 s ahead of n1's" in found["what"] and "chrony" in found["remedy"]
+    finding = only(findings, "clocks", "warns", "n4")
+    assert "37.5 s ahead of n1" in finding["what"] and "chrony" in finding["remedy"]
 
 
 def test_two_versions_of_torch(doctor: Doctor) -> None:
     faults = {"FAULTY_NODE": "n2", "FAULTY_TORCH": "2.11.0"}
     status, findings = doctor("n2 has another torch", *SETTINGS, "--quick", **faults)
     assert status == 2
-    found = only(findings, "versions", "breaks", "n2")
-    assert found["what"].startswith("torch 2.11.0, and n1 has ") and "pip install 'torch==" in found["remedy"]
+    finding = only(findings, "versions", "breaks", "n2")
+    assert finding["what"].startswith("torch 2.11.0; n1 has ") and "pip install 'torch==" in finding["remedy"]
 
 
-def test_a_batch_job_is_ended_by_what_is_sure_to_break_it(lab: Lab) -> None:
+def test_a_fatal_problem_ends_a_batch_job(lab: Lab) -> None:
     faults = {"PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTY_NODE": "n2", "FAULTY_TORCH": "2.11.0"}
     job = lab.submit(["--nodes=4"], [*SETTINGS, "data=mock", "trainer.steps=2"], **faults)
     assert job.wait_for_end() == "FAILED" and job.facts["ExitCode"] == "2:0", job.log
-    assert "torch 2.11.0, and n1 has" in job.log and "step 1" not in job.log
+    assert "torch 2.11.0; n1 has" in job.log and "step 1" not in job.log

@@ -1,4 +1,4 @@
-"""``scripts/doctor.py``: what is wrong with the machines of a run, and what to do."""
+"""Command line of ``scripts/doctor.py``: check the nodes of a run and suggest fixes."""
 
 from __future__ import annotations
 
@@ -23,38 +23,42 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.launch.environment import ProcessContext
     from megatron_llama.launch.world import World
-    from megatron_llama.tools.doctor.examination import Case, Report
+    from megatron_llama.tools.doctor.examination import DoctorReport, Examination
     from megatron_llama.tools.doctor.finding import Finding
-    from megatron_llama.tools.doctor.network import Meeting
+    from megatron_llama.tools.doctor.network import Connections
 
 QUICK, JSON = "--quick", "--json"
 USAGE = """\
-python scripts/doctor.py [--quick] [--json] [group=choice ...] [section.setting=value ...]
+usage: python scripts/doctor.py [--quick] [--json] [group=choice ...]
+                                [section.setting=value ...]
 
-Examines the machines on which `python train.py` with the same settings would run: versions, devices and drivers,
-network interfaces, ports, who reaches whom, clocks, the run's folder and caches, limits; then products, collectives and
-links between nodes, measured by the ranks of the run's layout. Every finding comes with what to do. Start it as
-train.py: by hand, with launch.hosts, under torchrun or srun. It trains nothing, and leaves nothing behind.
+Check the nodes on which `python train.py` with the same settings would run:
+versions, devices and drivers, network interfaces, TCP connections between all
+nodes, clocks, the run folder and caches, resource limits. Then the ranks
+measure matmuls, collectives and links between nodes. Each finding has a fix.
 
-  --quick   without the measurements, in a few seconds and without torch; run.slurm begins with that
-  --json    for programs
-  --help    this text
+Start it like train.py: directly, with launch.hosts, under torchrun or srun.
+It does not train and leaves no files.
+
+  --quick   skip the measurements; takes a few seconds (run.slurm runs this)
+  --json    print a JSON report
+  --help    show this text
 
 Examples
   python scripts/doctor.py model=llama_15m trainer.tp=2 trainer.dp=2
-  srun --nodes 4 --ntasks-per-node 1 python scripts/doctor.py model=llama7b trainer.tp=8
-  python scripts/doctor.py launch.hosts=[a,b,c] model=llama7b trainer.tp=8 --json
+  srun --nodes 4 --ntasks-per-node 1 \\
+      python scripts/doctor.py model=llama7b trainer.tp=8
+  python scripts/doctor.py launch.hosts=[a,b] model=llama7b trainer.tp=8 --json
 
-docs/guides/tools/doctor.md lists the checks. Exit status: 0; 2 where a run is sure to break, or a mistake in what was
-asked; 1 where
-the examination itself failed.
+Exit status: 0 no fatal problem, 1 the doctor itself failed, 2 a fatal problem
+or an error in the settings. docs/guides/tools/doctor.md lists the checks.
 """
-# The ranks only measure: no files, no restarts, and whoever hangs is named soon.
+# Report hangs early: the ranks only measure.
 _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/doctor.py`` with ``argv``; returns the exit status."""
+    """Run ``scripts/doctor.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
@@ -71,17 +75,17 @@ def main(argv: Sequence[str]) -> int:
             return _on_hosts(config, argv)
         return _examine(config, context, quick=QUICK in argv, as_json=JSON in argv)
     except ConfigError as error:
-        if QUICK in argv:  # train.py says it itself, a moment later
+        if QUICK in argv:  # train.py reports it next
             return 0
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
     except LaunchFailed as error:
-        sys.stderr.write(f"The examination failed: {error}.\n")
+        sys.stderr.write(f"doctor failed: {error}.\n")
         return EXIT_FAILED
 
 
 def _on_hosts(config: Config, argv: Sequence[str]) -> int:
-    """Starts this program on each host."""
+    """Start this program on each host."""
     from megatron_llama.launch.run_dir import choose_run_dir
     from megatron_llama.launch.ssh import run_on_hosts
     from megatron_llama.launch.world import find_world
@@ -93,61 +97,61 @@ def _on_hosts(config: Config, argv: Sequence[str]) -> int:
 
 
 def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_json: bool) -> int:
-    """One process's part; the first one prints."""
+    """Examine in one process; the first one prints."""
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
-    from megatron_llama.tools.doctor.examination import Case, Report, examine_nodes, say
-    from megatron_llama.tools.doctor.finding import BREAKS, Finding, of_problem, severest
+    from megatron_llama.tools.doctor.examination import DoctorReport, Examination, examine_nodes, show_progress
+    from megatron_llama.tools.doctor.finding import BREAKS, Finding, finding_of_problem, highest_severity
 
-    begin, wanted = time.monotonic(), config.device.name
+    begin, device_name = time.monotonic(), config.device.name
     findings, plan, world = list[Finding](), None, None
     try:
         world = find_world(config, context)
         plan = world.plan()
     except ConfigError as error:
-        if not quick:  # train.py says it itself, a moment later
-            findings += [of_problem("settings", problem, socket.gethostname()) for problem in error.problems]
-    config.device.name = wanted  # each node looks for itself
-    case = Case(config, plan, context, quick)
-    meeting, lost = _meet(context)
-    if meeting is None:
-        _show(Report([], [], [*findings, *lost], None, time.monotonic() - begin), as_json=as_json)
+        if not quick:  # train.py reports it next
+            findings += [finding_of_problem("settings", problem, socket.gethostname()) for problem in error.problems]
+    config.device.name = device_name  # each node detects its own device
+    examination = Examination(config, plan, context, quick)
+    connections, lost = _connect(context)
+    if connections is None:
+        _show(DoctorReport([], [], [*findings, *lost], None, time.monotonic() - begin), as_json=as_json)
         return EXIT_USER
-    nodes, found, readings = examine_nodes(case, meeting)
-    findings += found
+    nodes, node_findings, readings = examine_nodes(examination, connections)
+    findings += node_findings
     measured = None
-    if not quick and all(meeting.exchange(plan is not None and severest(findings) != BREAKS)):
-        assert world is not None, "a plan was made for it"
-        say(case, "measuring products, collectives and links")
-        measured, failed = _measure(case, world, meeting)
+    if not quick and all(connections.exchange(plan is not None and highest_severity(findings) != BREAKS)):
+        assert world is not None, "a plan has a world"
+        show_progress(examination, "measuring matmuls, collectives and links")
+        measured, failed = _measure(examination, world, connections)
         findings += failed
-    if case.is_first:
-        _show(Report(nodes, readings, findings, measured, time.monotonic() - begin), as_json=as_json)
-    broken = meeting.exchange(severest(findings) == BREAKS)[0]  # all processes end alike
-    meeting.close()
+    if examination.is_first:
+        _show(DoctorReport(nodes, readings, findings, measured, time.monotonic() - begin), as_json=as_json)
+    broken = connections.exchange(highest_severity(findings) == BREAKS)[0]  # all processes return the same status
+    connections.close()
     return EXIT_USER if broken else 0
 
 
-def _meet(context: ProcessContext | None) -> tuple[Meeting | None, list[Finding]]:
-    """The meeting with the other processes, or why there is none."""
+def _connect(context: ProcessContext | None) -> tuple[Connections | None, list[Finding]]:
+    """Connect to the other processes, or return the findings that explain the failure."""
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.job_store import LaunchFailed
     from megatron_llama.launch.join import secret_of_job
-    from megatron_llama.tools.doctor.finding import BREAKS, Finding, of_problem
-    from megatron_llama.tools.doctor.network import Meeting
+    from megatron_llama.tools.doctor.finding import BREAKS, Finding, finding_of_problem
+    from megatron_llama.tools.doctor.network import Connections
 
     host = socket.gethostname()
     try:
-        return Meeting.of(context, "" if context is None else secret_of_job(context)), []
+        return Connections.of(context, "" if context is None else secret_of_job(context)), []
     except ConfigError as error:
-        return None, [of_problem("meeting", problem, host) for problem in error.problems]
+        return None, [finding_of_problem("rendezvous", problem, host) for problem in error.problems]
     except (LaunchFailed, OSError) as error:
-        assert context is not None, "a process alone meets nobody"
+        assert context is not None, "a single process opens no connection"
         remedy = f"open TCP port {context.master_port} of {context.master_addr} for {host} (firewall, security group)"
-        return None, [Finding("meeting", BREAKS, f"{host} → {context.master_addr}", str(error), remedy)]
+        return None, [Finding("rendezvous", BREAKS, f"{host} → {context.master_addr}", str(error), remedy)]
 
 
-def _show(report: Report, *, as_json: bool) -> None:
+def _show(report: DoctorReport, *, as_json: bool) -> None:
     sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
     text = (
         json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
@@ -158,32 +162,34 @@ def _show(report: Report, *, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _measure(case: Case, world: World, meeting: Meeting) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """Starts the ranks, or becomes one; on the first process what they have measured, and what is slow."""
+def _measure(
+    examination: Examination, world: World, connections: Connections
+) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Start the ranks or become one; return the measurements and findings on the first process."""
     from megatron_llama.launch.join import join
     from megatron_llama.launch.start import Share, start_ranks
     from megatron_llama.tools.doctor import ranks
     from megatron_llama.tools.doctor.finding import BREAKS, Finding
     from megatron_llama.tools.doctor.ranks import RESULT, measure_ranks
 
-    plan = case.plan
-    assert plan is not None, "without one nothing is measured"
+    plan = examination.plan
+    assert plan is not None, "only runs with a plan are measured"
     with tempfile.TemporaryDirectory() as folder:
-        entry, run_dir = partial(measure_ranks, folder), Path(meeting.exchange(f"{folder}-run")[0])
-        run_dir.mkdir(exist_ok=True)  # the first one's name, on each node's own disk
+        entry, run_dir = partial(measure_ranks, folder), Path(connections.exchange(f"{folder}-run")[0])
+        run_dir.mkdir(exist_ok=True)  # the path from the first process, on each node's disk
         plan.config.run.dir = str(run_dir)
-        with redirect_stdout(io.StringIO()):  # the plan, and who is where
-            if case.context is None:
+        with redirect_stdout(io.StringIO()):  # suppress the plan and the placement
+            if examination.context is None:
                 share = Share(plan.world_size, hang_seconds=plan.config.trainer.hang_timeout_seconds)
                 status = start_ranks(plan, entry, share)
             else:
-                status = join(plan, world, case.context, entry)
-        failed = [each for each in meeting.exchange(status) if each]
+                status = join(plan, world, examination.context, entry)
+        failed = [each for each in connections.exchange(status) if each]
         shutil.rmtree(run_dir, ignore_errors=True)
         if failed:
-            what = "the ranks could not measure: the cause stands above"
-            return None, [Finding("collectives", BREAKS, "all nodes", what, "mend that first")]
-        if not case.is_first:
+            problem = "the ranks could not measure: see the error above"
+            return None, [Finding("collectives", BREAKS, "all nodes", problem, "fix that error first")]
+        if not examination.is_first:
             return None, []
         measured = json.loads((Path(folder) / RESULT).read_text(encoding="utf-8"))
         return measured, list(ranks.judge(measured))

@@ -1,5 +1,4 @@
-"""The run's folder and the caches: can they be written, how fast, do locks and renames work there, do all nodes see the
-same folder, and is there room for what the run will write."""
+"""Checks of the run folder and the caches: writable, fast, locks, renames, shared by all nodes, enough free space."""
 
 from __future__ import annotations
 
@@ -15,50 +14,49 @@ from typing import IO, Any
 
 from megatron_llama.system.files import sync_folder, try_lock
 from megatron_llama.system.tables import gib
-from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, Node, names
+from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, names
 
 CHECK = "disks"
 RUN = "run.dir"
 WRITTEN = 8 << 20
-"""Bytes that the speed is measured with."""
-LONG_SECONDS = 600.0
-"""Writing one checkpoint should not take longer, at the speed that was measured."""
-SLOWER = 5.0
-"""A node that writes so many times slower than the middle one is named."""
-_SEEN_SECONDS = 5.0
+"""Bytes written to measure the speed."""
+MAX_SECONDS = 600.0
+"""Longest acceptable time to write one checkpoint at the measured speed."""
+SLOW_FACTOR = 5.0
+"""A node that writes this many times slower than the median node is reported."""
+_VISIBLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Need:
-    """What the run will write into its folder."""
+    """Disk space that the run needs in its folder."""
 
     checkpoint: int
-    """Bytes of one checkpoint."""
-    kept: int | None
-    """Checkpoints that are there at once at most, the one that is being written included; None where that is not
-    bounded."""
+    """Bytes per checkpoint."""
+    retained: int | None
+    """Largest number of checkpoints on disk at once, including the one being written; None: unlimited."""
 
 
 @dataclass
-class Mark:
-    """A locked file that the first node leaves for the others to see."""
+class Marker:
+    """A locked file of the first node; the other nodes test that it is visible and locked."""
 
     path: Path
     file: IO[bytes]
 
     def remove(self) -> None:
-        """The lock goes with the file."""
+        """Delete the file, which releases the lock."""
         self.path.unlink(missing_ok=True)
         self.file.close()
 
 
 def observe(folders: Mapping[str, Path]) -> dict[str, Any]:
-    """For each folder, by its setting, how the disk below it behaves; nothing is left there."""
+    """Test the disk of each folder, by setting; leaves no files."""
     return {name: _examine(_nearest(path)) for name, path in folders.items()}
 
 
 def _nearest(path: Path) -> Path:
-    """The folder, or what there is of the way to it."""
+    """Return the folder or its nearest existing parent."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
@@ -66,10 +64,10 @@ def _nearest(path: Path) -> Path:
 def _examine(folder: Path) -> dict[str, Any]:
     token = secrets.token_hex(8)
     draft, final = folder / f".doctor-{token}.draft", folder / f".doctor-{token}"
-    found: dict[str, Any] = {"folder": str(folder), "fault": None, "free": None}
+    disk: dict[str, Any] = {"folder": str(folder), "fault": None, "free": None}
     try:
         space = os.statvfs(folder)
-        found["free"] = space.f_bavail * space.f_frsize
+        disk["free"] = space.f_bavail * space.f_frsize
         content = os.urandom(1 << 20)
         start = time.perf_counter()
         with draft.open("xb") as file:
@@ -77,35 +75,35 @@ def _examine(folder: Path) -> dict[str, Any]:
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            found["seconds"] = time.perf_counter() - start
-            found["locks"] = try_lock(file)
+            disk["seconds"] = time.perf_counter() - start
+            disk["locks"] = try_lock(file)
         final.write_bytes(b"old")
         os.replace(draft, final)
-        found["renames"] = final.stat().st_size == WRITTEN and not draft.exists()
+        disk["renames"] = final.stat().st_size == WRITTEN and not draft.exists()
         sync_folder(folder)
     except OSError as error:
-        found["fault"] = error.strerror or str(error)
+        disk["fault"] = error.strerror or str(error)
     finally:
         for path in (draft, final):
             with suppress(OSError):
                 path.unlink()
-    return found
+    return disk
 
 
-def leave_mark(folder: Path) -> Mark | None:
-    """On the first node, a locked file in the run's folder, or what there is of it; None where that can't be."""
+def create_marker(folder: Path) -> Marker | None:
+    """Create a locked file in the run folder or its nearest existing parent; None if that fails."""
     try:
         path = _nearest(folder) / f".doctor-{secrets.token_hex(8)}"
         file = path.open("xb")
     except OSError:
         return None
     try_lock(file)
-    return Mark(path, file)
+    return Marker(path, file)
 
 
-def look_for(path: str) -> dict[str, bool | None]:
-    """On another node: whether it sees the file, and whether the lock keeps it out; a network's disk may be late."""
-    deadline = time.monotonic() + _SEEN_SECONDS
+def check_marker(path: str) -> dict[str, bool | None]:
+    """On another node, test whether the file is visible and its lock works; retry, because network disks lag."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError), open(path, "rb") as file:
             return {"seen": True, "locked_out": try_lock(file) is False}
@@ -114,70 +112,73 @@ def look_for(path: str) -> dict[str, bool | None]:
 
 
 def judge(
-    nodes: Sequence[Node], looks: Sequence[Mapping[str, bool | None] | None], need: Need | None
+    nodes: Sequence[NodeState], marker_checks: Sequence[Mapping[str, bool | None] | None], need: Need | None
 ) -> Iterator[Finding]:
-    """``looks``: what each node but the first made of its mark; ``need`` None where there is no plan."""
+    """Judge the disks of all nodes.
+
+    Args:
+        marker_checks: The result of ``check_marker`` per node; None for the first node.
+        need: Disk space for the run; None without a plan.
+    """
     for name in nodes[0].seen[CHECK]:
         yield from _judge_folder(name, nodes, need)
     folder = nodes[0].seen[CHECK][RUN]["folder"]
-    if unseen := [node for node, look in zip(nodes, looks, strict=True) if look and not look["seen"]]:
-        what = f"what {nodes[0].name} writes to {folder} is not seen: the folder is not shared between the nodes"
-        remedy = "write run.dir=PATH on a disk that all nodes mount at the same place, or mount it there"
-        yield Finding(CHECK, BREAKS, names(unseen), what, remedy)
-    seen = [(node, look) for node, look in zip(nodes, looks, strict=True) if look and look["seen"]]
-    if ignoring := [node for node, look in seen if not look["locked_out"]]:
-        what = f"a lock that {nodes[0].name} holds in {folder} does not keep others out"
-        remedy = (
-            "mount the disk with locks (NFS: without nolock; Lustre: -o flock), or never start one run twice at once"
-        )
-        yield Finding(CHECK, WARNS, names(ignoring), what, remedy)
+    if unseen := [node for node, check in zip(nodes, marker_checks, strict=True) if check and not check["seen"]]:
+        message = f"files that {nodes[0].name} writes to {folder} are not visible here: the folder is not shared"
+        remedy = "set run.dir=PATH to a disk that all nodes mount at the same path, or mount this disk there"
+        yield Finding(CHECK, BREAKS, names(unseen), message, remedy)
+    visible = [(node, check) for node, check in zip(nodes, marker_checks, strict=True) if check and check["seen"]]
+    if ignoring := [node for node, check in visible if not check["locked_out"]]:
+        message = f"a lock held by {nodes[0].name} in {folder} does not exclude other nodes"
+        remedy = "mount the disk with locks (NFS: without nolock; Lustre: -o flock), or never start a run twice at once"
+        yield Finding(CHECK, WARNS, names(ignoring), message, remedy)
 
 
-def _judge_folder(name: str, nodes: Sequence[Node], need: Need | None) -> Iterator[Finding]:
-    other = f"write {name}=PATH on another disk" if name == RUN else f"write another {name}=PATH"
-    seen = [(node, node.seen[CHECK][name]) for node in nodes]
-    for node, found in seen:
-        if found["fault"]:
-            what = f"{found['folder']} can't be written ({name}): {found['fault']}"
-            if found["free"] is not None and found["free"] < WRITTEN:
-                what += f", {gib(found['free'])} are free"
-            yield Finding(CHECK, BREAKS, node.name, what, f"remove old files there, or {other}")
-    usable = [(node, found) for node, found in seen if not found["fault"]]
-    for node, found in usable:
-        if not found["renames"]:
-            what = f"a rename in {found['folder']} ({name}) did not replace the older file"
-            yield Finding(CHECK, BREAKS, node.name, what, f"checkpoints appear by renaming: {other}")
-        if found["locks"] is None:
-            what = f"{found['folder']} ({name}) has no locks: two runs could write to one folder unnoticed"
+def _judge_folder(name: str, nodes: Sequence[NodeState], need: Need | None) -> Iterator[Finding]:
+    other = f"set {name}=PATH to another disk"
+    observed = [(node, node.seen[CHECK][name]) for node in nodes]
+    for node, disk in observed:
+        if disk["fault"]:
+            message = f"{disk['folder']} is not writable ({name}): {disk['fault']}"
+            if disk["free"] is not None and disk["free"] < WRITTEN:
+                message += f"; {gib(disk['free'])} free"
+            yield Finding(CHECK, BREAKS, node.name, message, f"remove old files there, or {other}")
+    usable = [(node, disk) for node, disk in observed if not disk["fault"]]
+    for node, disk in usable:
+        if not disk["renames"]:
+            message = f"a rename in {disk['folder']} ({name}) did not replace the existing file"
+            yield Finding(CHECK, BREAKS, node.name, message, f"checkpoints need atomic renames: {other}")
+        if disk["locks"] is None:
+            message = f"{disk['folder']} ({name}) has no file locks: two runs could write to one folder undetected"
             remedy = f"mount it with locks (NFS: without nolock; Lustre: -o flock), or {other}"
-            yield Finding(CHECK, WARNS, node.name, what, remedy)
+            yield Finding(CHECK, WARNS, node.name, message, remedy)
     if name == RUN and usable and need is not None:
-        yield from _judge_room(usable, need, other)
+        yield from _judge_free_space(usable, need, other)
     if usable:
-        usual = median_high(found["seconds"] for _, found in usable)
-        for node, found in usable:
-            slow = found["seconds"] > SLOWER * usual
-            seconds = need.checkpoint / len(nodes) * found["seconds"] / WRITTEN if need and name == RUN else 0.0
-            if slow or seconds > LONG_SECONDS:
-                what = f"{found['folder']} ({name}) takes {WRITTEN / found['seconds'] / 1e6:,.1f} MB/s"
-                what += f", and most nodes write {WRITTEN / usual / 1e6:,.1f}" if slow else ""
-                what += f"; a checkpoint would take {seconds / 60:,.0f} minutes" if seconds > LONG_SECONDS else ""
-                yield Finding(CHECK, WARNS, node.name, what, f"look at that node's mount and its network, or {other}")
+        usual = median_high(disk["seconds"] for _, disk in usable)
+        for node, disk in usable:
+            slow = disk["seconds"] > SLOW_FACTOR * usual
+            seconds = need.checkpoint / len(nodes) * disk["seconds"] / WRITTEN if need and name == RUN else 0.0
+            if slow or seconds > MAX_SECONDS:
+                message = f"{disk['folder']} ({name}) writes {WRITTEN / disk['seconds'] / 1e6:,.1f} MB/s"
+                message += f"; the median node writes {WRITTEN / usual / 1e6:,.1f} MB/s" if slow else ""
+                message += f"; a checkpoint would take {seconds / 60:,.0f} minutes" if seconds > MAX_SECONDS else ""
+                yield Finding(CHECK, WARNS, node.name, message, f"check the mount and network of that node, or {other}")
 
 
-def _judge_room(usable: Sequence[tuple[Node, Mapping[str, Any]]], need: Need, other: str) -> Iterator[Finding]:
-    least = min(found["free"] for _, found in usable)
-    short = [node for node, found in usable if found["free"] == least]
+def _judge_free_space(
+    usable: Sequence[tuple[NodeState, Mapping[str, Any]]], need: Need, other: str
+) -> Iterator[Finding]:
+    least = min(disk["free"] for _, disk in usable)
+    short = [node for node, disk in usable if disk["free"] == least]
     has = f"{usable[0][1]['folder']} has {gib(least)} free"
     if least < need.checkpoint:
-        what = f"{has}, and one checkpoint of this run takes {gib(need.checkpoint)}"
-        yield Finding(CHECK, BREAKS, names(short), what, f"make room there, or {other}")
-    elif need.kept is None or least < need.kept * need.checkpoint:
-        most = "" if need.kept is None else f", and {need.kept} of them {gib(need.kept * need.checkpoint)}"
+        message = f"{has}, but one checkpoint of this run takes {gib(need.checkpoint)}"
+        yield Finding(CHECK, BREAKS, names(short), message, f"free disk space, or {other}")
+    elif need.retained is None or least < need.retained * need.checkpoint:
+        most = "" if need.retained is None else f", and {need.retained} of them {gib(need.retained * need.checkpoint)}"
         fits = least // need.checkpoint
-        what = f"{has}, and a checkpoint takes {gib(need.checkpoint)}{most}: {fits} fit, and all are kept"
-        what = what if need.kept is None else what.replace(", and all are kept", "")
-        remedy = (
-            f"write checkpoint.keep={max(1, fits - 1)}, which leaves room for the one that is being written, or {other}"
-        )
-        yield Finding(CHECK, WARNS, names(short), what, remedy)
+        message = f"{has}, and a checkpoint takes {gib(need.checkpoint)}{most}: {fits} fit"
+        message += " and none is deleted" if need.retained is None else ""
+        remedy = f"set checkpoint.keep={max(1, fits - 1)} (one more fits while it is being written), or {other}"
+        yield Finding(CHECK, WARNS, names(short), message, remedy)

@@ -1,4 +1,5 @@
-"""The nodes' part of an examination: each first process observes its node, all meet, and the first one judges."""
+"""Examination of the nodes: one process per node observes, all exchange results, the first process judges."""
+
 from __future__ import annotations
 
 import os
@@ -22,14 +23,14 @@ from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import gib, plural, text_table
 from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
-from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, Node
-from megatron_llama.tools.doctor.network import ClockReading, Meeting
+from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
+from megatron_llama.tools.doctor.network import ClockReading, Connections
 from megatron_llama.tools.doctor.ranks import Rate
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is to be examined, as this process sees it."""
+class Examination:
+    """Subject of the examination: config, plan and this process's place."""
 
     config: Config
     plan: Plan | None
@@ -38,7 +39,7 @@ class Case:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that observes its node."""
+        """Whether this process observes its node."""
         return self.context is None or self.context.local_rank == 0
 
     @property
@@ -50,63 +51,73 @@ class Case:
         return 1 if self.context is None else self.context.nodes
 
 
-def say(case: Case, what: str) -> None:
-    """What is being done, on stderr: one line that is written over on a terminal, nothing in a quick examination."""
-    if case.is_first and not case.quick:
-        sys.stderr.write(f"\r\x1b[K{what} ..." if sys.stderr.isatty() else f"{what} ...\n")
+def show_progress(examination: Examination, activity: str) -> None:
+    """Print the current activity on stderr, one overwritten line on a terminal; silent with ``--quick``."""
+    if examination.is_first and not examination.quick:
+        sys.stderr.write(f"\r\x1b[K{activity} ..." if sys.stderr.isatty() else f"{activity} ...\n")
         sys.stderr.flush()
 
 
-def examine_nodes(case: Case, meeting: Meeting) -> tuple[list[Node], list[Finding], list[ClockReading | None]]:
-    """All nodes that have come and what is wrong with them, on the first process; three empty lists on the others.
-    Raises OSError where the first process is lost."""
+def examine_nodes(
+    examination: Examination, connections: Connections
+) -> tuple[list[NodeState], list[Finding], list[ClockReading | None]]:
+    """Return the connected nodes, their findings and clocks on the first process; three empty lists on the others.
+
+    Raises OSError if the first process is lost.
+    """
     with ExitStack() as stack:
         echo = mark = None
-        if case.leads and case.nodes > 1:
+        if examination.leads and examination.nodes > 1:
             echo = network.Echo()
             stack.callback(echo.close)
-        say(case, "looking at versions, devices, networks, disks and limits")
-        report = _report(case, meeting.own_address, echo.port if echo else 0) if case.leads else None
-        if report and case.is_first and case.nodes > 1:
-            mark = disks.leave_mark(folders_of(case.config)[disks.RUN])
+        show_progress(examination, "checking versions, devices, networks, disks and limits")
+        report = (
+            _node_report(examination, connections.local_address, echo.port if echo else 0)
+            if examination.leads
+            else None
+        )
+        if report and examination.is_first and examination.nodes > 1:
+            mark = disks.create_marker(output_folders(examination.config)[disks.RUN])
             if mark is not None:
                 stack.callback(mark.remove)
                 report["mark"] = str(mark.path)
-        reports = [each for each in meeting.exchange(report) if each is not None]
-        say(case, "comparing clocks, trying all ports between the nodes")
-        readings = meeting.read_clocks()
-        tried, look = None, None
-        if case.leads and case.nodes > 1:
-            own = next(each["node"] for each in reports if each["address"] == meeting.own_address)
-            peers = {each["node"]: (each["address"], each["port"]) for each in reports if each["node"] != own}
-            tried = (own, network.reach_all(own, peers))
-            if not case.is_first and reports[0].get("mark"):
-                look = disks.look_for(reports[0]["mark"])
-        answers = meeting.exchange((tried, look))
-        if not case.is_first:
+        reports = [each for each in connections.exchange(report) if each is not None]
+        show_progress(examination, "comparing clocks, connecting all pairs of nodes")
+        readings = connections.read_clocks()
+        attempts, marker_check = None, None
+        if examination.leads and examination.nodes > 1:
+            number = next(each["node"] for each in reports if each["address"] == connections.local_address)
+            peers = {each["node"]: (each["address"], each["port"]) for each in reports if each["node"] != number}
+            attempts = (number, network.reach_all(number, peers))
+            if not examination.is_first and reports[0].get("mark"):
+                marker_check = disks.check_marker(reports[0]["mark"])
+        answers = connections.exchange((attempts, marker_check))
+        if not examination.is_first:
             return [], [], []
-        nodes = [Node(each["node"], each["name"], each["address"], each["ranks"], each["seen"]) for each in reports]
-        by_process = {each["process"]: number for number, each in enumerate(reports)}
-        looks: list[Any] = [None] * len(nodes)
+        nodes = [
+            NodeState(each["node"], each["name"], each["address"], each["ranks"], each["seen"]) for each in reports
+        ]
+        by_process = {each["process"]: index for index, each in enumerate(reports)}
+        marker_checks: list[Any] = [None] * len(nodes)
         clocks_read: list[ClockReading | None] = [None] * len(nodes)
         results = {}
-        for process, number in by_process.items():
+        for process, index in by_process.items():
             if answers[process] is not None and answers[process][0] is not None:
                 results[answers[process][0][0]] = answers[process][0][1]
-                looks[number] = answers[process][1]
-            clocks_read[number] = readings[process] if process else None
-        return nodes, list(_judge(case, meeting, nodes, results, looks, clocks_read)), clocks_read
+                marker_checks[index] = answers[process][1]
+            clocks_read[index] = readings[process] if process else None
+        return nodes, list(_judge(examination, connections, nodes, results, marker_checks, clocks_read)), clocks_read
 
 
-def _report(case: Case, address: str, port: int) -> dict[str, Any]:
-    """What a node's first process has to say."""
-    context = case.context
-    device = case.config.device.name
+def _node_report(examination: Examination, address: str, port: int) -> dict[str, Any]:
+    """Collect the observations of this node."""
+    context = examination.context
+    device = examination.config.device.name
     seen = {
         machine.VERSIONS: machine.observe_versions(),
-        machine.HARDWARE: machine.observe_hardware(device, count=not case.quick),
+        machine.HARDWARE: machine.observe_hardware(device, count=not examination.quick),
         machine.LIMITS: machine.observe_limits(),
-        disks.CHECK: disks.observe(folders_of(case.config)),
+        disks.CHECK: disks.observe(output_folders(examination.config)),
     }
     name = seen[machine.HARDWARE].get("device")
     seen[network.INTERFACES] = network.observe_interfaces(get_device(name).interface_variable if name else network.GLOO)
@@ -116,20 +127,20 @@ def _report(case: Case, address: str, port: int) -> dict[str, Any]:
         "name": socket.gethostname(),
         "address": address,
         "port": port,
-        "ranks": _ranks(case),
+        "ranks": _ranks(examination),
         "seen": seen,
     }
 
 
-def _ranks(case: Case) -> str:
-    """The ranks of this node, as the plan would place them."""
-    if case.plan is None:
+def _ranks(examination: Examination) -> str:
+    """Format the range of ranks that the plan places on this node."""
+    if examination.plan is None:
         return ""
-    context = case.context
+    context = examination.context
     if context is None:
-        first, count = 0, case.plan.world_size
+        first, count = 0, examination.plan.world_size
     elif context.one_per_node:
-        counts = context.ranks_of_nodes(case.plan.world_size)
+        counts = context.ranks_of_nodes(examination.plan.world_size)
         first, count = sum(counts[: context.node]), counts[context.node]
     else:
         first, count = context.rank, context.local_ranks
@@ -137,43 +148,41 @@ def _ranks(case: Case) -> str:
 
 
 def _judge(
-    case: Case,
-    meeting: Meeting,
-    nodes: Sequence[Node],
+    examination: Examination,
+    connections: Connections,
+    nodes: Sequence[NodeState],
     results: dict[int, list[dict[str, Any]]],
-    looks: Sequence[Any],
+    marker_checks: Sequence[Any],
     readings: Sequence[ClockReading | None],
 ) -> Iterator[Finding]:
-    yield from _missing(case, meeting)
+    yield from _missing(examination, connections)
     yield from machine.judge_versions(nodes)
     yield from machine.judge_hardware(nodes)
     yield from network.judge_interfaces(nodes)
     yield from network.judge_pairs(nodes, results)
     yield from machine.judge_clocks(nodes, readings)
-    yield from disks.judge(nodes, looks, None if case.plan is None else need_of(case.plan))
-    found = nodes[0].seen[machine.HARDWARE].get("device")
-    yield from machine.judge_limits(nodes, accelerator=bool(found) and get_device(found).is_accelerator)
+    yield from disks.judge(nodes, marker_checks, None if examination.plan is None else disk_need(examination.plan))
+    device = nodes[0].seen[machine.HARDWARE].get("device")
+    yield from machine.judge_limits(nodes, accelerator=bool(device) and get_device(device).is_accelerator)
 
 
-def _missing(case: Case, meeting: Meeting) -> Iterator[Finding]:
-    """Processes that have not come."""
-    context = case.context
-    if context is None or not meeting.missing:
+def _missing(examination: Examination, connections: Connections) -> Iterator[Finding]:
+    """Report processes that did not connect."""
+    context = examination.context
+    if context is None or not connections.missing:
         return
     hosts = _host_names(context.nodes)
-    for number in meeting.missing:
+    for number in connections.missing:
         node = number if context.one_per_node else number // context.local_ranks
         name = hosts[node] if node < len(hosts) else f"{'node' if context.one_per_node else 'rank'} {number}"
         where = f"{name} → {context.master_addr}"
-        what = (
-            f"it has not come to {context.master_addr}, port {context.master_port}, where all meet, or was lost again"
-        )
-        remedy = f"read what it says itself; open port {context.master_port} from there (firewall, security group), or"
-        yield Finding("meeting", BREAKS, where, what, f"{remedy} set MASTER_ADDR and MASTER_PORT to others")
+        message = f"did not connect to {context.master_addr}, port {context.master_port}, or lost the connection"
+        remedy = f"read its output; open port {context.master_port} for it (firewall, security group), or"
+        yield Finding("rendezvous", BREAKS, where, message, f"{remedy} set other MASTER_ADDR and MASTER_PORT")
 
 
 def _host_names(count: int) -> list[str]:
-    """The nodes of a job of Slurm's; empty elsewhere."""
+    """Return the node names of a Slurm job; empty outside of Slurm."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
         return []
@@ -182,33 +191,33 @@ def _host_names(count: int) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = done.stdout.split()
-    return found if len(found) == count else []
+    names = done.stdout.split()
+    return names if len(names) == count else []
 
 
-# What the doctor prints: the nodes, the collectives' speeds, and every finding with what to do.
+# Printed report: the nodes, the measured rates, and each finding with its fix.
 
 
-WIDTH = 110
+WIDTH = 79
 _MARKS = {BREAKS: "✗", WARNS: "!", NOTES: "·"}
 _COLOURS = {BREAKS: "31;1", WARNS: "33;1", NOTES: "36"}
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that an examination has brought to light."""
+class DoctorReport:
+    """Result of an examination."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[NodeState]
     readings: Sequence[ClockReading | None]
-    """Of the nodes' clocks."""
+    """Clocks of the nodes."""
     findings: Sequence[Finding]
     measured: Mapping[str, Any] | None
-    """What the ranks have measured; None where they did not."""
+    """Measurements of the ranks; None if skipped."""
     seconds: float
-    """That it took."""
+    """Duration of the examination."""
 
     def page(self, *, colour: bool) -> str:
-        """As text for people."""
+        """Format the report as text."""
         lines = [*_node_table(self.nodes, self.readings), ""] if self.nodes else []
         if self.measured is not None:
             lines += [*_speed_table(self.measured), ""]
@@ -218,12 +227,13 @@ class Report:
         return "\n".join([*lines, *_verdict(self.nodes, ordered, self.seconds)]) + "\n"
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the report as JSON values."""
         return asdict(self) | {"seconds": round(self.seconds, 1)}
 
 
-def _node_table(nodes: Sequence[Node], readings: Sequence[ClockReading | None]) -> list[str]:
-    rows = [("node", "ranks", "address", "interface", "device", "torch", "commit", "clock", "run.dir", "free")]
+def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | None]) -> list[str]:
+    rows = [("node", "ranks", "address", "interface", "device", "clock", "run.dir", "free")]
+    software: dict[str, list[NodeState]] = {}
     for node, reading in zip(nodes, readings, strict=True):
         device, disk = node.seen[machine.HARDWARE], node.seen[disks.CHECK][disks.RUN]
         count = f"{device['count']} x " if device.get("count") else ""
@@ -236,26 +246,27 @@ def _node_table(nodes: Sequence[Node], readings: Sequence[ClockReading | None]) 
                 node.address,
                 network.interface_of_node(node) or "",
                 f"{count}{device.get('device', 'none')}",
-                str(node.seen[machine.VERSIONS]["torch"]),
-                node.seen[machine.VERSIONS]["commit"],
                 clock,
                 speed,
                 "?" if disk["free"] is None else gib(disk["free"]),
             )
         )
-    return text_table([[*map(str, row)] for row in rows])
+        versions = node.seen[machine.VERSIONS]
+        software.setdefault(f"torch {versions['torch']}, commit {versions['commit']}", []).append(node)
+    lines = text_table([[*map(str, row)] for row in rows])
+    return [*lines, "", *(fill("", f"{names(users)}: {versions}", WIDTH) for versions, users in software.items())]
 
 
 def _speed_table(measured: Mapping[str, Any]) -> list[str]:
-    """The slowest group of each axis, as the NCCL tests count."""
+    """Format the slowest group of each axis, with bandwidths as in nccl-tests."""
     slowest: dict[tuple[str, str, int], Rate] = {}
     for fields in measured["collectives"]:
         rate = Rate(**fields)
-        known = slowest.get((rate.axis, rate.kind, rate.size))
-        if known is None or rate.seconds > known.seconds:
+        slowest_so_far = slowest.get((rate.axis, rate.kind, rate.size))
+        if slowest_so_far is None or rate.seconds > slowest_so_far.seconds:
             slowest[rate.axis, rate.kind, rate.size] = rate
     rates = [rate / 1e9 for rate in measured["products"]]
-    lines = [f"Products: {min(rates):,.1f} to {max(rates):,.1f} GFLOP/s on {len(rates)} {plural(len(rates), 'rank')}."]
+    lines = [f"Matmuls: {min(rates):,.1f} to {max(rates):,.1f} GFLOP/s on {len(rates)} {plural(len(rates), 'rank')}."]
     if links := [rate / 1e6 for _, _, rate in measured["links"]]:
         lines.append(f"Links between nodes: {min(links):,.0f} to {max(links):,.0f} MB/s.")
     if not slowest:
@@ -284,40 +295,42 @@ def _block(finding: Finding, colour: bool) -> Iterator[str]:
     yield ""
 
 
-def _verdict(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -> Iterator[str]:
-    looked = f"{len(nodes)} {plural(len(nodes), 'node')} in {seconds:.0f} s"
+def _verdict(nodes: Sequence[NodeState], findings: Sequence[Finding], seconds: float) -> Iterator[str]:
+    scope = f"{len(nodes)} {plural(len(nodes), 'node')} in {seconds:.0f} s"
     if not findings:
-        yield f"Nothing is wrong with {looked}."
+        yield f"No problems on {scope}."
         return
     counts = [sum(finding.severity == severity for finding in findings) for severity in SEVERITIES]
-    words = ("sure to break a run", "that may cost one", "good to know")
-    told = ", ".join(f"{count} {word}" for count, word in zip(counts, words, strict=True) if count)
-    yield f"{len(findings)} {plural(len(findings), 'finding')} on {looked}: {told}."
+    words = ("fatal", "may fail or slow a run", "for information")
+    summary = ", ".join(f"{count} {word}" for count, word in zip(counts, words, strict=True) if count)
+    yield f"{len(findings)} {plural(len(findings), 'finding')} on {scope}: {summary}."
 
 
 def _size(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
-# What the settings say about the machines before a run: its folders, and what it will write into them.
+# Output folders of a run and the disk space that it needs.
 
 
-def folders_of(config: Config) -> dict[str, Path]:
-    """The folders that a run writes to, by their setting."""
-    found = {RUN: Path(config.run.dir or "runs")}
+def output_folders(config: Config) -> dict[str, Path]:
+    """Return the folders that a run writes to, by setting."""
+    folders = {RUN: Path(config.run.dir or "runs")}
     if config.trainer.compile:
-        found["trainer.compile_cache"] = Path(config.trainer.compile_cache or user_cache("compile")).expanduser()
+        folders["trainer.compile_cache"] = Path(config.trainer.compile_cache or user_cache("compile")).expanduser()
     if config.data.cache_dir:
-        found["data.cache_dir"] = Path(config.data.cache_dir).expanduser()
-    return found
+        folders["data.cache_dir"] = Path(config.data.cache_dir).expanduser()
+    return folders
 
 
-def need_of(plan: Plan) -> Need:
-    """Weights and optimizer states of what is trained, and how many checkpoints there will be."""
+def disk_need(plan: Plan) -> Need:
+    """Return the bytes of a checkpoint (trained weights, optimizer states) and the number of checkpoints on disk."""
     config = plan.config
     size = plan.whole.trained * BYTES[plan.precision.param_dtype] + optimizer_bytes(plan, plan.whole)
     every, keep, steps = config.checkpoint.every_steps, config.checkpoint.keep, config.trainer.steps
-    made = (steps // every if every else 0) + (1 if config.checkpoint.save_last and (not every or steps % every) else 0)
-    # An old one goes once the new one is whole.
-    kept = made if keep is None else min(made, keep + 1)
-    return Need(size if made else 0, kept)
+    saved = (steps // every if every else 0) + (
+        1 if config.checkpoint.save_last and (not every or steps % every) else 0
+    )
+    # The oldest is deleted after the newest is complete.
+    on_disk = saved if keep is None else min(saved, keep + 1)
+    return Need(size if saved else 0, on_disk)

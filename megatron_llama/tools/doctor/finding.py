@@ -1,4 +1,4 @@
-"""What a check finds, and what it judges from."""
+"""Findings of the checks, and the observations of each node."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from megatron_llama.config import Problem
 from megatron_llama.config.problems import shown
 
 BREAKS, WARNS, NOTES = "breaks", "warns", "notes"
-"""How bad it is: a run is sure to fail; it may fail, be slow or go wrong unseen; good to know."""
+"""Severities: a run will fail; it may fail, be slow or be silently wrong; for information."""
 SEVERITIES = (BREAKS, WARNS, NOTES)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong."""
+    """A problem found by a check."""
 
     check: str
-    """The check's name."""
+    """Name of the check."""
     severity: str
     """One of SEVERITIES."""
     where: str
     """A node, a pair of nodes, a rank with its node."""
-    what: str
-    """What is wrong, as a sentence without its full stop."""
+    what: str  # the JSON report has this key  prose: ok
+    """The problem, a sentence without the final period."""
     remedy: str
-    """What to do, ready to type where that is possible."""
+    """The fix: if possible, a command or setting to type."""
 
 
 @dataclass(frozen=True)
-class Node:
-    """A machine, as its first process saw it."""
+class NodeState:
+    """Observations of a node by its first process."""
 
     number: int
     name: str
     address: str = ""
-    """As the other nodes know it; empty where there are none."""
+    """Address that the other nodes use; empty on a single node."""
     ranks: str = ""
-    """Its ranks, such as 0-7."""
+    """Ranks on the node, such as 0-7."""
     seen: dict[str, Any] = field(default_factory=dict)
-    """What each check has observed, by its name."""
+    """Observations by the name of the check."""
 
 
-def severest(findings: Sequence[Finding]) -> str | None:
-    """How bad the worst of some findings is; None where there are none."""
+def highest_severity(findings: Sequence[Finding]) -> str | None:
+    """Return the highest severity, or None without findings."""
     return min((finding.severity for finding in findings), key=SEVERITIES.index, default=None)
 
 
-def of_problem(check: str, problem: Problem, where: str) -> Finding:
-    """A mistake in the settings or the environment, as a finding."""
+def finding_of_problem(check: str, problem: Problem, where: str) -> Finding:
+    """Convert an error in the settings or the environment to a finding."""
     value = "" if problem.value is None else f" = {shown(problem.value)}"
     return Finding(check, BREAKS, where, f"{problem.field}{value}: {problem.rule}", problem.instead)
 
 
 def majority(values: Sequence[Any]) -> Any:
-    """The most frequent of some values, at least one; the first of several that are."""
+    """Return the most frequent value, the first one if several are equally frequent; ``values`` is not empty."""
     return Counter(values).most_common(1)[0][0]
 
 
-def names(nodes: Sequence[Node]) -> str:
-    """The names of some nodes, the first eight of them."""
+def names(nodes: Sequence[NodeState]) -> str:
+    """List the names of at most eight nodes."""
     listed = ", ".join(node.name for node in nodes[:8])
     return listed + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

@@ -1,4 +1,5 @@
-"""Whether all nodes have the same devices and drivers, and as many of them."""
+"""Checks of devices, drivers, limits, versions and clocks of the nodes."""
+
 from __future__ import annotations
 
 import hashlib
@@ -15,30 +16,33 @@ from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import get_device
 from megatron_llama.system.installed import missing
 from megatron_llama.system.tables import GIB, gib
-from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, Node, majority, names
+from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
 from megatron_llama.tools.doctor.network import ClockReading
 
 HARDWARE = "devices"
 
 
-def observe_hardware(wanted: str, *, count: bool) -> dict[str, Any]:
-    """The device that ``device=wanted`` means here, its number (for ``count``, which may import torch), and what its
-    driver's files say; ``missing`` has the reason where it can't be used."""
-    if wanted not in DEVICES:  # the plan's problems name it
+def observe_hardware(device_name: str, *, count: bool) -> dict[str, Any]:
+    """Return the device that ``device=device_name`` selects on this node and the facts from its driver's files.
+
+    ``missing`` has the reason if the device cannot be used. ``count`` adds the number of devices, which may import
+    torch.
+    """
+    if device_name not in DEVICES:  # reported with the errors of the plan
         return {"missing": None}
     try:
-        device = get_device(wanted)
+        device = get_device(device_name)
     except ValueError as error:
         return {"missing": str(error)}
     number = device.count() if count else None
     return {"missing": None, "device": device.name, "count": number, **device.hardware()}
 
 
-def judge_hardware(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Devices that are missing, and what differs between nodes."""
+def judge_hardware(nodes: Sequence[NodeState]) -> Iterator[Finding]:
+    """Report missing devices and differences between nodes."""
     for node in nodes:
         if reason := node.seen[HARDWARE]["missing"]:
-            remedy = "check the driver on that node and that the job was given devices, or leave the node out"
+            remedy = "check the driver of that node and that the job has devices, or exclude the node"
             yield Finding(HARDWARE, BREAKS, node.name, reason, remedy)
     there = [node for node in nodes if "device" in node.seen[HARDWARE]]
     for name in ("device", "count", "devices", "driver", "processor"):
@@ -48,36 +52,37 @@ def judge_hardware(nodes: Sequence[Node]) -> Iterator[Finding]:
             if value == usual:
                 continue
             like = next(other for other in there if other.seen[HARDWARE].get(name) == usual)
-            what = f"{_words(name, value)}, and {like.name} has {usual}"
-            yield Finding(HARDWARE, BREAKS if name == "device" else WARNS, node.name, what, _remedy(name, node, like))
+            message = f"{_describe_value(name, value)}; {like.name} has {usual}"
+            yield Finding(
+                HARDWARE, BREAKS if name == "device" else WARNS, node.name, message, _remedy(name, node, like)
+            )
 
 
-def _words(name: str, value: Any) -> str:
-    noun = {"device": "its device", "count": "its devices: it", "devices": "its devices"}.get(name, f"its {name}")
-    return f"{noun} has {value}" if name == "count" else f"{noun} is {value}"
+def _describe_value(name: str, value: Any) -> str:
+    return f"{value} devices" if name == "count" else f"{name}: {value}"
 
 
-def _remedy(name: str, node: Node, like: Node) -> str:
+def _remedy(name: str, node: NodeState, like: NodeState) -> str:
     if name == "driver":
         return f"install {like.name}'s driver on {node.name}"
     if name == "processor":
-        return "ask for nodes of one kind (sbatch --constraint=...): a step lasts as long as its slowest rank"
-    return f"leave {node.name} out (sbatch --exclude={node.name}), or find the device that is not visible there"
+        return "request nodes of one type (sbatch --constraint=...): the slowest rank sets the step time"
+    return f"exclude {node.name} (sbatch --exclude={node.name}), or find the device that is not visible there"
 
 
-# What the system lets a process have: open files, processes, locked memory, memory shared between processes.
+# Resource limits of a process: open files, processes, locked memory, shared memory.
 
 
 LIMITS = "limits"
-LEAST_FILES, LEAST_PROCESSES = 4096, 4096
-"""A rank has a socket to each other rank of the world, files of the datasets, and its compiler's processes."""
-LEAST_SHARED = GIB
-"""Of /dev/shm: the communication libraries of accelerators exchange data between the ranks of a node there."""
+MIN_FILES, MIN_PROCESSES = 4096, 4096
+"""A rank opens a socket to each other rank and the dataset files, and starts compiler processes."""
+MIN_SHARED_MEMORY = GIB
+"""Bytes in /dev/shm, where NCCL and similar libraries exchange data between the ranks of a node."""
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def observe_limits() -> dict[str, Any]:
-    """Limits; None where there is none."""
+    """Return the limits; None for unlimited."""
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "files": _limit(resource.RLIMIT_NOFILE),
@@ -88,23 +93,23 @@ def observe_limits() -> dict[str, Any]:
     }
 
 
-def judge_limits(nodes: Sequence[Node], *, accelerator: bool) -> Iterator[Finding]:
-    """Limits that are too low."""
+def judge_limits(nodes: Sequence[NodeState], *, accelerator: bool) -> Iterator[Finding]:
+    """Report limits that are too low."""
     for node in nodes:
         seen = node.seen[LIMITS]
-        for name, least, option in (("files", LEAST_FILES, "n"), ("processes", LEAST_PROCESSES, "u")):
-            if seen[name] is not None and seen[name] < least:
-                what = f"a process may have {seen[name]:,} {'open files' if name == 'files' else name}"
-                remedy = f"ulimit -{option} 65536 before the start, or raise it in /etc/security/limits.conf"
-                yield Finding(LIMITS, WARNS, node.name, what, remedy + " (slurmd's own limits count under Slurm)")
+        for name, minimum, option in (("files", MIN_FILES, "n"), ("processes", MIN_PROCESSES, "u")):
+            if seen[name] is not None and seen[name] < minimum:
+                message = f"the limit is {seen[name]:,} {'open files' if name == 'files' else name}"
+                remedy = f"run ulimit -{option} 65536 before the start, or raise it in /etc/security/limits.conf"
+                yield Finding(LIMITS, WARNS, node.name, message, remedy + " (under Slurm the limits of slurmd apply)")
         if seen["rdma"] and seen["locked"] is not None:
-            what = f"a process may lock {gib(seen['locked'])} of memory, and InfiniBand or EFA locks what it sends"
-            remedy = "ulimit -l unlimited before the start, or LimitMEMLOCK=infinity for slurmd"
-            yield Finding(LIMITS, WARNS, node.name, what, remedy)
-        if accelerator and seen["shared"] is not None and seen["shared"] < LEAST_SHARED:
-            what = f"/dev/shm has {gib(seen['shared'])}, too little for what the ranks of a node exchange there"
-            remedy = "docker run --shm-size=16g, or mount -o remount,size=16g /dev/shm"
-            yield Finding(LIMITS, WARNS, node.name, what, remedy)
+            message = f"the locked-memory limit is {gib(seen['locked'])}, but InfiniBand and EFA lock send buffers"
+            remedy = "run ulimit -l unlimited before the start, or set LimitMEMLOCK=infinity for slurmd"
+            yield Finding(LIMITS, WARNS, node.name, message, remedy)
+        if accelerator and seen["shared"] is not None and seen["shared"] < MIN_SHARED_MEMORY:
+            message = f"/dev/shm has {gib(seen['shared'])}, too little for communication between the ranks of a node"
+            remedy = "use docker run --shm-size=16g, or run mount -o remount,size=16g /dev/shm"
+            yield Finding(LIMITS, WARNS, node.name, message, remedy)
 
 
 def _limit(number: int) -> int | None:
@@ -112,20 +117,20 @@ def _limit(number: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-# Whether all nodes run the same program: Python, the packages, and this project's own files.
+# Versions of Python, the packages and this project's files.
 
 
 VERSIONS = "versions"
 PACKAGES = ("torch", "megatron-core", "numpy")
 LACKS = "lacks"
-"""The packages that a run needs and that are not there, whatever is known of their versions."""
+"""JSON key of the packages that a run needs and that are not installed."""
 PROGRAM = "program"
-"""The digest of this project's files: two nodes of one commit may have different ones."""
+"""JSON key of the digest of this project's files: nodes at one commit may have different local changes."""
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 def observe_versions() -> dict[str, Any]:
-    """Versions by name; None for a package that is not installed."""
+    """Return the versions by name; None for a package that is not installed."""
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
@@ -135,11 +140,11 @@ def observe_versions() -> dict[str, Any]:
     }
 
 
-def judge_versions(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Packages that are missing, and what differs between nodes."""
+def judge_versions(nodes: Sequence[NodeState]) -> Iterator[Finding]:
+    """Report missing packages and differences between nodes."""
     for package in dict.fromkeys(package for node in nodes for package in node.seen[VERSIONS][LACKS]):
         lacking = [node for node in nodes if package in node.seen[VERSIONS][LACKS]]
-        remedy = "pip install -e . in the environment that PYTHON names, on that node"
+        remedy = "run pip install -e . on that node, in the environment of PYTHON"
         yield Finding(VERSIONS, BREAKS, names(lacking), f"{package} is not installed", remedy)
     for name in ("python", *PACKAGES, PROGRAM):
         versions = [node.seen[VERSIONS][name] for node in nodes]
@@ -151,19 +156,19 @@ def judge_versions(nodes: Sequence[Node]) -> Iterator[Finding]:
             yield _difference(name, node, like)
 
 
-def _difference(name: str, node: Node, like: Node) -> Finding:
+def _difference(name: str, node: NodeState, like: NodeState) -> Finding:
     here, there = node.seen[VERSIONS], like.seen[VERSIONS]
     if name == PROGRAM:
-        what = f"its files of this project are not {like.name}'s (commits {here['commit']} and {there['commit']})"
-        remedy = f"use one checkout on a disk that all nodes share, or on {node.name}: git checkout {there['commit']}"
-        return Finding(VERSIONS, BREAKS, node.name, what, remedy)
+        message = f"project files differ from {like.name} (commits {here['commit']} and {there['commit']})"
+        remedy = f"use one checkout on a shared disk, or run git checkout {there['commit']} on {node.name}"
+        return Finding(VERSIONS, BREAKS, node.name, message, remedy)
     severity = BREAKS if name in ("torch", "megatron-core") else WARNS
-    what = f"{name} {here[name]}, and {like.name} has {there[name]}"
+    message = f"{name} {here[name]}; {like.name} has {there[name]}"
     version = there[name].partition("+")[0]
-    remedy = f"pip install '{name}=={version}' on {node.name}, or use one environment on a disk that all share"
+    remedy = f"run pip install '{name}=={version}' on {node.name}, or use one environment on a shared disk"
     if name == "python":
-        remedy = f"make the environment with Python {there[name]} on {node.name}, or share one on a common disk"
-    return Finding(VERSIONS, severity, node.name, what, remedy)
+        remedy = f"create the environment with Python {there[name]} on {node.name}, or use one on a shared disk"
+    return Finding(VERSIONS, severity, node.name, message, remedy)
 
 
 def _version(package: str) -> str | None:
@@ -174,7 +179,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """The commit that is checked out, its first 9 digits; ? outside of git."""
+    """Return the first 9 digits of the checked-out commit; "?" outside of git."""
     try:
         command = ["git", "-C", str(_ROOT), "rev-parse", "--short=9", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -184,7 +189,7 @@ def _commit() -> str:
 
 
 def _digest() -> str:
-    """Of all of the project's Python files and settings."""
+    """Hash the Python files and the configs of the project."""
     digest = hashlib.sha256()
     for folder, pattern in (("megatron_llama", "*.py"), ("conf", "*.yaml")):
         for path in sorted((_ROOT / folder).rglob(pattern)):
@@ -192,19 +197,19 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-# Whether the nodes agree what time it is. The first one asks the others, and takes half the way there and back off.
+# Clock differences: the first process asks the others for their time and subtracts half of the round trip.
 
 
 CLOCKS = "clocks"
-MOST_SECONDS = 1.0
-"""Logs and metrics of several nodes can't be put in order beyond that, and newest files are not the newest."""
+MAX_SECONDS = 1.0
+"""Largest acceptable difference: beyond it, logs and file times of several nodes cannot be ordered."""
 
 
-def judge_clocks(nodes: Sequence[Node], readings: Sequence[ClockReading | None]) -> Iterator[Finding]:
-    """Clocks that differ from the first node's by more than MOST_SECONDS and what the reading may be wrong by."""
+def judge_clocks(nodes: Sequence[NodeState], readings: Sequence[ClockReading | None]) -> Iterator[Finding]:
+    """Report clocks that differ from the first node by more than MAX_SECONDS plus the error of the reading."""
     for node, reading in zip(nodes, readings, strict=True):
-        if reading is not None and abs(reading.ahead) > MOST_SECONDS + reading.round_trip / 2:
+        if reading is not None and abs(reading.ahead) > MAX_SECONDS + reading.round_trip / 2:
             way = "ahead of" if reading.ahead > 0 else "behind"
-            what = f"its clock is {abs(reading.ahead):,.1f} s {way} {nodes[0].name}'s"
-            remedy = f"systemctl restart chronyd (or ntpd) on {node.name}, then chronyc tracking shows the difference"
-            yield Finding(CLOCKS, WARNS, node.name, what, remedy)
+            message = f"the clock is {abs(reading.ahead):,.1f} s {way} {nodes[0].name}"
+            remedy = f"run systemctl restart chronyd (or ntpd) on {node.name}; chronyc tracking shows the difference"
+            yield Finding(CLOCKS, WARNS, node.name, message, remedy)

@@ -1,5 +1,5 @@
-"""What each rank measures for the doctor: a product on its own device, the collectives of its groups, and the links
-between the nodes."""
+"""Measurements by the ranks: matmuls per device, collectives per process group, links between nodes."""
+
 from __future__ import annotations
 
 import json
@@ -30,57 +30,62 @@ RESULT = "ranks.json"
 SIZES = (4 << 10, 1 << 20, 16 << 20)
 """Bytes: latency, a layer's gradients, bandwidth."""
 SECONDS = 0.3
-PRODUCT, LARGE_PRODUCT = 384, 4096
-"""Rows and columns of the matrices, on a CPU small enough for many products within a core's turn."""
+MATMUL_SIZE, LARGE_MATMUL_SIZE = 384, 4096
+"""Rows and columns of the matrices; on CPU small enough for many matmuls within a scheduler time slice."""
 LINK_BYTES, LARGE_LINK_BYTES = 2 << 20, 64 << 20
 LINK_CALLS = 6
-MOST_ROUNDS = 31
-"""Each round every node has one partner, so up to 32 nodes try all others."""
+MAX_ROUNDS = 31
+"""In each round a node has one partner, so up to 32 nodes measure all pairs."""
 
 
 def measure_ranks(folder: str, plan: Plan) -> None:
-    """What each rank does. Rank 0 writes RESULT into ``folder``."""
+    """Measure on each rank; rank 0 writes RESULT to ``folder``."""
     device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, plan.topology(rank), device, torch_device):
 
-        def begins(what: str) -> None:
-            phase.enter(f"measuring {what}", phase.PATIENT)
+        def on_start(activity: str) -> None:
+            phase.enter(f"measuring {activity}", phase.PATIENT)
             if rank == 0 and sys.stderr.isatty():
-                sys.stderr.write(f"\r\x1b[Kmeasuring {what} ...")
+                sys.stderr.write(f"\r\x1b[Kmeasuring {activity} ...")
                 sys.stderr.flush()
 
-        begins("products")
-        everybody: list[Any] = [None] * plan.world_size
-        dist.all_gather_object(everybody, (socket.gethostname(), _product_rate(plan, device, torch_device)))
-        found: dict[str, Any] = {"hosts": [host for host, _ in everybody], "products": [rate for _, rate in everybody]}
-        found["collectives"] = [
-            asdict(rate) for rate in rates_of_groups(SIZES, device.synchronize, torch_device, SECONDS, begins)
+        on_start("matmuls")
+        rank_results: list[Any] = [None] * plan.world_size
+        dist.all_gather_object(rank_results, (socket.gethostname(), _matmul_rate(plan, device, torch_device)))
+        results: dict[str, Any] = {
+            "hosts": [host for host, _ in rank_results],
+            "products": [rate for _, rate in rank_results],
+        }
+        results["collectives"] = [
+            asdict(rate) for rate in rates_of_groups(SIZES, device.synchronize, torch_device, SECONDS, on_start)
         ]
-        begins("links between nodes")
-        found["links"] = _links(first_ranks(found["hosts"]), device, torch_device)
+        on_start("links between nodes")
+        results["links"] = _links(first_ranks(results["hosts"]), device, torch_device)
         if rank == 0:
-            write_atomically(Path(folder) / RESULT, json.dumps(found))
+            write_atomically(Path(folder) / RESULT, json.dumps(results))
 
 
 def first_ranks(hosts: Sequence[str]) -> list[int]:
-    """The first rank of each machine, by the machines' names."""
+    """Return the first rank of each host, given the host name of each rank."""
     return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
 
-def _product_rate(plan: Plan, device: Device, torch_device: torch.device) -> float:
-    """FLOP/s of the best product of some, while all ranks make theirs."""
-    size = LARGE_PRODUCT if device.is_accelerator else PRODUCT
+def _matmul_rate(plan: Plan, device: Device, torch_device: torch.device) -> float:
+    """Return the FLOP/s of the fastest of several matmuls while all ranks compute."""
+    size = LARGE_MATMUL_SIZE if device.is_accelerator else MATMUL_SIZE
     dtype = getattr(torch, plan.precision.compute_dtype.removeprefix("torch."))
     dist.barrier()
     return product_rate(size, dtype, SECONDS, torch_device, device.synchronize)
 
 
-def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of ``count`` nodes, round by round, in which each has at most one partner: a tournament by the circle
-    method. Over MOST_ROUNDS rounds or until all have met."""
+def pairing_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield disjoint pairs of ``count`` nodes for each round, by the circle method of round-robin tournaments.
+
+    Ends after MAX_ROUNDS rounds or when all pairs were yielded.
+    """
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    for _ in range(min(len(seats) - 1, MOST_ROUNDS)):
+    for _ in range(min(len(seats) - 1, MAX_ROUNDS)):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
@@ -88,26 +93,26 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _links(leaders: Sequence[int], device: Device, torch_device: torch.device) -> list[tuple[int, int, float]]:
-    """Bytes per second from each node's first rank to that of each other node: (node, node, rate), on rank 0."""
+    """Return (sender node, receiver node, bytes per second) between the first ranks of the nodes."""
     size = LARGE_LINK_BYTES if device.is_accelerator else LINK_BYTES
     buffer = torch.ones(size // 4, device=torch_device)
-    rank, mine = dist.get_rank(), []
-    for pairs in rounds(len(leaders)) if len(leaders) > 1 else ():
+    rank, local_rates = dist.get_rank(), []
+    for pairs in pairing_rounds(len(leaders)) if len(leaders) > 1 else ():
         dist.barrier()
         for one, other in pairs:
             ranks = leaders[one], leaders[other]
             if rank in ranks:
-                for sender, receiver, way in ((*ranks, (one, other)), (ranks[1], ranks[0], (other, one))):
+                for sender, receiver, direction in ((*ranks, (one, other)), (ranks[1], ranks[0], (other, one))):
                     seconds = min(_send(buffer, sender, receiver, device) for _ in range(LINK_CALLS))
                     if rank == sender:
-                        mine.append((*way, size / seconds))
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return [link for links in everybody for link in links]
+                        local_rates.append((*direction, size / seconds))
+    world_rates: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(world_rates, local_rates)
+    return [link for links in world_rates for link in links]
 
 
 def _send(buffer: torch.Tensor, sender: int, receiver: int, device: Device) -> float:
-    """Seconds of a transfer and a word back: a send may return before the data has left."""
+    """Return the seconds of a transfer and a one-element reply: a send may return before the data has left."""
     word = buffer[:1]
     start = time.perf_counter()
     if dist.get_rank() == sender:
@@ -120,34 +125,34 @@ def _send(buffer: torch.Tensor, sender: int, receiver: int, device: Device) -> f
     return time.perf_counter() - start
 
 
-# Slow ranks, slow links and slow groups, from what the ranks have measured: whoever is far behind the others.
+# Slow ranks, links and groups: measurements far below the median.
 
 
 RANKS, LINKS, GROUPS = "ranks", "links", "collectives"
 SLOW_RANK, SLOW_LINK, SLOW_GROUP = 0.7, 0.25, 0.25
-"""Shares of the middle one's speed below which a rank, a link or a group is named."""
+"""Fractions of the median speed below which a rank, a link or a group is reported."""
 
 
 def judge(measured: Mapping[str, Any]) -> Iterator[Finding]:
-    """``measured``: what ``measure_ranks`` has written."""
+    """Judge the results of ``measure_ranks``."""
     yield from _slow_ranks(measured["products"], measured["hosts"])
     yield from _slow_links(measured["links"], list(dict.fromkeys(measured["hosts"])))
     yield from _slow_groups(measured["collectives"], measured["hosts"])
 
 
-def _slow_ranks(products: Sequence[float], hosts: Sequence[str]) -> Iterator[Finding]:
-    usual = median_high(products)
-    for rank, rate in enumerate(products):
+def _slow_ranks(rates: Sequence[float], hosts: Sequence[str]) -> Iterator[Finding]:
+    usual = median_high(rates)
+    for rank, rate in enumerate(rates):
         if rate < SLOW_RANK * usual:
-            what = f"multiplies {rate / 1e9:,.1f} GFLOP/s, and the middle rank {usual / 1e9:,.1f}"
-            remedy = "look for other work on that device, its temperature and clock"
-            remedy += f"; or leave the node out (sbatch --exclude={hosts[rank]})"
-            yield Finding(RANKS, WARNS, f"rank {rank} on {hosts[rank]}", what, remedy)
+            message = f"matmuls reach {rate / 1e9:,.1f} GFLOP/s; the median rank reaches {usual / 1e9:,.1f}"
+            remedy = "check that device for other jobs, its temperature and clock"
+            remedy += f"; or exclude the node (sbatch --exclude={hosts[rank]})"
+            yield Finding(RANKS, WARNS, f"rank {rank} on {hosts[rank]}", message, remedy)
 
 
 def _slow_links(links: Sequence[tuple[int, int, float]], nodes: Sequence[str]) -> Iterator[Finding]:
-    """A pair by its name; a node whose every link is slow by its own."""
-    if len(links) < 3:  # one pair has nothing beside it
+    """Report slow pairs, and nodes all of whose links are slow."""
+    if len(links) < 3:  # nothing to compare one pair with
         return
     usual = median(rate for _, _, rate in links)
     slow = [(one, other, rate) for one, other, rate in links if rate < SLOW_LINK * usual]
@@ -159,40 +164,44 @@ def _slow_links(links: Sequence[tuple[int, int, float]], nodes: Sequence[str]) -
     for one, other, _ in links:
         partners[one].add(other)
     bad = {node for node, others in of_node.items() if len(others) == len(partners[node]) > 1}
-    remedy = "look at that cable, switch port or virtual machine's limit (ethtool, iperf3)"
+    remedy = "check the cable, switch port or bandwidth limit of the virtual machine (ethtool, iperf3)"
     for node in sorted(bad):
         worst = min(rate for one, other, rate in slow if node in (one, other))
-        what = f"all its links are slow: {_mega(worst)} at worst, and most links carry {_mega(usual)}"
-        yield Finding(LINKS, WARNS, nodes[node], what, f"{remedy}; or leave the node out (--exclude={nodes[node]})")
+        message = f"all links are slow: {_megabytes(worst)} at worst; the median link carries {_megabytes(usual)}"
+        yield Finding(LINKS, WARNS, nodes[node], message, f"{remedy}; or exclude the node (--exclude={nodes[node]})")
     for one, other, rate in slow:
         if one not in bad and other not in bad:
-            what = f"carries {_mega(rate)}, and most links {_mega(usual)}"
-            yield Finding(LINKS, WARNS, f"{nodes[one]} → {nodes[other]}", what, remedy)
+            message = f"carries {_megabytes(rate)}; the median link carries {_megabytes(usual)}"
+            yield Finding(LINKS, WARNS, f"{nodes[one]} → {nodes[other]}", message, remedy)
 
 
 def _slow_groups(rates: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Among the groups of one axis, by the largest message; each group once, with its slowest collective."""
+    """Report slow groups of an axis by the largest message, each once, with its slowest collective."""
     largest = max((rate["size"] for rate in rates), default=0)
-    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    rates_of_axis: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for rate in rates:
         if rate["size"] == largest:
-            alike[rate["axis"], rate["kind"]].append(rate)
+            rates_of_axis[rate["axis"], rate["kind"]].append(rate)
     worst: dict[tuple[str, tuple[int, ...]], tuple[float, str, str]] = {}
-    for (axis, kind), groups in alike.items():
+    for (axis, kind), groups in rates_of_axis.items():
         usual = median_high(largest / rate["seconds"] for rate in groups)
         for rate in groups:
-            found, members = largest / rate["seconds"], tuple(rate["group"])
-            if found < SLOW_GROUP * usual:
-                what = f"its {kind} takes {_mega(found)}, and that of the middle group {_mega(usual)}"
+            rate_bytes, members = largest / rate["seconds"], tuple(rate["group"])
+            if rate_bytes < SLOW_GROUP * usual:
+                message = f"{kind} reaches {_megabytes(rate_bytes)}; the median group reaches {_megabytes(usual)}"
                 share, _, _ = worst.get((axis, members), (1.0, "", ""))
-                if found / usual < share:
-                    worst[axis, members] = found / usual, what, ", ".join(dict.fromkeys(hosts[r] for r in members))
-    for (axis, members), (_, what, nodes) in worst.items():
+                if rate_bytes / usual < share:
+                    worst[axis, members] = (
+                        rate_bytes / usual,
+                        message,
+                        ", ".join(dict.fromkeys(hosts[r] for r in members)),
+                    )
+    for (axis, members), (_, message, nodes) in worst.items():
         where = f"{axis} group of ranks {', '.join(map(str, members))} ({nodes})"
-        yield Finding(GROUPS, WARNS, where, what, "look at the slow ranks and links of its nodes first")
+        yield Finding(GROUPS, WARNS, where, message, "check the slow ranks and links of its nodes first")
 
 
-def _mega(rate: float) -> str:
+def _megabytes(rate: float) -> str:
     return f"{rate / 1e6:,.1f} MB/s"
 
 
@@ -203,19 +212,21 @@ def _mega(rate: float) -> str:
 # (tools/plan/measure_machine.py).
 
 
-# What a step sends along each axis (docs/guides/tools/traffic.md).
+# Collectives of a step along each axis (docs/guides/tools/traffic.md).
 KINDS = {
     "tp": ("all_reduce", "all_gather", "reduce_scatter"),
     "dp": ("all_reduce", "all_gather", "reduce_scatter"),
     "pp": ("send_recv",),
 }
 RATES_FILE = "collectives.json"
-WARM_UP, LEAST_CALLS, MOST_CALLS, SECONDS_PER_SIZE = 2, 3, 1000, 0.5
+WARM_UP, MIN_CALLS, MAX_CALLS, SECONDS_PER_SIZE = 2, 3, 1000, 0.5
 
 
 def measure_collectives(sizes: Sequence[int], folder: str, plan: Plan) -> None:
-    """What each rank does: all sizes over each axis with more than one rank. Rank 0 writes RESULT into ``folder``, of
-    each collective its time in the slowest group."""
+    """Measure all sizes over each axis with more than one rank.
+
+    Rank 0 writes RATES_FILE to ``folder``, with the time of the slowest group for each collective.
+    """
     device, topology = get_device(plan.config.device.name), plan.topology(int(os.environ["RANK"]))
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
@@ -230,7 +241,7 @@ def measure_collectives(sizes: Sequence[int], folder: str, plan: Plan) -> None:
 
 
 def read_rates(folder: Path) -> Iterator[Rate]:
-    """What ``measure_collectives`` wrote."""
+    """Yield the rates written by ``measure_collectives``."""
     for fields in json.loads((folder / RATES_FILE).read_text(encoding="utf-8")):
         yield Rate(**fields | {"group": ()})
 
@@ -240,14 +251,17 @@ def rates_of_groups(
     synchronize: Callable[[], object],
     device: torch.device,
     seconds: float = SECONDS_PER_SIZE,
-    begins: Callable[[str], None] = lambda what: None,
+    on_start: Callable[[str], None] = lambda activity: None,
 ) -> list[Rate]:
-    """The rates of every group of each axis that has more than one rank, on all ranks; each lasts so many ``seconds``.
-    ``begins`` is told what is measured next.
+    """Return the rates of every group of each axis with more than one rank, on all ranks.
 
-    A collective of the whole world: the groups of an axis are measured at once, as they are used.
+    Collective over the world: the groups of an axis are measured concurrently, as in a step.
+
+    Args:
+        seconds: Duration of each measurement.
+        on_start: Called with the name of each measurement.
     """
-    mine = []
+    local_rates = []
     for axis, kinds in KINDS.items():
         group = current_groups()[axis]
         members = tuple(dist.get_process_group_ranks(group))
@@ -255,26 +269,28 @@ def rates_of_groups(
             continue
         for kind in kinds:
             for size in sizes:
-                begins(f"{axis} {kind} of {size >> 10:,} KiB")
+                on_start(f"{axis} {kind} of {size >> 10:,} KiB")
                 dist.barrier()
                 call = collective(kind, size, group, device)
                 times = times_of_calls(call, group, synchronize, device, seconds)
-                mine.append(Rate(axis, kind, len(members), size, times[len(times) // 2], members))
+                local_rates.append(Rate(axis, kind, len(members), size, times[len(times) // 2], members))
     world: list[list[Rate]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(world, mine)
+    dist.all_gather_object(world, local_rates)
     return [rate for rank, rates in enumerate(world) for rate in rates if rate.group[0] == rank]
 
 
 def collective(
     kind: str, size: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Callable[[], object]:
-    """One collective of ``size`` bytes, ready to be called on all ranks of the group. In ``send_recv`` each rank with
-    an even number in the group sends to the next one."""
+    """Return a function that runs one collective of ``size`` bytes; all ranks of the group call it.
+
+    In ``send_recv`` each even rank of the group sends to the next one.
+    """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(max(ranks, size // dtype.itemsize // ranks * ranks), device=device, dtype=dtype)
     part = torch.zeros(whole.numel() // ranks, device=device, dtype=dtype)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)  # stays 0, however often
+        return lambda: dist.all_reduce(whole, group=group)  # the zeros stay zero
     if kind == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
     if kind == "reduce_scatter":
@@ -293,16 +309,18 @@ def times_of_calls(
     device: torch.device,
     seconds: float = SECONDS_PER_SIZE,
 ) -> list[float]:
-    """Seconds of each of the calls that are made for so long, that of the group's slowest rank, the shortest first. All
-    ranks of the group call it together."""
+    """Call for about ``seconds`` and return the seconds of each call on the slowest rank, sorted.
+
+    Collective over the group.
+    """
     took = 0.0
     for _ in range(WARM_UP):
         start = time.perf_counter()
         call()
         synchronize()
         took = time.perf_counter() - start
-    wanted = min(max(LEAST_CALLS, seconds / max(took, 1e-6)), MOST_CALLS)
-    calls = torch.tensor([wanted], dtype=torch.float32, device=device)  # named: a whole number would make it int64
+    count = min(max(MIN_CALLS, seconds / max(took, 1e-6)), MAX_CALLS)
+    calls = torch.tensor([count], dtype=torch.float32, device=device)  # explicit: an int would make it int64
     dist.all_reduce(calls, op=dist.ReduceOp.MIN, group=group)
     times = []
     for _ in range(int(calls.item())):
@@ -316,7 +334,7 @@ def times_of_calls(
     return sorted(slowest.tolist())
 
 
-# How fast a collective is, counted as the NCCL tests do.
+# Bandwidth of a collective as defined by nccl-tests.
 
 
 @dataclass(frozen=True)
@@ -327,25 +345,27 @@ class Rate:
     kind: str
     ranks: int
     size: int
-    """Bytes, as the NCCL tests count: inputs of all_reduce and reduce_scatter, outputs of all_gather, messages."""
+    """Bytes, as in nccl-tests: inputs of all_reduce and reduce_scatter, outputs of all_gather, messages."""
     seconds: float
-    """Of a call, on the slowest rank; a median."""
+    """Median time of a call on the slowest rank."""
     group: tuple[int, ...] = ()
-    """The group's ranks; empty for the slowest of all groups."""
+    """Ranks of the group; empty for the slowest of all groups."""
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second of what is asked for."""
+        """Payload bytes per second."""
         return self.size / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second that a link carries where the algorithm is optimal, so that it does not depend on the ranks:
-        the factors of the NCCL tests (doc/PERFORMANCE.md there)."""
+        """Bytes per second over a link with an optimal algorithm, independent of the number of ranks.
+
+        The factors are from doc/PERFORMANCE.md of nccl-tests.
+        """
         return self.algorithm_bandwidth * bus_factor(self.kind, self.ranks)
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """Bytes that a link carries for each byte of the algorithm's."""
+    """Return the bytes over a link per payload byte."""
     once = (ranks - 1) / ranks
     return {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "send_recv": 1.0}[kind]

@@ -1,17 +1,17 @@
-"""Nodes as the doctor's checks see them, all well, for tests that make one of them ill."""
+"""Observations of healthy nodes, for tests that inject a fault."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_llama.tools.doctor import disks, machine, network
-from megatron_llama.tools.doctor.finding import Finding, Node
+from megatron_llama.tools.doctor.finding import Finding, NodeState
 
 GIB = 2**30
 
 
-def healthy(number: int) -> Node:
-    """A node without a fault."""
+def healthy(number: int) -> NodeState:
+    """Return a node without faults."""
     address = f"10.0.0.{number + 1}"
     links = {
         "lo": {"address": "127.0.0.1", "mtu": 65536, "megabits": None, "up": True},
@@ -33,11 +33,11 @@ def healthy(number: int) -> Node:
         disks.CHECK: {disks.RUN: dict(disk), "trainer.compile_cache": {**disk, "folder": "/cache"}},
         machine.LIMITS: {"files": 65536, "processes": None, "locked": None, "shared": 64 * GIB, "rdma": True},
     }
-    return Node(number, f"n{number + 1}", address, str(number), seen)
+    return NodeState(number, f"n{number + 1}", address, str(number), seen)
 
 
 def one(findings: list[Finding]) -> Finding:
-    """The only finding, which has a remedy."""
-    (found,) = findings
-    assert found.remedy and found.what and not found.what.endswith(".")
-    return found
+    """Return the only finding, after checking that it has a remedy."""
+    (finding,) = findings
+    assert finding.remedy and finding.what and not finding.what.endswith(".")
+    return finding

@@ -1,4 +1,4 @@
-"""Each check of the doctor finds its fault in nodes that are otherwise well, names it, and is silent without one."""
+"""Each check of the doctor reports an injected fault and reports nothing for healthy nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from megatron_llama.plan import resolve
 from megatron_llama.tools.doctor import disks, examination, machine, network, ranks
 from megatron_llama.tools.doctor.disks import RUN, Need
-from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, Node
+from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, NodeState
 from megatron_llama.tools.doctor.network import ClockReading
-from megatron_llama.tools.doctor.ranks import Rate, bus_factor, first_ranks, rounds
+from megatron_llama.tools.doctor.ranks import Rate, bus_factor, first_ranks, pairing_rounds
 from tests.config.helpers import make
 from tests.tools.doctor.nodes import GIB, healthy, one
 
-NEED = Need(checkpoint=100 * GIB, kept=3)
-JUDGES: dict[str, Callable[[list[Node]], Iterable[Finding]]] = {
+NEED = Need(checkpoint=100 * GIB, retained=3)
+JUDGES: dict[str, Callable[[list[NodeState]], Iterable[Finding]]] = {
     machine.VERSIONS: machine.judge_versions,
     machine.HARDWARE: machine.judge_hardware,
     network.INTERFACES: network.judge_interfaces,
@@ -30,74 +30,79 @@ JUDGES: dict[str, Callable[[list[Node]], Iterable[Finding]]] = {
 
 
 @pytest.mark.parametrize("check", JUDGES)
-def test_nodes_that_are_well(check: str) -> None:
+def test_healthy_nodes_have_no_findings(check: str) -> None:
     assert not list(JUDGES[check]([healthy(number) for number in range(4)]))
 
 
 FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
-    (machine.VERSIONS, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0, and n1 has 2.13.0+cu130"),
+    (machine.VERSIONS, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0; n1 has 2.13.0+cu130"),
     (machine.VERSIONS, {"torch": None, machine.LACKS: ["torch"]}, BREAKS, "torch is not installed"),
     (machine.VERSIONS, {machine.LACKS: ["matplotlib"]}, BREAKS, "matplotlib is not installed"),
-    (machine.VERSIONS, {"python": "3.11.7"}, WARNS, "python 3.11.7, and n1 has 3.12.1"),
+    (machine.VERSIONS, {"python": "3.11.7"}, WARNS, "python 3.11.7; n1 has 3.12.1"),
     (machine.VERSIONS, {machine.PROGRAM: "bad", "commit": "old"}, BREAKS, "(commits old and abc)"),
     (machine.HARDWARE, {"missing": "no driver"}, BREAKS, "no driver"),
-    (machine.HARDWARE, {"device": "cpu"}, BREAKS, "its device is cpu, and n1 has gpu"),
-    (machine.HARDWARE, {"count": 7}, WARNS, "7, and n1 has 8"),
-    (machine.HARDWARE, {"driver": "550"}, WARNS, "its driver is 550"),
-    (network.INTERFACES, {"own": ["127.0.1.1"]}, NOTES, "its name n3 means 127.0.1.1"),
-    (network.INTERFACES, {"asked": {network.GLOO: "eth7"}}, BREAKS, "chooses none of its interfaces"),
-    (network.INTERFACES, {"asked": {network.GLOO: "lo"}}, BREAKS, "chooses only the loopback"),
-    (network.INTERFACES, {"asked": {"X_IFNAME": "^eth,lo"}}, BREAKS, "chooses none of its interfaces; it has lo"),
+    (machine.HARDWARE, {"device": "cpu"}, BREAKS, "device: cpu; n1 has gpu"),
+    (machine.HARDWARE, {"count": 7}, WARNS, "7 devices; n1 has 8"),
+    (machine.HARDWARE, {"driver": "550"}, WARNS, "driver: 550"),
+    (network.INTERFACES, {"own": ["127.0.1.1"]}, NOTES, "host name n3 resolves to 127.0.1.1"),
+    (network.INTERFACES, {"asked": {network.GLOO: "eth7"}}, BREAKS, "selects no interface of this node"),
+    (network.INTERFACES, {"asked": {network.GLOO: "lo"}}, BREAKS, "selects only loopback"),
+    (
+        network.INTERFACES,
+        {"asked": {"X_IFNAME": "^eth,lo"}},
+        BREAKS,
+        "selects no interface of this node; available: lo",
+    ),
     (machine.LIMITS, {"files": 1024}, WARNS, "1,024 open files"),
     (machine.LIMITS, {"locked": 65536}, WARNS, "InfiniBand"),
     (machine.LIMITS, {"shared": 64 << 20}, WARNS, "/dev/shm has 64 MiB"),
 ]
 
 
-@pytest.mark.parametrize(("check", "fault", "severity", "said"), FAULTS, ids=lambda value: str(value)[:40])
-def test_one_node_with_a_fault_is_named(check: str, fault: dict[str, Any], severity: str, said: str) -> None:
+@pytest.mark.parametrize(("check", "fault", "severity", "message"), FAULTS, ids=lambda value: str(value)[:40])
+def test_a_faulty_node_is_reported(check: str, fault: dict[str, Any], severity: str, message: str) -> None:
     nodes = [healthy(number) for number in range(4)]
     nodes[2].seen[check].update(fault)
-    found = one(list(JUDGES[check](nodes)))
-    assert (found.check, found.severity, found.where) == (check, severity, "n3")
-    assert said in found.what
+    finding = one(list(JUDGES[check](nodes)))
+    assert (finding.check, finding.severity, finding.where) == (check, severity, "n3")
+    assert message in finding.what
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "severity", "said"),
+    ("name", "fault", "severity", "message"),
     [
-        (RUN, {"fault": "Permission denied"}, BREAKS, "/shared/runs can't be written"),
-        ("trainer.compile_cache", {"fault": "No space left on device", "free": 0}, BREAKS, "0 MiB are free"),
-        (RUN, {"locks": None}, WARNS, "has no locks"),
+        (RUN, {"fault": "Permission denied"}, BREAKS, "/shared/runs is not writable"),
+        ("trainer.compile_cache", {"fault": "No space left on device", "free": 0}, BREAKS, "0 MiB free"),
+        (RUN, {"locks": None}, WARNS, "has no file locks"),
         (RUN, {"renames": False}, BREAKS, "did not replace"),
-        (RUN, {"seconds": 0.2}, WARNS, "takes 41.9 MB/s, and most nodes write 838.9"),
-        (RUN, {"free": 90 * GIB}, BREAKS, "has 90 GiB free, and one checkpoint of this run takes 100 GiB"),
+        (RUN, {"seconds": 0.2}, WARNS, "writes 41.9 MB/s; the median node writes 838.9 MB/s"),
+        (RUN, {"free": 90 * GIB}, BREAKS, "has 90 GiB free, but one checkpoint of this run takes 100 GiB"),
         (RUN, {"free": 250 * GIB}, WARNS, "3 of them 300 GiB: 2 fit"),
     ],
 )
-def test_a_disk_with_a_fault(name: str, fault: dict[str, Any], severity: str, said: str) -> None:
+def test_a_faulty_disk_is_reported(name: str, fault: dict[str, Any], severity: str, message: str) -> None:
     nodes = [healthy(number) for number in range(4)]
     nodes[1].seen[disks.CHECK][name].update(fault)
-    found = one(list(disks.judge(nodes, [None] * 4, NEED)))
-    assert (found.severity, found.where) == (severity, "n2") and said in found.what
-    assert f"{name}=PATH" in found.remedy
+    finding = one(list(disks.judge(nodes, [None] * 4, NEED)))
+    assert (finding.severity, finding.where) == (severity, "n2") and message in finding.what
+    assert f"{name}=PATH" in finding.remedy
 
 
-def test_a_folder_that_is_not_shared_and_locks_that_do_not_hold() -> None:
+def test_unshared_folders_and_broken_locks_are_reported() -> None:
     nodes = [healthy(number) for number in range(3)]
     there = {"seen": True, "locked_out": True}
     assert not list(disks.judge(nodes, [None, there, there], NEED))
-    found = one(list(disks.judge(nodes, [None, there, {"seen": False, "locked_out": None}], NEED)))
-    assert (found.severity, found.where) == (BREAKS, "n3") and "not shared" in found.what
-    found = one(list(disks.judge(nodes, [None, {"seen": True, "locked_out": False}, there], NEED)))
-    assert (found.severity, found.where) == (WARNS, "n2") and "does not keep others out" in found.what
+    finding = one(list(disks.judge(nodes, [None, there, {"seen": False, "locked_out": None}], NEED)))
+    assert (finding.severity, finding.where) == (BREAKS, "n3") and "not shared" in finding.what
+    finding = one(list(disks.judge(nodes, [None, {"seen": True, "locked_out": False}, there], NEED)))
+    assert (finding.severity, finding.where) == (WARNS, "n2") and "does not exclude other nodes" in finding.what
 
 
-def test_this_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_observing_a_disk_leaves_no_files(tmp_path: Path) -> None:
     seen = disks.observe({RUN: tmp_path / "runs" / "new"})[RUN]
     assert seen["folder"] == str(tmp_path) and seen["fault"] is None and seen["renames"] and seen["locks"]
-    mark = disks.leave_mark(tmp_path)
-    assert mark is not None and disks.look_for(str(mark.path)) == {"seen": True, "locked_out": True}
+    mark = disks.create_marker(tmp_path)
+    assert mark is not None and disks.check_marker(str(mark.path)) == {"seen": True, "locked_out": True}
     mark.remove()
     assert not list(tmp_path.iterdir())
     if os.geteuid():
@@ -105,24 +110,24 @@ def test_this_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
         assert disks.observe({RUN: tmp_path})[RUN]["fault"] == "Permission denied"
 
 
-def test_what_a_run_writes() -> None:
+def test_disk_need_counts_checkpoints() -> None:
     settings: dict[str, Any] = {"checkpoint.every_steps": 10, "trainer.steps": 95, "checkpoint.keep": 2}
     plan = resolve(make(**settings), 1)
-    wanted = examination.need_of(plan)
-    assert wanted == Need(plan.whole.trained * (4 + 2 * 4), 3), "two, and the one that is being written"
+    need = examination.disk_need(plan)
+    assert need == Need(plan.whole.trained * (4 + 2 * 4), 3), "two, and the one being written"
     settings["checkpoint.keep"] = None
-    assert examination.need_of(resolve(make(**settings), 1)).kept == 10, "at 10, 20 ... 90 and at the end"
+    assert examination.disk_need(resolve(make(**settings), 1)).retained == 10, "at 10, 20 ... 90 and at the end"
 
 
-def test_clocks() -> None:
+def test_clock_differences_are_reported() -> None:
     nodes = [healthy(number) for number in range(3)]
     readings = [None, ClockReading(0.4, 0.001), ClockReading(-1.2, 0.9)]
-    assert not list(machine.judge_clocks(nodes, readings)), "or so it may be"
-    found = one(list(machine.judge_clocks(nodes, [None, ClockReading(-37.2, 0.001), ClockReading(0.0, 0.001)])))
-    assert found.where == "n2" and "37.2 s behind n1's" in found.what
+    assert not list(machine.judge_clocks(nodes, readings)), "within the error of the reading"
+    finding = one(list(machine.judge_clocks(nodes, [None, ClockReading(-37.2, 0.001), ClockReading(0.0, 0.001)])))
+    assert finding.where == "n2" and "37.2 s behind n1" in finding.what
 
 
-def test_pairs() -> None:
+def test_failed_and_slow_pairs_are_reported() -> None:
     nodes = [healthy(number) for number in range(3)]
 
     def tried(slow: float = 0.0002, fault: str = "") -> dict[int, list[dict[str, Any]]]:
@@ -131,13 +136,13 @@ def test_pairs() -> None:
         return results
 
     assert not list(network.judge_pairs(nodes, tried()))
-    found = one(list(network.judge_pairs(nodes, tried(fault="no answer within 4 s"))))
-    assert (found.severity, found.where) == (BREAKS, "n2 → n3")
-    assert found.what == "10.0.0.2 can't connect to 10.0.0.3, port 40001: no answer within 4 s"
+    finding = one(list(network.judge_pairs(nodes, tried(fault="no answer within 4 s"))))
+    assert (finding.severity, finding.where) == (BREAKS, "n2 → n3")
+    assert finding.what == "10.0.0.2 cannot connect to 10.0.0.3, port 40001: no answer within 4 s"
     assert one(list(network.judge_pairs(nodes, tried(slow=0.05)))).severity == WARNS
 
 
-def test_a_port_that_answers_and_one_that_does_not() -> None:
+def test_reach_open_and_closed_ports() -> None:
     echo = network.Echo()
     answered = network.reach("127.0.0.1", echo.port)
     assert answered["seconds"] > 0 and not answered["fault"]
@@ -148,51 +153,53 @@ def test_a_port_that_answers_and_one_that_does_not() -> None:
 
 
 def measured(products: list[float], slow: Callable[[int, int], bool] = lambda one, other: False) -> dict[str, Any]:
-    """Of four nodes with two ranks each."""
+    """Return measurements of four nodes with two ranks each."""
     hosts = [f"n{1 + rank // 2}" for rank in range(8)]
     links = [(a, b, 1e7 if slow(a, b) else 1e9) for a in range(4) for b in range(4) if a != b]
     return {"hosts": hosts, "products": products, "links": links, "collectives": []}
 
 
-def test_slow_ranks_and_links() -> None:
+def test_slow_ranks_and_links_are_reported() -> None:
     assert not list(ranks.judge(measured([1e12] * 8)))
-    found = one(list(ranks.judge(measured([1e12] * 5 + [6e11] + [1e12] * 2))))
-    assert found.where == "rank 5 on n3" and "600.0 GFLOP/s" in found.what and "--exclude=n3" in found.remedy
-    found = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: (a, b) == (1, 3)))))
-    assert found.where == "n2 → n4" and "10.0 MB/s, and most links 1,000.0 MB/s" in found.what
-    found = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: a == 2))))
-    assert found.where == "n3" and "all its links are slow" in found.what
+    finding = one(list(ranks.judge(measured([1e12] * 5 + [6e11] + [1e12] * 2))))
+    assert finding.where == "rank 5 on n3" and "600.0 GFLOP/s" in finding.what and "--exclude=n3" in finding.remedy
+    finding = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: (a, b) == (1, 3)))))
+    assert finding.where == "n2 → n4" and "10.0 MB/s; the median link carries 1,000.0 MB/s" in finding.what
+    finding = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: a == 2))))
+    assert finding.where == "n3" and "all links are slow" in finding.what
 
 
-def test_a_slow_group() -> None:
+def test_a_slow_group_is_reported() -> None:
     groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
     rates = [
         {"axis": "tp", "kind": "all_reduce", "ranks": 2, "size": 1 << 24, "seconds": 0.1 if group[0] == 4 else 0.01}
         | {"group": group}
         for group in groups
     ]
-    found = one(list(ranks.judge(measured([1e12] * 8) | {"collectives": rates})))
-    assert found.where == "tp group of ranks 4, 5 (n3)"
+    finding = one(list(ranks.judge(measured([1e12] * 8) | {"collectives": rates})))
+    assert finding.where == "tp group of ranks 4, 5 (n3)"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
-def test_every_pair_of_nodes_meets_once(count: int) -> None:
-    played = [list(pairs) for pairs in rounds(count)]
-    assert all(len({n for pair in pairs for n in pair}) == 2 * len(pairs) for pairs in played), "one partner at a time"
-    met = [pair for pairs in played for pair in pairs]
-    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+def test_pairing_rounds_contain_each_pair_once(count: int) -> None:
+    all_rounds = [list(pairs) for pairs in pairing_rounds(count)]
+    assert all(len({n for pair in pairs for n in pair}) == 2 * len(pairs) for pairs in all_rounds), (
+        "one partner at a time"
+    )
+    all_pairs = [pair for pairs in all_rounds for pair in pairs]
+    assert sorted(all_pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert first_ranks(["a", "a", "b", "b"]) == [0, 2]
 
 
 def test_bandwidths_of_a_rate() -> None:
     # doc/PERFORMANCE.md there: all_reduce 2 (n-1)/n, all_gather and reduce_scatter (n-1)/n, send and recv 1.
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-    found = [Rate("tp", kind, 4, size=8_000_000, seconds=0.002) for kind in kinds]
-    assert [rate.algorithm_bandwidth for rate in found] == [4e9] * 4
-    assert [rate.bus_bandwidth for rate in found] == [6e9, 3e9, 3e9, 4e9]
+    rates = [Rate("tp", kind, 4, size=8_000_000, seconds=0.002) for kind in kinds]
+    assert [rate.algorithm_bandwidth for rate in rates] == [4e9] * 4
+    assert [rate.bus_bandwidth for rate in rates] == [6e9, 3e9, 3e9, 4e9]
 
 
-def test_bus_bandwidth_is_that_of_the_nccl_tests() -> None:
+def test_bus_factors_match_nccl_tests() -> None:
     # doc/PERFORMANCE.md there: 2(n-1)/n, (n-1)/n, (n-1)/n, 1.
     factors = {"all_reduce": 1.75, "all_gather": 0.875, "reduce_scatter": 0.875, "send_recv": 1.0}
     assert {kind: bus_factor(kind, 8) for kind in factors} == factors
@@ -209,6 +216,6 @@ def test_bus_bandwidth_is_that_of_the_nccl_tests() -> None:
         ("^=eth1", False, {"lo", "docker0", "eth0"}),
     ],
 )
-def test_what_a_variable_chooses(text: str, exact: bool, chosen: set[str]) -> None:
+def test_interfaces_selected_by_a_variable(text: str, exact: bool, chosen: set[str]) -> None:
     known = ["lo", "docker0", "eth0", "eth1"]
     assert {name for name in known if network.matches(text, name, exact=exact)} == chosen
