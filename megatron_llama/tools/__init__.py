@@ -1,1 +1,1 @@
-"""Programs beside a run: compare curves, import NeMo configs, measure traffic, compile ahead of time."""
+"""User tools outside the training loop: planning, tuning, inference, profiling, comparison and diagnosis."""

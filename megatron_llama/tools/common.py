@@ -1,4 +1,4 @@
-"""How far a tool is, on stderr: a bar on a terminal; where the output goes to a file, only the lines that stay."""
+"""Progress bars on stderr, and overrides that several tools add to a run."""
 from __future__ import annotations
 
 import sys
@@ -13,53 +13,49 @@ from megatron_llama.train.console import duration
 
 
 class ProgressBar:
-    """The bar of one part of the work. It is drawn when it is told something, by no thread: what is measured meanwhile
-    is not disturbed."""
+    """Progress bar of one task. It has no refresh thread, which would disturb measurements."""
 
-    def __init__(self, what: str, unit: str, total: int | None) -> None:
-        self._unit, self._total, self._begun, self._first = unit, total, time.monotonic(), 0
+    def __init__(self, label: str, unit: str, total: int | None) -> None:
+        self._unit, self._total, self._start, self._first = unit, total, time.monotonic(), 0
         self._console = Console(stderr=True)
-        columns = (TextColumn(what), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+        columns = (TextColumn(label), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
-        self._task = self._bar.add_task(what, total=total, text="")
+        self._task = self._bar.add_task(label, total=total, text="")
 
     def start_at(self, done: int) -> None:
-        """What was done before takes no part in the rate."""
+        """Set the units that an earlier start completed; the rate excludes them."""
         self._first = done
         self.show(done)
 
-    def show(self, done: int, now: str = "") -> None:
-        """How much is done, how fast, how long the rest takes, and what is being done ``now``."""
-        seconds, fresh = time.monotonic() - self._begun, done - self._first
+    def show(self, done: int, current: str = "") -> None:
+        """Draw the completed units, the rate, the remaining time and the label of the ``current`` unit."""
+        seconds, fresh = time.monotonic() - self._start, done - self._first
         text = f"{done:,}{f' of {self._total:,}' if self._total else ''} {self._unit}"
         if fresh > 0 and seconds > 0:
             rate = fresh / seconds
             text += f", {rate:,.0f} a second" if rate >= 1 else f", {seconds / fresh:.0f} s each"
             if self._total:
                 text += f", {duration(seconds / fresh * (self._total - done))} left"
-        self._bar.update(self._task, completed=done, text=f"{text}{'  ' + now if now else ''}", refresh=True)
+        self._bar.update(self._task, completed=done, text=f"{text}{'  ' + current if current else ''}", refresh=True)
 
-    def say(self, line: str) -> None:
-        """A line that stays."""
+    def print_line(self, line: str) -> None:
+        """Print a permanent line above the bar."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def progress_bar(what: str, unit: str, total: int | None = None) -> Iterator[ProgressBar]:
-    """A bar for the time of the block; nothing but lines where stderr is no terminal."""
-    made = ProgressBar(what, unit, total)
+def progress_bar(label: str, unit: str, total: int | None = None) -> Iterator[ProgressBar]:
+    """Show a progress bar during the block. Without a terminal on stderr, print only permanent lines."""
+    progress = ProgressBar(label, unit, total)
     if sys.stderr.isatty():
-        with made._bar:
-            yield made
+        with progress._bar:
+            yield progress
     else:
-        yield made
-
-
-# What tools override in a run whose ranks they start without training anything.
+        yield progress
 
 
 NO_FILES = ("data.mock=true", "data.prefixes=[]", "data.tokenizer=null", "data.prepare=null")
-# The graphs and the collectives of a step depend on none of it. Placed last on the command line, so that it wins.
+"""Overrides of a config that reads no dataset and no tokenizer."""
 MOCK_RUN = (
     *NO_FILES,
     "trainer.epochs=null",
@@ -69,5 +65,5 @@ MOCK_RUN = (
     "logging.wandb=off",
     "logging.sample_prompts=[]",
 )
-
-
+"""Overrides of a run that trains on mock data and writes no logs. They do not change the graphs or collectives of a
+step. Tools append them to the command line, because the last override of a setting counts."""

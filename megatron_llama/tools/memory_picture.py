@@ -1,4 +1,4 @@
-"""Memory over time as a picture. matplotlib is imported when one is drawn."""
+"""Memory over time as a PNG. matplotlib is imported by the function that draws."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from megatron_llama.system.tables import GIB, gib
 
 MOST_COLUMNS = 1500
-"""Of a picture; each shows the highest moment of those that it stands for."""
+"""Sampled moments per figure. Each is the maximum of its interval."""
 MOST_PASSES = 24
+"""Figures with more passes do not mark them."""
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -21,7 +22,7 @@ STYLE = {
 
 
 def peak_indices(totals: Any, most: int = MOST_COLUMNS) -> Any:
-    """Indices of at most ``most`` moments that show the whole course of ``totals`` [n], peaks included: int64 [m]."""
+    """Downsample ``totals`` [n] to at most ``most`` moments: index of each interval's maximum, int64 [m]."""
     import numpy as np
 
     every = -(-len(totals) // most)
@@ -39,10 +40,16 @@ def draw_memory(
     axis: str,
     memory_gib: float | None = None,
 ) -> bytes:
-    """The bytes of a PNG: what is alive, by kind, over the moments of a step, with its passes below.
+    """Draw the live memory of a step, stacked by kind, and return the PNG's bytes.
 
-    ``moments`` [n] are positions on the horizontal axis, ``sizes`` bytes [n, kinds], ``passes`` where each one begins
-    and its short name. Kinds that never matter are left out.
+    Args:
+        moments: positions on the horizontal axis, [n].
+        sizes: live bytes, [n, kinds].
+        kinds: labels of the columns of ``sizes``. Kinds that stay below 1/500 of the peak are omitted.
+        passes: start position and short name of each forward or backward pass.
+        title: title of the figure.
+        axis: label of the horizontal axis.
+        memory_gib: device memory to mark, GiB.
     """
     import matplotlib
 
@@ -66,7 +73,7 @@ def draw_memory(
         axes.annotate(f"peak {gib(peak)}", highest_point, xytext=(0, 6), textcoords="offset points", ha="center")
         if memory_gib is not None:
             axes.axhline(memory_gib * GIB / size, color="k", linestyle="--", linewidth=1)
-            axes.annotate(f"the device's {memory_gib:g} GiB", (moments[0], memory_gib * GIB / size), va="bottom")
+            axes.annotate(f"device memory {memory_gib:g} GiB", (moments[0], memory_gib * GIB / size), va="bottom")
         axes.set_ylim(0, max(peak, (memory_gib or 0) * GIB) / size * 1.08)
         if len(passes) <= MOST_PASSES:
             stops = [begin for begin, _ in passes[1:]] + [end]

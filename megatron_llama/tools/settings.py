@@ -1,8 +1,7 @@
-"""The settings of ``cluster`` and ``tune``: of single tools, and no part of ``Config``.
+"""Settings of the sections ``cluster`` and ``tune``, which belong to tools and not to ``Config``.
 
-``cluster`` describes machines that a plan is made for and that need not be here. A run's machines are those it finds,
-so train.py neither takes nor saves these settings, and a resumed run has nothing to compare. ``tune`` says what
-scripts/tune.py looks for, and how long.
+``cluster`` describes the machines of a forecast; they need not exist. train.py uses the machines that it finds, so it
+neither accepts nor saves these settings. ``tune`` holds the objective and the limits of scripts/tune.py.
 """
 
 from __future__ import annotations
@@ -25,72 +24,77 @@ Owner = TypeVar("Owner")
 
 @dataclass
 class ClusterConfig:
-    """Machines to plan for; of scripts/plan.py and scripts/tune.py."""
+    """Machines of a forecast; for scripts/plan.py and scripts/tune.py."""
 
     device: str = "h100"
-    """Accelerator, a name of the hardware table: a100, h100, h200, b200, mi300x, trn1, gaudi2, ...; python
-    scripts/plan.py --devices lists them. cpu: this machine, as scripts/plan.py --calibrate has measured it."""
+    """Accelerator name (h100, b200, mi300x, trn1, ...; list: scripts/plan.py --devices). cpu: this machine, after
+    scripts/plan.py --calibrate."""
     nodes: Annotated[int | None, at_least(1)] = None
-    """Machines. Derived: as many as tp * pp * dp need."""
+    """Number of machines. Derived: enough for tp * pp * dp ranks."""
     devices_per_node: Annotated[int | None, at_least(1)] = None
-    """Devices of a machine. Derived: what the hardware table says."""
+    """Devices per machine. Derived: from the hardware table."""
     price: Annotated[float | None, above_zero()] = None
-    """Price of one device for an hour, in any currency; null leaves the cost out."""
+    """Price of one device per hour, in any currency. null omits the cost."""
     tokens: Annotated[float | None, above_zero()] = None
-    """Tokens to train on. Derived: those of the run's steps."""
+    """Tokens to train on. Derived: tokens of trainer.steps."""
     failure_hours: Annotated[float, above_zero()] = 50_000.0
-    """Mean hours between failures of one device that stop the run. The default is what 16,384 H100 had while Llama 3
-    was trained, 419 in 54 days (arXiv:2407.21783)."""
+    """Mean hours between failures of one device. Default: 419 failures of 16,384 H100 in 54 days (Llama 3,
+    arXiv:2407.21783)."""
     restart_minutes: Annotated[float, at_least(0)] = 10.0
-    """From a failure to the first new step, without the steps that are lost."""
+    """Minutes from a failure to the first new step, without the lost steps."""
     storage_gbps: Annotated[float, above_zero()] = 1.0
-    """Gigabytes per second that one machine writes of a checkpoint."""
+    """Write bandwidth of one machine for checkpoints, in GB/s."""
 
 
 def load_cluster(overrides: Sequence[str]) -> tuple[ClusterConfig, list[str], list[Problem]]:
-    """The cluster of a command line, the overrides that are not about it, and what is wrong with those that are."""
+    """Parse the overrides of ``cluster``: (its settings, the other overrides, problems)."""
     return load_section(ClusterConfig, CLUSTER, overrides)
 
 
 @dataclass
 class TuneConfig:
-    """What scripts/tune.py looks for; of that program only."""
+    """Objective and limits of a search; for scripts/tune.py."""
 
     objective: Annotated[str, one_of(*OBJECTIVES)] = "throughput"
-    """throughput (the most tokens a second), max_seq_len (the longest data.seq_length that fits) or min_devices (the
-    fewest devices that do). Also written objective=..."""
+    """Objective: most tokens/s, longest data.seq_length that fits, or fewest devices. Short form: objective=..."""
     trials: Annotated[int, at_least(0)] = 8
-    """Runs of a few steps that are timed, the most promising first; as many more may run out of memory, and the fastest
-    three, where they are close, run twice more in turn. 0 only plans, as for machines that are not here."""
+    """Number of timed trials, most promising settings first. 0: plan only; always 0 for other machines unless
+    tune.jobs."""
     steps: Annotated[int, at_least(1)] = 5
-    """Steps of a trial that are timed, after one that is not; their median counts."""
+    """Timed steps of a trial, after one warm-up step. The result is their median."""
     trial_minutes: Annotated[float, above_zero()] = 10.0
-    """A trial that takes longer is ended."""
+    """Time limit of a trial, in minutes."""
     days: Annotated[float | None, above_zero()] = None
-    """For min_devices: the run must end within so many days, with failures and checkpoints; null asks for no more than
-    that it fits."""
+    """Deadline of the run for min_devices, in days with failures and checkpoints. null: the run only has to fit."""
     jobs: bool = False
-    """Try as SLURM jobs, by sbatch run.slurm on cluster.nodes machines; tune.dir must be on a disk that they share."""
+    """Whether trials run as SLURM jobs (run.slurm, on cluster.nodes machines). Needs tune.dir on a shared disk."""
     sbatch: str = ""
-    """More options for sbatch, such as tune.sbatch="--partition gpu --time 20"."""
+    """Additional sbatch options, such as tune.sbatch="--partition gpu --time 20"."""
     name: str | None = None
-    """Name of the experiment that is written in conf/experiment/. Derived: from model, objective, machine."""
+    """Name of the experiment file in conf/experiment/. Derived: from model, objective and machine."""
     overwrite: bool = False
-    """Replace an experiment of that name."""
+    """Whether an existing experiment of this name is replaced."""
     dir: str | None = None
-    """Folder of the trials; one that holds some of the same search goes on. Derived: runs/tune-<name>."""
+    """Folder of the trials. An interrupted search of the same command resumes. Derived: runs/tune-<name>."""
 
 
 def load_tuning(overrides: Sequence[str]) -> tuple[TuneConfig, list[str], list[Problem]]:
-    """The settings of tune on a command line, the overrides that are not about it, and what is wrong with those that
-    are."""
+    """Parse the overrides of ``tune``: (its settings, the other overrides, problems)."""
     dotted = [f"{TUNE}.{text}" if text.startswith("objective=") else text for text in overrides]
     return load_section(TuneConfig, TUNE, dotted)
 
 
 def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> tuple[Owner, list[str], list[Problem]]:
-    """The ``section`` of a command line as an ``owner``, a dataclass; the overrides that are not of that section, and
-    what is wrong with those that are."""
+    """Parse the overrides of one section.
+
+    Args:
+        owner: dataclass of the section's settings.
+        section: prefix of their names.
+        overrides: Hydra overrides of the command line.
+
+    Returns:
+        (an ``owner``, the overrides of other sections, problems of this section's overrides)
+    """
     settings = settings_of(owner, section)
     values: dict[str, Any] = {}
     rest, problems = [], []
@@ -103,7 +107,7 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
         if setting is None:
             guess = nearest(name, list(settings))
             instead = f"write {guess}={written}" if guess else f"write one of {', '.join(settings)}"
-            problems.append(Problem(name, written, "there is no setting of this name", instead))
+            problems.append(Problem(name, written, "unknown setting", instead))
             continue
         value = written if setting.kind is str and written != "null" else _read(written)
         if setting.kind is float and isinstance(value, str):  # YAML reads 2e12 as text
@@ -119,7 +123,7 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
 
 
 def _read(written: str) -> Any:
-    """What YAML reads; the text itself where it is none."""
+    """Parse a value as YAML; return the text itself if it is invalid."""
     try:
         return yaml.safe_load(written)
     except yaml.YAMLError:

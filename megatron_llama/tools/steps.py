@@ -1,4 +1,4 @@
-"""The steps of ``train`` without its files, for tools that measure a step."""
+"""Training steps without the files of a run, for tools that measure a step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_llama.train.sanity import FiniteCheck
 
 
 class StepBatches(Protocol):
-    """A step's micro batches, as ``Batches`` gives them."""
+    """Source of a step's micro batches, with the interface of ``Batches``."""
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]: ...
 
 
 @dataclass
 class Steps:
-    """All that ``train`` does in a step but for metrics and checkpoints."""
+    """Steps of the training loop, without metrics and checkpoints."""
 
     plan: Plan
     model: ParallelModel
@@ -38,7 +38,7 @@ class Steps:
     finite: FiniteCheck
 
     def run(self, step: int) -> float:
-        """Step ``step``, counted from 1; returns its loss. All ranks must call it."""
+        """Run step ``step``, counted from 1, and return its loss. All ranks must call it."""
         metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.finite)  # type: ignore[arg-type]
         if self.plan.config.logging.parameter_norm:
             parameter_norm(self.model.shards, self.model.device)
@@ -55,7 +55,10 @@ def open_steps(
     data: Data,
     batches: StepBatches | None = None,
 ) -> Iterator[Steps]:
-    """Steps that log and save nothing, on ``batches`` or those of ``data``, at random-LTD's largest length."""
+    """Yield steps that log and save nothing.
+
+    They train on ``batches`` or ``data``, at random-LTD's largest length.
+    """
     with tempfile.TemporaryDirectory() as folder:
         without_saves = replace(plan.config.checkpoint, every_steps=None)
         config = replace(plan.config, run=replace(plan.config.run, dir=folder), checkpoint=without_saves)

@@ -1,8 +1,8 @@
-"""What a run needs before it runs: memory by pipeline stage, seconds of a step, what failures take of a long run.
+"""Forecasts of a run: memory of each pipeline stage, time of a step, goodput with failures.
 
     job = job_of_plan(plan)
     footprint(job, stage=0).total                       # bytes
-    step_time(job, find_device("h100"), fitted()).total  # seconds
+    step_time(job, find_device("h100"), load_constants()).total  # seconds
 
-Formulas without torch and without devices; docs/guides/tools/planning.md has them in words, with their measured errors.
+The formulas need neither torch nor a device. docs/guides/tools/planning.md states them, with their measured errors.
 """

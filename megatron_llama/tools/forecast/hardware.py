@@ -1,4 +1,4 @@
-"""The devices that a forecast knows: hardware.csv, one a row, each with the source of its numbers."""
+"""Hardware table of the forecasts: hardware.csv has one row per device, with the source of its numbers."""
 
 from __future__ import annotations
 
@@ -10,55 +10,56 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("hardware.csv")
 MAKERS = {"nvidia", "amd", "intel", "aws", "instinct", "tesla", "dgx", "hgx"}
-"""Words that may stand before a chip's name."""
+"""Words that may precede a chip's name."""
 TYPICAL_REACH = 0.80
-"""Share of its peak that a large product reaches where nobody has published it: the median of the table."""
+"""Share of the peak that large GEMMs reach on devices without a published benchmark: the median of the table."""
 TYPICAL_BUS_SHARE = 0.80
-"""Share of the link's speed that a large collective reaches inside a node."""
+"""Share of the link bandwidth that large collectives reach inside a node, without a published benchmark."""
 
 
 @dataclass(frozen=True)
 class HardwareSpec:
-    """One accelerator, or the part of it that one rank has."""
+    """Peak rates and memory of one accelerator, or of the part that one rank uses."""
 
     name: str
     family: str
-    """Devices of the same chip, which share fitted constants."""
+    """Chip. Devices of one family share fitted constants."""
     peaks: dict[str, float]
-    """Dense peak by number format, FLOP/s."""
+    """Dense peak by number format (fp32, bf16, fp8, fp4), FLOP/s."""
     reach: dict[str, float]
-    """Share of the peak that large products reach in a benchmark, by number format."""
+    """Share of the peak that large GEMMs reach in a benchmark, by number format."""
     memory_bytes: int
     bandwidth: float
-    """Of its memory, bytes/s."""
+    """Memory bandwidth, bytes/s."""
     link: float
-    """To the other devices of the node, bytes/s in each direction."""
+    """Bandwidth to the other devices of the node, bytes/s per direction."""
     bus: float
-    """Bus bandwidth of a large all-reduce over a whole node, bytes/s."""
+    """Bus bandwidth of a large all-reduce over a node, bytes/s."""
     per_node: int
-    """Devices that the fast links join."""
+    """Devices that fast links connect."""
     network: float
-    """To other nodes, bytes/s in each direction."""
+    """Bandwidth to other nodes, bytes/s per direction."""
     ranks_per_device: int
-    """Ranks that share a device, each with a part of it (NeuronCores)."""
+    """Ranks that share the device (NeuronCores)."""
     host_speed: float
-    """How fast a core of its usual hosts is, beside those that A100 came with (Zen 2, Cascade Lake): in benchmarks of
-    one thread, Sapphire Rapids and Zen 4 are half as fast again."""
+    """Single-thread speed of its usual hosts relative to A100 hosts (Zen 2, Cascade Lake). Sapphire Rapids and Zen 4
+    have 1.5."""
     source: str
+    """Where the numbers are published."""
     kind: str = "cpu"
-    """The ``device.name`` of a run on it."""
+    """Setting ``device.name`` of a run on this device."""
 
     def peak(self, form: str) -> float:
-        """FLOP/s of a format; that of the next wider one where the device has none of its own."""
+        """Return the peak FLOP/s of a format, or of the next higher precision if the device lacks the format."""
         return self.peaks[self.format_used(form)]
 
     def format_used(self, form: str) -> str:
-        """The format whose peak ``form`` gets here."""
+        """Return the format in which the device computes ``form``."""
         order = ("fp4", "fp8", "bf16", "fp32")
         return next(name for name in order[order.index(form) :] if name in self.peaks)
 
     def per_rank(self) -> HardwareSpec:
-        """The part of the device that one of its ranks has."""
+        """Return the share of the device that one rank uses."""
         parts = self.ranks_per_device
         if parts == 1:
             return self
@@ -77,26 +78,25 @@ class HardwareSpec:
 
 @functools.cache
 def devices() -> dict[str, HardwareSpec]:
-    """Every device of the table by its name, lower case."""
+    """Return the devices of the table by name, lower case."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         return {row["name"]: _device(row) for row in csv.DictReader(file)}
 
 
 @functools.cache
 def _aliases() -> dict[str, str]:
-    """The names that mean a device, lower case, its own too; the longest first."""
+    """Return the device name of each alias and name, lower case, longest first."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         rows = [(row["name"], row["aliases"]) for row in csv.DictReader(file)]
-    found = {alias: name for name, aliases in rows for alias in (name, *filter(None, aliases.split(";")))}
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+    names = {alias: name for name, aliases in rows for alias in (name, *filter(None, aliases.split(";")))}
+    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
 
 def find_device(name: str) -> HardwareSpec | None:
-    """The device that ``name`` means, as tables write it ("8x NVIDIA H100 SXM5 80GB", "A100-SXM4-40GB (DGX)"); None
-    where none is meant.
+    """Return the device of a name as published tables write it: "8x NVIDIA H100 SXM5 80GB", "A100-SXM4-40GB (DGX)".
 
-    A name is read from its chip on, which is its first word but for a count and the maker's; words behind it do no
-    harm. What else an alias says may stand in any order.
+    A count and the maker's name are dropped; the next word must be the chip. The other words of an alias may follow in
+    any order, and unknown words are ignored. Returns None for an unknown chip.
     """
     plain = re.sub(r"(?<=\d) ?gi?b\b", "gb", re.sub(r"^(\d+ ?x ?)+", "", name.strip().lower()))
     words = re.findall("[a-z0-9]+", plain)

@@ -1,8 +1,8 @@
-"""What each module of a pipeline stage holds and computes: the formula of ``flops.py``, module by module.
+"""Parameters and FLOPs of each module of a pipeline stage.
 
-The sum over all modules, ranks and tokens of a step is ``flops_per_token`` with attention as the full square, where no
-rank computes more than its share. Padding of the vocabulary, copies of kv heads and padding tokens come on top here,
-because a device does compute them. What recomputation does a second time is not counted, as in MFU.
+Summed over modules, ranks and tokens, they equal ``arch.flops.flops_per_token`` with full attention. Vocabulary
+padding, copies of kv heads and padding tokens are added here, because the device computes them. Recomputation is not
+counted, as in MFU.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from megatron_llama.plan.plan import Plan
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """A module's own weights and products, without those of the modules inside it."""
+    """Parameters and GEMMs of a module, without its submodules."""
 
     parameters: int = 0
     forward: float = 0.0
-    """FLOPs for each token of a micro batch."""
+    """FLOPs per token of a micro batch."""
     backward: float = 0.0
     attention: int = 0
-    """FLOPs of the forward pass for each pair of tokens of one document, each with each; the backward pass has two."""
+    """FLOPs of the forward pass per pair of tokens of one document. The backward pass has twice as many."""
 
     def flops(self, tokens: int, pairs: int) -> tuple[int, int]:
-        """FLOPs of (forward, backward) over ``tokens`` tokens whose documents hold ``pairs`` pairs of tokens."""
+        """Return the FLOPs of (forward, backward) for ``tokens`` tokens and ``pairs`` pairs within documents."""
         attention = self.attention * pairs
         return round(self.forward * tokens) + attention, round(self.backward * tokens) + 2 * attention
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The part of a model that one rank has."""
+class _ModelShard:
+    """Model and settings that determine the shapes of one rank."""
 
     model: ModelConfig
     finetune: FinetuneConfig
@@ -48,72 +48,76 @@ class _Part:
 
 
 def rank_work(plan: Plan, layers: Sequence[int], *, first: bool, last: bool) -> dict[str, ModuleWork]:
-    """The modules of a chunk with ``layers`` on one of its ranks, by name, without those that do nothing countable."""
-    part = _Part(plan.model, plan.config.finetune, plan.config.trainer.tp, plan.sp, plan.padded_vocab_size)
-    return dict(_chunk(part, layers, first, last))
+    """Return parameters and FLOPs of the modules of a pipeline chunk on one rank, by module name."""
+    shard = _ModelShard(plan.model, plan.config.finetune, plan.config.trainer.tp, plan.sp, plan.padded_vocab_size)
+    return dict(_chunk(shard, layers, first, last))
 
 
 def model_parameters(plan: Plan) -> dict[str, int]:
-    """Parameters of each module of the whole model, LoRA's included, without padding and copies. A tied head has none:
-    they are the embedding's."""
-    part = _Part(plan.model, plan.config.finetune, 1, False, plan.model.vocab_size)
-    return {name: work.parameters for name, work in _chunk(part, range(plan.model.num_hidden_layers), True, True)}
+    """Return the parameters of each module of the model, with LoRA's, without padding and copies.
+
+    A tied output head has 0: its weight belongs to the embedding.
+    """
+    shard = _ModelShard(plan.model, plan.config.finetune, 1, False, plan.model.vocab_size)
+    return {name: work.parameters for name, work in _chunk(shard, range(plan.model.num_hidden_layers), True, True)}
 
 
-def _chunk(part: _Part, layers: Sequence[int], first: bool, last: bool) -> Iterator[tuple[str, ModuleWork]]:
-    hidden, table = part.model.hidden_size, part.vocab_size // part.tp * part.model.hidden_size
+def _chunk(shard: _ModelShard, layers: Sequence[int], first: bool, last: bool) -> Iterator[tuple[str, ModuleWork]]:
+    hidden, vocabulary = shard.model.hidden_size, shard.vocab_size // shard.tp * shard.model.hidden_size
     if first:
-        yield "embed_tokens", ModuleWork(table)
+        yield "embed_tokens", ModuleWork(vocabulary)
     for layer in layers:
-        for name, work in _block(part):
+        for name, work in _block(shard):
             yield f"layers.{layer}.{name}", work
     if last:
         yield "norm", ModuleWork(hidden)
-        own = 0 if first and part.model.tie_word_embeddings else table
-        yield "lm_head", ModuleWork(own, *_product(table, frozen=part.is_frozen("lm_head")))
+        head = 0 if first and shard.model.tie_word_embeddings else vocabulary
+        yield "lm_head", ModuleWork(head, *_gemm_flops(vocabulary, frozen=shard.is_frozen("lm_head")))
 
 
-def _block(part: _Part) -> Iterator[tuple[str, ModuleWork]]:
-    norm = ModuleWork(part.model.hidden_size)
-    width = part.model.num_attention_heads // part.tp * head_dim(part.model)
+def _block(shard: _ModelShard) -> Iterator[tuple[str, ModuleWork]]:
+    norm = ModuleWork(shard.model.hidden_size)
+    width = shard.model.num_attention_heads // shard.tp * head_dim(shard.model)
     yield "input_layernorm", norm
-    yield "self_attn", ModuleWork(attention=4 * width)  # the scores, and their product with the values
-    yield from _matrix(part, "self_attn.qkv_proj")
-    yield from _matrix(part, "self_attn.o_proj")
+    yield "self_attn", ModuleWork(attention=4 * width)  # scores, and scores times values
+    yield from _matrix(shard, "self_attn.qkv_proj")
+    yield from _matrix(shard, "self_attn.o_proj")
     yield "post_attention_layernorm", norm
-    yield from _matrix(part, "mlp.gate_up_proj")
-    yield from _matrix(part, "mlp.down_proj")
+    yield from _matrix(shard, "mlp.gate_up_proj")
+    yield from _matrix(shard, "mlp.down_proj")
 
 
-def _matrix(part: _Part, name: str) -> Iterator[tuple[str, ModuleWork]]:
-    """A fused matrix, and the LoRA update around it."""
+def _matrix(shard: _ModelShard, name: str) -> Iterator[tuple[str, ModuleWork]]:
+    """Yield a fused matrix, and its LoRA adapters."""
     fused = name.rpartition(".")[2]
-    shapes = {module: matrices(part.model)[module].local_shape(part.tp) for module in FUSED[fused]}
+    shapes = {module: matrices(shard.model)[module].local_shape(shard.tp) for module in FUSED[fused]}
     elements = sum(rows * columns for rows, columns in shapes.values())
-    matrix = ModuleWork(elements, *_product(elements, frozen=part.is_frozen(name)))
-    adapted = part.finetune.lora_target_modules if part.finetune.method == "lora" else []
+    matrix = ModuleWork(elements, *_gemm_flops(elements, frozen=shard.is_frozen(name)))
+    adapted = shard.finetune.lora_target_modules if shard.finetune.method == "lora" else []
     targets = [shape for module, shape in shapes.items() if module in adapted]
     if targets:
-        yield name, _lora(part, targets, column=fused not in ROW_PARALLEL)
+        yield name, _lora(shard, targets, column=fused not in ROW_PARALLEL)
         yield f"{name}.base_layer", matrix
     else:
         yield name, matrix
 
 
-def _lora(part: _Part, targets: Sequence[tuple[int, int]], *, column: bool) -> ModuleWork:
-    """A and B of a matrix's targets, (rows, columns) each. Under sequence parallelism the one that is replicated
-    multiplies only this rank's part of the tokens."""
-    rank, split = part.finetune.lora_rank, part.tp if part.sp else 1
+def _lora(shard: _ModelShard, targets: Sequence[tuple[int, int]], *, column: bool) -> ModuleWork:
+    """Return the work of A and B for target modules of shape (rows, columns).
+
+    With sequence parallelism the replicated one of A and B multiplies only the rank's share of the tokens.
+    """
+    rank, split = shard.finetune.lora_rank, shard.tp if shard.sp else 1
     a, b = rank * sum(columns for _, columns in targets), rank * sum(rows for rows, _ in targets)
     forward = 2 * (a / split + b) if column else 2 * (a + b / split)
     return ModuleWork(a + b, forward, 2 * forward)
 
 
-def _product(elements: int, *, frozen: bool) -> tuple[float, float]:
-    """FLOPs per token of a product with a matrix, forward and backward: a frozen one has no gradient of its own."""
+def _gemm_flops(elements: int, *, frozen: bool) -> tuple[float, float]:
+    """Return (forward, backward) FLOPs per token of a GEMM; a frozen matrix has no weight gradient."""
     return 2.0 * elements, 2.0 * elements if frozen else 4.0 * elements
 
 
 def any_layer(module: str) -> str:
-    """layers.3.mlp as layers.*.mlp."""
+    """Replace the layer numbers of a module name: layers.3.mlp -> layers.*.mlp."""
     return re.sub(r"\d+", "*", module)

@@ -1,4 +1,4 @@
-"""The training programs of a forecast: the variants of this one, and other programs' (``Program``)."""
+"""Training programs of the forecasts: this project's variants, and other frameworks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAMS = {
         loss_in_steps=True,
     ),
     "megatron": Program("Megatron-Core with Transformer Engine", "tuned", "fused"),
-    "megatron, overlapped": Program("the same, tensor parallelism overlapped", "tuned", "fused", overlaps_tp=True),
+    "megatron, overlapped": Program("Megatron-Core, overlapped tensor parallelism", "tuned", "fused", overlaps_tp=True),
     "eager": Program(
         "PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14, sharded_logit_bytes=16
     ),
@@ -28,16 +28,16 @@ PROGRAMS = {
         logit_bytes=10,
         loss_in_steps=True,
     ),
-    "eager, flash 1": Program("the same, with the first FlashAttention", "flash 1", logit_bytes=14),
+    "eager, flash 1": Program("PyTorch FSDP, eager, with FlashAttention 1", "flash 1", logit_bytes=14),
     "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True, sharded_logit_bytes=16),
     "compiled, overlapped": Program(
-        "the same, asynchronous tensor parallelism",
+        "PyTorch FSDP, compiled, with asynchronous tensor parallelism",
         kernels="compiled",
         overlaps_tp=True,
         keeps_gathered=True,
         sharded_logit_bytes=16,
     ),
-    "synapse": Program("compiled whole, by Gaudi's graph compiler, with its fused attention", kernels="compiled"),
-    "xla": Program("compiled whole, by XLA", "scores", "compiled"),
+    "synapse": Program("Gaudi graph compiler with fused attention", kernels="compiled"),
+    "xla": Program("XLA", "scores", "compiled"),
 }
-"""The variants that the formulas know, by the name under which tables are read."""
+"""Programs by name; plan/published.py assigns one to each row of a table."""

@@ -1,9 +1,8 @@
-"""Seconds of a training step, by what they are spent on.
+"""Forecast time of a training step, by component.
 
-A step is: the micro batches of the slowest pipeline stage, the pipeline's bubble, what communication adds to them where
-it can't be hidden, and the optimizer. Matrix products run at the share of the device's peak that was fitted for its
-chip and format, less on small shapes; what runs between them at the speed of memory; constants.json has the fitted
-numbers, docs/guides/tools/planning.md the formulas in words.
+A step consists of the micro batches of the slowest pipeline stage, the pipeline bubble, exposed communication and the
+optimizer. GEMMs run at a fitted share of the device's peak, less on small shapes. Operations between GEMMs run at
+memory bandwidth. constants.json has the fitted constants; docs/guides/tools/planning.md states the formulas.
 """
 
 from __future__ import annotations
@@ -21,71 +20,73 @@ from megatron_llama.plan.memory import kept_by_layer
 from megatron_llama.tools.forecast.hardware import HardwareSpec
 
 MEMORY_REACH = 0.85
-"""Share of the memory's bandwidth that simple kernels reach."""
-BACKWARD_PRODUCTS = 2
-"""Products in the backward pass for each one of the forward pass: the input's gradient and the weight's."""
+"""Share of the memory bandwidth that elementwise kernels reach."""
 FLASH_BACKWARD = 2.5
-"""Five products in the backward of attention that recomputes its scores, two in the forward (arXiv:2205.14135)."""
+"""FLOPs of FlashAttention's backward over its forward: five GEMMs, scores recomputed, over two (arXiv:2205.14135)."""
 OPERATIONS = {"eager": 40, "compiled": 8, "fused": 16}
-"""Kernels of a block's forward pass beside its products and attention: norms, rotations, residuals, copies."""
+"""Kernels of a block's forward pass other than GEMMs and attention: norms, rotary embeddings, residuals, copies."""
 SCORES_OPERATIONS = 9
-"""Kernels of attention that computes the square of scores: two products, scale, mask, softmax, dropout, copies."""
+"""Kernels of attention that materializes the scores: two GEMMs, scale, mask, softmax, dropout, copies."""
 REPEATED_OPERATIONS = 0.7
-"""Share of them that elementwise recomputation repeats: the norms, rotations and activation, no residuals."""
+"""Share of OPERATIONS that elementwise recomputation repeats: norms, rotary embeddings, activation; no residuals."""
 COLLECTIVE_OPERATIONS = 4
+"""Host time of a collective, in kernels: buffers are registered and streams wait for each other."""
 LOSS_BYTES = 24
-"""Bytes for each logit that a loss of few kernels reads and writes: in 32 bits, three times each."""
+"""Bytes that a fused loss reads and writes per logit: three reads and three writes in fp32."""
 HOST_BANDWIDTH = 25e9
-"""Bytes/s of a host's memory for each of the eight ranks that share it: 200 GB/s, as a processor with eight channels of
-DDR4 3200 has. Not fitted: no published run says what its optimizer takes there."""
-NARROW = ("fp8", "fp4")
-"""Formats that tensors are cast to before a product."""
+"""Host memory bandwidth of each of eight ranks, bytes/s: 200 GB/s, as eight channels of DDR4-3200. Not fitted: no
+published run states the time of an optimizer on the host."""
+LOW_PRECISION = ("fp8", "fp4")
+"""Formats to which GEMM inputs are cast."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest ranks; what is hidden beside something else is not in it."""
+    """Seconds of a step on the slowest ranks by component, without overlapped time."""
 
     matmul: float = 0.0
-    """Matrix products of the blocks."""
+    """GEMMs of the blocks."""
     head: float = 0.0
-    """The output head's products, and the loss."""
+    """GEMMs of the output head, and the loss."""
     attention: float = 0.0
     memory_bound: float = 0.0
-    """Norms, activations, residuals, rotations, casts."""
+    """Norms, activations, residuals, rotary embeddings, casts."""
     launch: float = 0.0
-    """Gaps between kernels, what the host needs longer than the device, and what it does once a step."""
+    """Gaps between kernels, host time beyond the device time, and host work of each step."""
     tensor: float = 0.0
+    """Tensor-parallel collectives."""
     context: float = 0.0
+    """Context-parallel exchange of keys and values."""
     pipeline: float = 0.0
-    """Messages between stages."""
+    """Messages between pipeline stages."""
     bubble: float = 0.0
     data_parallel: float = 0.0
+    """Gathers of weights and reductions of gradients."""
     optimizer: float = 0.0
     offload: float = 0.0
-    """Copies to the host and back that outlast what is computed meanwhile, and the optimizer's step there."""
+    """Exposed copies to and from the host, and the optimizer step on the host."""
     waiting: float = 0.0
-    """For the slowest of many nodes."""
+    """Waiting for the slowest node."""
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Total seconds of the step."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Each part by its name, in the order above."""
+        """Return the seconds of each component by field name."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Seconds of one micro batch on one rank: forward, backward and what is recomputed."""
+    """Seconds of one block and micro batch on one rank: forward, backward and recomputation."""
 
     matmul: float
     attention: float
     memory_bound: float
     launch: float
-    """Of the device: kernels that start one after the other."""
+    """Gaps between kernels on the device."""
     tensor: float
 
     @property
@@ -94,11 +95,16 @@ class _Work:
 
 
 def step_time(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> StepTime:
-    """The forecast of one step of ``job`` on ``device``, of which each rank has one (or its part of one)."""
+    """Return the forecast of one step of ``job``.
+
+    Args:
+        device: the share of a device that one rank uses (``HardwareSpec.per_rank``).
+        constants: fitted constants by name (``load_constants``).
+    """
     layer, head = _layer(job, device, constants), _head(job, device, constants)
     layers, m = job.layers_by_stage, job.num_microbatches
     on_device = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
-    # The host starts kernels ahead of the device, so that the slower of the two sets the pace; if it can.
+    # The host launches kernels ahead of the device, so the slower of the two counts, unless stages wait for messages.
     on_host = [count * kernel_count(job) * constants["host.operation"] / device.host_speed for count in layers]
     in_turn = job.pp > 1 and job.program.waits_for_messages
     per_stage = [sum(both) if in_turn else max(both) for both in zip(on_device, on_host, strict=True)]
@@ -132,15 +138,18 @@ def step_time(job: Job, device: HardwareSpec, constants: Mapping[str, float]) ->
 
 
 def microbatch_seconds(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
-    """Seconds of a micro batch on one rank, forward and backward: (of one block, of the output head)."""
+    """Return the forward and backward seconds of a micro batch on one rank: (one block, the output head)."""
     return _layer(job, device, constants).total, _head(job, device, constants)
 
 
 def matmul_seconds(
     rows: float, inner: float, columns: float, form: str, device: HardwareSpec, constants: Mapping[str, float]
 ) -> float:
-    """Seconds of a product [rows, inner] x [inner, columns]: 2 * rows * inner * columns FLOPs at the share of the peak
-    that the device reaches, and less where a side is short beside the tiles that the work is cut into."""
+    """Return the seconds of a GEMM [rows, inner] x [inner, columns].
+
+    Its 2 * rows * inner * columns FLOPs run at the device's share of the peak, less if a side is short relative to a
+    kernel's tile.
+    """
     form = device.format_used(form)
     share = constants.get(f"matmul.{device.family}.{form}", constants["matmul"] * device.reach[form])
     tile = constants["tile.bf16" if form in ("bf16", "fp32") else "tile.fp8"]
@@ -149,111 +158,108 @@ def matmul_seconds(
 
 
 def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _Work:
-    """One block."""
+    """Return the seconds of one block."""
     rows, shape, kernels = job.tokens, job.shape, job.program.kernels
     forward = weights = 0.0
     for inner, columns in shape.layer_products(job.tp):
         forward += matmul_seconds(rows, inner, columns, job.format, device, constants)
         weights += matmul_seconds(columns, rows, inner, job.format, device, constants)
-    again = _again(job)
-    matmul = forward * (2 + again)
+    recomputed = _gemms_recomputed(job)
+    matmul = forward * (2 + recomputed)
     if job.lora_parameters:
-        # Frozen weights have no gradient; the adapters' thin products are as slow as reading their inputs.
+        # Frozen weights have no gradient. The adapters' thin GEMMs are bound by reading their inputs.
         thin = 3 * rows * sum(inner + columns for inner, columns in shape.layer_products(job.tp)) * 2
         memory = thin / (device.bandwidth * MEMORY_REACH)
     else:
         matmul, memory = matmul + weights, 0.0
     core, scores = _attention(job, device, constants)
-    core_again = max(again, _core_again(job))
-    attention = core * (1 + FLASH_BACKWARD + core_again)
+    attention_recomputed = max(recomputed, _attention_recomputed(job))
+    attention = core * (1 + FLASH_BACKWARD + attention_recomputed)
     if job.program.attention == "scores":
-        attention = (core + scores) * (3 + core_again)
+        attention = (core + scores) * (3 + attention_recomputed)
     split = job.tp if job.sp else 1
     whole = 10 * rows * shape.hidden / split
     inside = rows * ((3 if shape.gated else 2) * shape.ffn + 2 * (shape.queries + shape.keys)) / job.tp
     passes = (whole + inside) * job.inner_bytes * constants[f"passes.{kernels}"]
-    if job.format in NARROW:
+    if job.format in LOW_PRECISION:
         passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
-    memory += passes * (2.5 + max(again, _between_again(job))) / (device.bandwidth * MEMORY_REACH)
+    memory += passes * (2.5 + max(recomputed, _elementwise_recomputed(job))) / (device.bandwidth * MEMORY_REACH)
     gaps = kernel_count(job) * constants[f"gap.{kernels}"]
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
 
-def _again(job: Job) -> float:
-    """Share of a block's matrix products that the backward pass repeats, as a mean over the blocks."""
+def _gemms_recomputed(job: Job) -> float:
+    """Return the share of a block's GEMMs that the backward pass recomputes, averaged over the blocks."""
     return {"full": 1.0, "half": 0.5}.get(job.recompute, 0.0) / job.recompute_every
 
 
-def _core_again(job: Job) -> float:
-    """The same of what lies between the products of attention, which selective recomputation repeats in Megatron-LM
-    (arXiv:2205.05198) and here."""
+def _attention_recomputed(job: Job) -> float:
+    """Return the recomputed share of the attention core, which selective recomputation covers (arXiv:2205.05198)."""
     repeats = job.program.attention in ("scores", "tuned") or job.program.repeats_elementwise
     return repeats * (job.recompute == "selective") / job.recompute_every
 
 
-def _between_again(job: Job) -> float:
-    """The same of norms, rotations and the activation: elementwise repeats them, and here selective does too."""
+def _elementwise_recomputed(job: Job) -> float:
+    """Return the recomputed share of norms, rotary embeddings and activations: elementwise, and selective here."""
     repeats = job.recompute == "elementwise" or (job.recompute == "selective" and job.program.repeats_elementwise)
     return repeats / job.recompute_every
 
 
 def kernel_count(job: Job) -> float:
-    """Kernels that a block starts for one micro batch: forward, backward and what is recomputed.
+    """Return the number of kernels that a block launches per micro batch: forward, backward and recomputation.
 
-    The backward pass starts two for each one of the forward pass. A collective takes the host as long as some kernels:
-    buffers are registered, streams wait for one another.
+    The backward pass launches two kernels for each one of the forward pass.
     """
     program = job.program
     forward = len(job.shape.layer_products()) + OPERATIONS[program.kernels]
     forward += SCORES_OPERATIONS if program.attention == "scores" else 1
     forward += 6 * len(job.adapted)
-    again = _again(job)
-    found = forward * (3 + again)
-    found += OPERATIONS[program.kernels] * _between_again(job) * REPEATED_OPERATIONS
+    recomputed = _gemms_recomputed(job)
+    count = forward * (3 + recomputed)
+    count += OPERATIONS[program.kernels] * _elementwise_recomputed(job) * REPEATED_OPERATIONS
     if job.tp > 1:
-        found += COLLECTIVE_OPERATIONS * (4 + (2 * _again(job) if job.recompute == "full" else 0))
-    return found
+        count += COLLECTIVE_OPERATIONS * (4 + (2 * _gemms_recomputed(job) if job.recompute == "full" else 0))
+    return count
 
 
 def _attention(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
-    """Seconds of the two products with the sequence in the forward pass, and of moving the scores where they are
-    kept."""
-    shape, seen = job.shape, job.document or job.seq
-    products = 4 * job.tokens * seen * shape.queries / job.tp
-    form = device.format_used("bf16" if job.format in NARROW else job.format)
+    """Return the forward seconds of the attention core: (GEMMs, memory traffic of materialized scores)."""
+    shape, keys = job.shape, job.document or job.seq
+    flops = 4 * job.tokens * keys * shape.queries / job.tp
+    form = device.format_used("bf16" if job.format in LOW_PRECISION else job.format)
     if job.program.attention == "scores":
         rate = device.peaks[form] * constants.get(f"matmul.{device.family}.{form}", device.reach[form]) * 0.6
-        elements = job.tokens * seen * shape.heads / job.tp
-        return products / rate, elements * 2 * constants["passes.scores"] / (device.bandwidth * MEMORY_REACH)
+        elements = job.tokens * keys * shape.heads / job.tp
+        return flops / rate, elements * 2 * constants["passes.scores"] / (device.bandwidth * MEMORY_REACH)
     kernel = job.program.attention
     share = constants.get(f"attention.{device.family}.{kernel}", constants[f"attention.{kernel}"])
-    short = 1 + constants["tile.attention"] / seen
-    return products / 2 / (device.peaks[form] * share) * short * (1 + constants["tile.head"] / shape.head_dim), 0.0
+    short = 1 + constants["tile.attention"] / keys
+    return flops / 2 / (device.peaks[form] * share) * short * (1 + constants["tile.head"] / shape.head_dim), 0.0
 
 
 def _head(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds of the output head and the loss of a micro batch."""
+    """Return the seconds of the output head and the loss of a micro batch."""
     rows, inner, columns = job.tokens, job.shape.hidden, job.shape.vocab / job.tp
-    form = "bf16" if job.format in NARROW else job.format
+    form = "bf16" if job.format in LOW_PRECISION else job.format
     forward = matmul_seconds(rows, inner, columns, form, device, constants)
-    products = forward * (2 if job.lora_parameters else 3)
+    gemms = forward * (2 if job.lora_parameters else 3)
     times = constants["passes.loss" if job.program.loss_in_steps else f"passes.{job.program.kernels}"]
     passes = rows * columns * LOSS_BYTES * times
-    return products + passes / (device.bandwidth * MEMORY_REACH)
+    return gemms + passes / (device.bandwidth * MEMORY_REACH)
 
 
 def _tensor_parallel(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds of a block's sums over tp that nothing hides: two in the forward, two in the backward pass."""
+    """Return the exposed seconds of a block's all-reduces over tp: two in forward, two in backward."""
     if job.tp == 1:
         return 0.0
     size = job.tokens * job.shape.hidden * job.inner_bytes
-    sums = 4 + (2 * _again(job) if job.recompute == "full" else 0)
+    sums = 4 + (2 * _gemms_recomputed(job) if job.recompute == "full" else 0)
     exposed = constants["exposed.tp overlapped" if job.program.overlaps_tp else "exposed.tp"]
     return exposed * sums * all_reduce(size, job.tp, 1, device, constants)
 
 
 def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds of passing keys and values round in a block, as far as its attention does not hide them."""
+    """Return the seconds of a block's ring exchange of keys and values that its attention does not overlap."""
     if job.cp == 1:
         return 0.0
     keys = 2 * job.tokens * job.shape.keys / job.tp * job.inner_bytes
@@ -263,7 +269,7 @@ def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: M
 
 
 def _messages(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds of a micro batch's messages between stages that nothing hides."""
+    """Return the exposed seconds of a micro batch's messages between stages."""
     if job.pp == 1:
         return 0.0
     size = job.tokens * job.shape.hidden * job.inner_bytes / job.tp
@@ -274,32 +280,33 @@ def _messages(job: Job, device: HardwareSpec, constants: Mapping[str, float]) ->
 
 
 def _data_parallel(job: Job, stage: int, working: float, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds of gathering weights and reducing gradients that the passes do not hide."""
+    """Return the seconds of weight gathers and gradient reductions that forward and backward do not overlap."""
     ranks = job.dp * job.cp
     if ranks == 1:
         return 0.0
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
-    if job.exchanges_signs:  # to the rank that averages and back, a bit for each value, beside nothing
+    if job.exchanges_signs:  # to the averaging rank and back, one bit per value, not overlapped
         return all_reduce(trained / 8, ranks, job.tp, device, constants)
     gradients = trained * (job.sent_gradient or min(job.state.gradient, 4))
     stored, weights = (held * size for size in (job.state.weight, job.gathered_weight or job.state.weight))
     stride, m, inside = job.tp, job.num_microbatches, job.reduce_group
 
-    def scatter(size: float) -> float:  # half of a sum; an all_to_all is taken to be as fast
+    def scatter(size: float) -> float:  # half of an all-reduce; an all_to_all is assumed to be as fast
         if inside is None:
             return all_reduce(size, ranks, stride, device, constants) / 2
         across = all_reduce(size / inside, ranks // inside, stride * inside, device, constants)
         return (all_reduce(size, inside, stride, device, constants) + across) / 2
 
     if job.zero == 3:
-        # Block by block: weights are gathered for each pass (two gathers move what one sum does), gradients scattered.
+        # Per block: weights are gathered for forward and backward (two gathers cost one all-reduce).
         blocks = job.layers_by_stage[stage]
         gathers = all_reduce(weights / blocks, ranks, stride, device, constants)
         if job.secondary_group:
             gathers = (gathers + all_reduce(stored / blocks, job.secondary_group, stride, device, constants)) / 2
         window, moving = working, m * blocks * (gathers + scatter(gradients / blocks))
     else:
-        # Summed at the last micro batch; from stage 1 on scattered, and the new weights gathered; with 2 at each one.
+        # ZeRO 0: all-reduce after the last micro batch. ZeRO 1: reduce-scatter, and the new weights are gathered.
+        # ZeRO 2: reduce-scatter at each micro batch.
         sums = m if job.zero == 2 else 1
         moving = sums * all_reduce(gradients, ranks, stride, device, constants)
         if job.zero:
@@ -313,7 +320,7 @@ def _data_parallel(job: Job, stage: int, working: float, device: HardwareSpec, c
 
 
 def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds of reading and writing gradients, weights and averages, and of the gradient's norm."""
+    """Return the seconds of the update: reads and writes of gradients, weights and moments, and the gradient norm."""
     share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
     state = job.state
     if job.exchanges_signs:
@@ -323,7 +330,7 @@ def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[st
 
 
 def _offload(job: Job, stage: int, working: float) -> float:
-    """Seconds that ``trainer.offload`` adds to ``working`` ones."""
+    """Return the seconds that ``trainer.offload`` adds to ``working`` seconds of computing."""
     seconds = 0.0
     if job.offloads_activations:  # out in the forward pass, back in the backward pass
         copied = 2 * sum(kept_by_layer(job).values()) * job.layers_by_stage[stage] * job.num_microbatches
@@ -331,36 +338,39 @@ def _offload(job: Job, stage: int, working: float) -> float:
     if job.offloads_optimizer:
         share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
         weight = job.state.master or job.state.weight
-        # Gradients and weights go there, new weights come back; there all are read, weights and averages written too.
+        # Gradients and weights are copied to the host, new weights back. The host reads all of them and writes weights
+        # and moments.
         seconds += share * 3 * weight / COPY_TO_HOST
         seconds += share * (3 * weight + 2 * job.state.moments) / HOST_BANDWIDTH
     return seconds
 
 
 def sign_bytes(ranks: int) -> float:
-    """Bytes that a step of 1-bit Adam reads and writes for each weight, one operation after the other, after its
-    warm-up. Counted (tests/optim/test_onebit_adam.py): a rank compresses all momenta and averages its part of them."""
+    """Return the bytes that a step of 1-bit Adam reads and writes per weight, after its warm-up.
+
+    Counted in tests/optim/test_onebit_adam.py: a rank compresses all momenta and averages its share.
+    """
     return 360 + 152 / ranks if ranks > 1 else 100
 
 
-# Seconds that collectives take: a start-up time and a bus bandwidth, inside a node or over its network.
+# Time of collectives: a latency and a bus bandwidth, within a node or between nodes.
 
 
 RING_SHARE = 0.78
-"""Of the link's speed: an all-reduce of some of a node's devices (eight may reduce in the switch, and go faster)."""
+"""Share of the link bandwidth that a ring of some of a node's devices reaches. All eight may reduce in the switch."""
 
 
 def bus_bandwidth(device: HardwareSpec, ranks: int, stride: int, constants: Mapping[str, float]) -> float:
-    """Bytes/s of a large collective among ``ranks`` ranks that stand ``stride`` ranks apart.
+    """Return the bus bandwidth, bytes/s, of a large collective among ``ranks`` ranks at a distance of ``stride`` ranks.
 
-    Within a node: the measured bus bandwidth for all its devices, for some of them the ring's. Over nodes: what the
-    network cards of the group's ranks on a node carry together, at most what the node's links do.
+    Within a node: the measured value for all devices, or a ring's for some of them. Between nodes: the sum of the
+    network cards of the group's ranks on a node, limited by the node's links.
     """
     inside = max(1, min(ranks, device.per_node // min(stride, device.per_node)))
     within = device.bus
     if inside < device.per_node:
         within = min(device.bus, RING_SHARE * device.link)
-        if device.family == "mi300x":  # each pair of devices has a seventh of the links
+        if device.family == "mi300x":  # each pair of devices has one seventh of the links
             within *= max(inside - 1, 1) / (device.per_node - 1)
     if inside >= ranks:
         return within
@@ -368,7 +378,7 @@ def bus_bandwidth(device: HardwareSpec, ranks: int, stride: int, constants: Mapp
 
 
 def all_reduce(size: float, ranks: int, stride: int, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Seconds to sum ``size`` bytes among ``ranks``. An all-gather of, or reduce-scatter to, that size takes half."""
+    """Return the seconds of an all-reduce of ``size`` bytes. An all-gather or reduce-scatter takes half."""
     if ranks == 1 or not size:
         return 0.0
     bandwidth = bus_bandwidth(device, ranks, stride, constants)
@@ -377,23 +387,23 @@ def all_reduce(size: float, ranks: int, stride: int, device: HardwareSpec, const
     return start + 2 * (ranks - 1) / ranks * size / bandwidth
 
 
-# What failures and checkpoints take of a long run's time.
+# Goodput: the share of a run's time that failures and checkpoints leave.
 
 
 COPY_TO_HOST = 20e9
-"""Bytes/s from a device to its host's memory, for which training waits (PCIe 4 x16 carries 25)."""
+"""Bytes/s from a device to its host's memory (PCIe 4 x16: 25 GB/s). Training waits for these copies."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Shares of the time of a run, and how often it saves."""
+    """Shares of a run's time, and the checkpoint interval."""
 
     useful: float
-    """Share in which steps are done that count."""
+    """Share of steps that are not lost."""
     waiting: float
     """Share in which training waits for checkpoints."""
     lost: float
-    """Share in which steps are done again, or the job starts again."""
+    """Share of repeated steps and restarts."""
     interval: float
     """Seconds between checkpoints."""
     failures_a_day: float
@@ -408,18 +418,27 @@ def goodput(
     write_seconds: float,
     interval: float | None = None,
 ) -> Goodput:
-    """Of a run on ``devices`` that saves every ``interval`` seconds; None is the best interval, sqrt(2 * wait / rate)
-    (Young 1974, Daly 2006), and no less than a checkpoint takes to write."""
+    """Return the goodput of a run.
+
+    Args:
+        devices: number of devices.
+        checkpoint_bytes_a_device: checkpoint size divided by the devices.
+        failure_hours: mean hours between failures of one device.
+        restart_seconds: from a failure to the first new step.
+        write_seconds: duration of a checkpoint write, concurrent with training.
+        interval: seconds between checkpoints. None: the optimum sqrt(2 * wait / rate) (Young 1974, Daly 2006), at least
+            ``write_seconds``.
+    """
     rate = devices / (failure_hours * 3600)
     wait = max(0.1, checkpoint_bytes_a_device / COPY_TO_HOST)
     every = interval or max(math.sqrt(2 * wait / rate), write_seconds)
     waiting = wait / every
-    # A failure costs the start, half an interval, and the newest checkpoint if it was still being written.
+    # A failure costs the restart, half an interval, and the newest checkpoint if its write was incomplete.
     lost = min(1.0, rate * (restart_seconds + every / 2 + write_seconds / 2))
     return Goodput(max(0.0, (1 - waiting) * (1 - lost)), waiting, lost, every, rate * 86400)
 
 
-# The fitted numbers of the time model: constants.json, which `python -m benchmarks fit_planner` writes.
+# Fitted constants: constants.json, written by `python -m benchmarks fit_planner`.
 
 
 CONSTANTS_FILE = Path(__file__).with_name("constants.json")
@@ -427,12 +446,12 @@ CONSTANTS_FILE = Path(__file__).with_name("constants.json")
 
 @functools.cache
 def load_constants() -> dict[str, float]:
-    """Each constant by its name; SPECIFICATION in benchmarks/fit_planner.py says what they mean."""
+    """Return the fitted constants by name; SPECIFICATION in benchmarks/fit_planner.py documents them."""
     return {name: float(entry["value"]) for name, entry in load_constants_file()["constants"].items()}
 
 
 @functools.cache
 def load_constants_file() -> dict[str, Any]:
-    """The whole file: constants with their meaning, the date, the data, and the errors on rows that were held out."""
-    found: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
-    return found
+    """Return the parsed file: constants with their meaning, the date, the data, and errors on held-out rows."""
+    content: dict[str, Any] = json.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
+    return content

@@ -1,9 +1,8 @@
-"""The machine that plans, as a device to plan for: what was measured of it, and what follows for a training step.
+"""Forecasts for this machine's CPU, from its calibration.
 
-``scripts/plan.py --calibrate`` measures for a minute or two (tools/plan/measure_machine.py) and writes one file for
-each host.
-On processors nothing runs beside anything else: ranks share the cores, host and device are the same, a collective is
-waited for. So a step is the sum of its parts, and communication is the sum over tools/forecast/traffic.py's operations.
+``scripts/plan.py --calibrate`` measures the machine in one or two minutes (tools/plan/measure_machine.py) and writes
+one calibration file per host. On a CPU nothing overlaps: ranks share the cores, and collectives are blocking. So a
+step is the sum of its components, and its communication the sum over the operations of tools/forecast/traffic.py.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from megatron_llama.tools.forecast.traffic import Operation, step_operations
 NAME = "cpu"
 FORMS = ("fp32", "bf16")
 WIDTH = 512
-"""Of the pieces that are measured: a stream of that width, as many heads' columns, four times as much in the FFN."""
+"""Hidden size of the measured elementwise operations, and width of their heads. The FFN has four times the width."""
 RANKS = (1, 2, 4)
-"""Processes that are measured at the same time; for other numbers the nearest is taken."""
+"""Numbers of ranks that are measured. Other numbers use the nearest one."""
 _SMALL = {"model.hidden_size": 64, "model.intermediate_size": 128, "model.vocab_size": 256, "data.seq_length": 32}
 _LARGE = {"model.hidden_size": 256, "model.intermediate_size": 1024, "model.vocab_size": 33_000, "data.seq_length": 16}
 STEPS: dict[str, tuple[Mapping[str, int], int]] = {
@@ -46,29 +45,28 @@ STEPS: dict[str, tuple[Mapping[str, int], int]] = {
     "large": (_LARGE, 1),
     "large, 4 micro batches": (_LARGE, 4),
 }
-"""Models whose steps are timed, and micro batches: one that is nothing but overhead, one that is all parameters."""
+"""(model, micro batches) of the timed steps. The small model measures overhead, the large one parameters."""
 FREE = {"host.operation": 0.0, "latency.node": 0.0, "latency.network": 0.0, "waiting": 0.0}
-"""What a processor does not wait for, or what ``communication`` counts."""
-WAITED, BESIDE = "waited for", "beside computing"
+"""Constants that are zero on a CPU, or that ``_communication`` counts."""
+BLOCKING, OVERLAPPED = "waited for", "beside computing"  # keys of calibration files
 COLLECTIVES = {
-    WAITED: ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"),
-    BESIDE: ("all_reduce", "all_gather", "reduce_scatter"),
+    BLOCKING: ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"),
+    OVERLAPPED: ("all_reduce", "all_gather", "reduce_scatter"),
 }
-"""Kinds that are measured, and how a rank goes on: the sums of tp are waited for, the data-parallel ones are not."""
+"""Measured collectives. Tensor-parallel ones are blocking; data-parallel ones overlap with computing."""
 TILES = range(0, 400, 4)
-
-
+"""Tile sizes that ``fit_gemms`` tries."""
 VERSION = 2
-"""Of what is measured: files of other versions are measured anew."""
+"""Version of calibration files. Files of other versions are rejected."""
 
 
 class NotCalibrated(LookupError):
-    """There are no measurements of this host that can be read."""
+    """This host has no readable calibration file."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibration file."""
+    """Contents of a calibration file; field names are its JSON keys."""
 
     version: int
     host: str
@@ -77,36 +75,40 @@ class Calibration:
     memory_bytes: int
     torch: str
     load: float
-    """Processes that wanted a core a minute before: measured among others, rates are too low."""
+    """Load average before the measurement. With other processes running, the measured rates are too low."""
     by_ranks: Mapping[str, Any]
     """Measurements by the number of ranks."""
 
     def nearest(self, ranks: int) -> tuple[Any, float]:
-        """The measurements nearest to a number of ranks, and how much slower more ranks than those are."""
+        """Return the measurements of the nearest number of ranks, and the slowdown of ``ranks`` relative to it."""
         counts = sorted(map(int, self.by_ranks))
         count = max((each for each in counts if each <= ranks), default=counts[0])
         return self.by_ranks[str(count)], max(1.0, ranks / max(count, self.cores)) if ranks > count else 1.0
 
 
 def calibration_path(host: str | None = None) -> Path:
-    """Where a host's measurements are."""
+    """Return the path of a host's calibration file."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(home) / "megatron_llama" / "machines" / f"{host or socket.gethostname()}.json"
 
 
 def load_calibration(path: Path | None = None) -> Calibration:
-    """The measurements of this host. Raises NotMeasured."""
+    """Return the calibration of this host.
+
+    Raises:
+        NotCalibrated: the file is missing, unreadable or of another version.
+    """
     try:
-        found = Calibration(**json.loads((path or calibration_path()).read_text(encoding="utf-8")))
+        calibration = Calibration(**json.loads((path or calibration_path()).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise NotCalibrated(str(error)) from error
-    if found.version != VERSION:
-        raise NotCalibrated("another version of this program has measured it")
-    return found
+    if calibration.version != VERSION:
+        raise NotCalibrated("the calibration file is of another version")
+    return calibration
 
 
 def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds to start, seconds for each unit), none negative, of (units, seconds): with the least relative error."""
+    """Fit seconds = start + slope * units to (units, seconds), by least relative squares. Neither is negative."""
     weight = sum(1 / seconds**2 for _, seconds in samples)
     units = sum(x / seconds**2 for x, seconds in samples)
     squares = sum((x / seconds) ** 2 for x, seconds in samples)
@@ -118,15 +120,15 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def filled(tile: float, rows: float, inner: float, columns: float) -> float:
-    """FLOPs of a product, those that starting and ending tiles could have done in the same time included."""
+    """Return the FLOPs of a GEMM, including those lost in partial tiles."""
     return 2 * rows * inner * columns * (1 + tile / rows) * (1 + tile / inner) * (1 + tile / columns)
 
 
-def fit_products(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(FLOP/s of large products, what starting and ending tiles costs) of (rows, inner, columns, seconds)."""
+def fit_gemms(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Fit (FLOP/s of large GEMMs, tile size) to samples of (rows, inner, columns, seconds)."""
 
     def spread(tile: float) -> tuple[float, float]:
-        """How far the logarithms of all rates are from their mean, and that mean."""
+        """Return the squared deviations of the log rates from their mean, and the mean."""
         rates = [math.log(filled(tile, *shape) / seconds) for *shape, seconds in samples]
         mean = sum(rates) / len(rates)
         return sum((rate - mean) ** 2 for rate in rates), mean
@@ -135,18 +137,19 @@ def fit_products(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
     return math.exp(spread(tile)[1]), float(tile)
 
 
-def calibrated_spec(machine: Calibration, job: Job) -> tuple[HardwareSpec, dict[str, float]]:
-    """What one of the job's ranks has of this machine, and the constants of step_time.py there."""
-    found, slower = machine.nearest(job.ranks)
-    of_form, form, width = found[job.format], job.format, job.inner_bytes
-    rate, tile = fit_products(of_form["products"])
-    bandwidth = found["copy"] / slower / MEMORY_REACH
+def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, dict[str, float]]:
+    """Return the share of this machine that one rank of ``job`` uses, and its constants for step_time.py."""
+    measured, slower = calibration.nearest(job.ranks)
+    of_form, form, width = measured[job.format], job.format, job.inner_bytes
+    rate, tile = fit_gemms(of_form["products"])
+    bandwidth = measured["copy"] / slower / MEMORY_REACH
+    machine = f"{calibration.host}, {calibration.date}, {calibration.cores} cores, load {calibration.load:g}"
     device = HardwareSpec(
         name=NAME,
         family=NAME,
         peaks={form: rate / slower},
         reach={form: 1.0},
-        memory_bytes=machine.memory_bytes // job.ranks,
+        memory_bytes=calibration.memory_bytes // job.ranks,
         bandwidth=bandwidth,
         link=math.inf,
         bus=math.inf,
@@ -154,23 +157,23 @@ def calibrated_spec(machine: Calibration, job: Job) -> tuple[HardwareSpec, dict[
         network=math.inf,
         ranks_per_device=1,
         host_speed=1.0,
-        source=f"measured on {machine.host}, {machine.date}, {machine.cores} cores, load {machine.load:g}",
+        source=f"measured on {machine}",
     )
-    # Forward and backward of causal attention with 8 heads of 64, as step_time.py counts it, at the rate of products.
+    # Forward and backward of causal attention with 8 heads of size 64, relative to GEMMs of its FLOPs.
     cost = [
         (1 / tokens, seconds * rate / (2 * sequences * tokens * tokens * 512 * (1 + FLASH_BACKWARD)))
         for sequences, tokens, seconds in of_form["attention"]
     ]
     slow, each = fit_line(cost)
-    if not slow:  # noise: no length is faster than another
+    if not slow:  # noise: the length has no effect
         slow, each = sum(factor for _, factor in cost) / len(cost), 0.0
     head = load_constants()["tile.head"]
     share = (1 + head / 64) / slow
-    # Tokens of the pieces cost (10 h + 3 ffn + 4 h) elements, two and a half times.
+    # The elementwise operations of a token move (10 h + 3 ffn + 4 h) elements, 2.5 times for forward and backward.
     per_token = fit_line(of_form["pieces"])[1]
-    passes = per_token * found["copy"] / ((10 + 3 * 4 + 4) * WIDTH * width * 2.5)
+    passes = per_token * measured["copy"] / ((10 + 3 * 4 + 4) * WIDTH * width * 2.5)
     tokens, inner, vocabulary, seconds = of_form["loss"]
-    seconds -= 3 * filled(tile, tokens, inner, vocabulary) / rate  # the head's own products
+    seconds -= 3 * filled(tile, tokens, inner, vocabulary) / rate  # the head's GEMMs
     constants = {
         **load_constants(),
         **FREE,
@@ -180,17 +183,17 @@ def calibrated_spec(machine: Calibration, job: Job) -> tuple[HardwareSpec, dict[
         f"attention.{NAME}.flash": share,
         "tile.attention": each / slow,
         "passes.eager": passes,
-        "passes.loss": max(0.0, seconds) * found["copy"] / (tokens * vocabulary * LOSS_BYTES),
+        "passes.loss": max(0.0, seconds) * measured["copy"] / (tokens * vocabulary * LOSS_BYTES),
     }
     return device, constants
 
 
-def local_step_time(plan: Plan, machine: Calibration) -> StepTime:
-    """The forecast of one step of ``plan`` on this machine, all ranks on it."""
+def local_step_time(plan: Plan, calibration: Calibration) -> StepTime:
+    """Return the forecast of one step of ``plan`` with all ranks on this machine."""
     job = job_of_plan(plan)
-    found, slower = machine.nearest(job.ranks)
-    overhead = _overhead(machine, job)
-    device, constants = calibrated_spec(machine, job)
+    measured, slower = calibration.nearest(job.ranks)
+    overhead = _overhead(calibration, job)
+    device, constants = calibrated_spec(calibration, job)
     constants |= {f"gap.{job.program.kernels}": overhead.operation * slower, "launch.step": overhead.step * slower}
     base = step_time(job, device, constants)
     stage = max(range(job.pp), key=lambda each: job.layers_by_stage[each] + (each == job.pp - 1))
@@ -199,11 +202,11 @@ def local_step_time(plan: Plan, machine: Calibration) -> StepTime:
     held = trained if job.lora_parameters else held  # frozen weights are neither cast nor summed
     passed = job.num_microbatches * held * overhead.micro_batch
     if job.exchanges_signs:
-        updating = updated * sign_bytes(job.dp) / found["copy"]
+        updating = updated * sign_bytes(job.dp) / measured["copy"]
     else:
-        updating = updated * found["adam"]
+        updating = updated * measured["adam"]
     sent = [each for each in step_operations(plan, stage, 0) if each.key.axis != "world"]
-    by_axis = _communication(found, sent, plan.exchanges_signs, slower)
+    by_axis = _communication(measured, sent, plan.exchanges_signs, slower)
     pipelined = base.total - base.optimizer - base.bubble - constants["launch.step"] + passed
     return replace(
         base,
@@ -218,41 +221,41 @@ def local_step_time(plan: Plan, machine: Calibration) -> StepTime:
 
 @dataclass(frozen=True)
 class _Overhead:
-    """What a step costs besides its arithmetic."""
+    """Costs of a step other than arithmetic."""
 
     step: float
-    """Seconds of each step."""
+    """Seconds per step."""
     operation: float
-    """Seconds of each operation of a block."""
+    """Seconds per kernel of a block."""
     parameter: float
-    """Seconds of each parameter that a rank holds in a step: casts, gathering and scattering without a wire."""
+    """Seconds per parameter of the rank and step: casts, and local copies of gathers and reductions."""
     micro_batch: float
-    """The same in a micro batch: gradients are added up."""
+    """Seconds per parameter and micro batch: accumulation of gradients."""
 
 
-def _overhead(machine: Calibration, job: Job) -> _Overhead:
-    """From the steps of a model that is nothing but overhead, and of one that is all parameters."""
-    found, _ = machine.nearest(job.ranks)
-    steps = {name: found["steps"][f"{name}, {job.format}"] for name in STEPS}
-    ranks = max(count for count in map(int, machine.by_ranks) if machine.by_ranks[str(count)] is found)
+def _overhead(calibration: Calibration, job: Job) -> _Overhead:
+    """Derive the overhead from the timed steps of the small and the large model."""
+    measured, _ = calibration.nearest(job.ranks)
+    steps = {name: measured["steps"][f"{name}, {job.format}"] for name in STEPS}
+    ranks = max(count for count in map(int, calibration.by_ranks) if calibration.by_ranks[str(count)] is measured)
     small, large = (tiny_job(job, sizes, ranks) for sizes in (_SMALL, _LARGE))
     layers = small.shape.layers
     per_micro_batch = max(0.0, (steps["small, 4 micro batches"] - steps["small"]) / 3)
-    device, constants = calibrated_spec(machine, replace(job, dp=ranks, tp=1, pp=1))
+    device, constants = calibrated_spec(calibration, replace(job, dp=ranks, tp=1, pp=1))
     constants |= {"gap.eager": 0.0, "launch.step": 0.0}
 
     def work(tiny: Job) -> float:
         return step_time(tiny, device, constants).total - step_time(tiny, device, constants).optimizer
 
     operation = max(0.0, per_micro_batch - work(small)) / (layers * kernel_count(small))
-    wire = found.get("collectives")
+    collectives = measured.get("collectives")
 
     def sent(tiny: Job) -> float:
-        """Seconds in which the gradients are scattered and the weights gathered, once."""
-        if wire is None:
+        """Return the seconds of one reduce-scatter of the gradients and one all-gather of the weights."""
+        if collectives is None:
             return 0.0
         size = tiny.shape.parameters
-        sums, gathers = (fit_line(wire[BESIDE][kind]) for kind in ("reduce_scatter", "all_gather"))
+        sums, gathers = (fit_line(collectives[OVERLAPPED][kind]) for kind in ("reduce_scatter", "all_gather"))
         calls = tiny.shape.layers + 1
         return calls * (sums[0] + gathers[0]) + size * (4 * sums[1] + tiny.inner_bytes * gathers[1])
 
@@ -263,12 +266,12 @@ def _overhead(machine: Calibration, job: Job) -> _Overhead:
     )
     added = max(0.0, added) / parameters
     rest = steps["large"] - step - work(large) - sent(large) - layers * operation * kernel_count(large)
-    rest -= parameters * (added + found["adam"] / ranks)
+    rest -= parameters * (added + measured["adam"] / ranks)
     return _Overhead(step, operation, max(0.0, rest) / parameters, added)
 
 
 def tiny_job(job: Job, sizes: Mapping[str, int], ranks: int) -> Job:
-    """The job of a measured step, with one micro batch of one sequence on each of ``ranks`` data-parallel ranks."""
+    """Return the job of a timed step: one micro batch of one sequence on each of ``ranks`` data-parallel ranks."""
     hidden = sizes["model.hidden_size"]
     shape = replace(
         job.shape,
@@ -296,17 +299,18 @@ def tiny_job(job: Job, sizes: Mapping[str, int], ranks: int) -> Job:
 
 
 def _communication(
-    found: Mapping[str, Any], operations: Sequence[Operation], signs: bool, slower: float
+    measured: Mapping[str, Any], operations: Sequence[Operation], signs: bool, slower: float
 ) -> dict[str, float]:
-    """Seconds of what a rank sends in a step, by axis; ``signs`` are sent by the optimizer, which waits for them."""
+    """Return the seconds of communication in a step by axis. The exchange of ``signs`` (1-bit Adam) is blocking."""
     seconds = {"tp": 0.0, "pp": 0.0, "dp": 0.0}
-    if "collectives" not in found:
+    if "collectives" not in measured:
         return seconds
     for each in operations:
         kind = each.key.kind
         if kind == "recv":
-            continue  # the other end of a send, which takes as long
-        how = BESIDE if each.key.axis == "dp" and kind in COLLECTIVES[BESIDE] and not signs else WAITED
-        start, unit = fit_line(found["collectives"][how][kind])
+            continue  # counted by the matching send
+        overlaps = each.key.axis == "dp" and kind in COLLECTIVES[OVERLAPPED] and not signs
+        mode = OVERLAPPED if overlaps else BLOCKING
+        start, unit = fit_line(measured["collectives"][mode][kind])
         seconds[each.key.axis] += each.calls * (start + each.payload * unit) * slower
     return seconds

@@ -1,16 +1,15 @@
-"""Bytes that a rank sends in a training step by axis and kind of collective, from the plan alone.
-docs/guides/tools/traffic.md has
-the formulas in words.
+"""Bytes that a rank sends in a training step, by axis and kind of collective, from the plan alone.
+
+docs/guides/tools/traffic.md states the formulas.
 
     payload  all_reduce: the buffer; all_gather: the result; reduce_scatter: the input; send, recv: the message
-    wire     what a rank sends if the collective is a ring: 2 (p-1)/p of an all_reduce's payload, (p-1)/p of an
-             all_gather's or reduce_scatter's, all of a message sent, for a group of p ranks
+    wire     bytes that a rank of a group of p sends in a ring: 2 (p-1)/p of an all_reduce's payload, (p-1)/p of an
+             all_gather's or reduce_scatter's; a message is sent once
 
-Of these, what leaves a node (``leaving``): in a ring a rank sends all to the next rank of its group, in an all_to_all
-an equal part to each.
+``bytes_leaving_node`` counts the bytes sent to other nodes. In a ring a rank sends to the next rank of its group only,
+in an all_to_all an equal share to each rank. Groups of one rank are omitted.
 
-A group of one rank moves nothing and is left out. s, b, h, t, m below are sequence, micro batch size, hidden size,
-tensor-parallel size and micro batches per step.
+s, b, h, t, m: sequence length, micro batch size, hidden size, tensor-parallel size, micro batches per step.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FP32, INT32, INT64 = 4, 4, 8
 
 
 class TrafficKey(NamedTuple):
-    """The key under which payloads are summed."""
+    """Key under which payloads are summed."""
 
     axis: str
     kind: str
@@ -53,7 +52,7 @@ class Amount(NamedTuple):
 
     calls: int
     payload: int
-    """Bytes of all calls together."""
+    """Total bytes of all calls."""
 
 
 Traffic = dict[TrafficKey, Amount]
@@ -61,20 +60,21 @@ Traffic = dict[TrafficKey, Amount]
 
 @dataclass(frozen=True)
 class Operation:
-    """One reason for a rank to communicate."""
+    """Collective or message that a rank repeats in a step."""
 
     label: str
+    """Tensors that it moves, for reports."""
     key: TrafficKey
     calls: int
-    """In a step."""
+    """Calls per step."""
     payload: int
-    """Bytes of one call."""
+    """Bytes per call."""
     stride: int = 1
-    """Distance between neighbouring ranks of the group; for send and recv from this rank to the other, around the
-    world."""
+    """Distance between neighboring ranks of the group. For send and recv: from this rank to the other, modulo the world
+    size."""
 
     def group(self, rank: int, world_size: int) -> list[int]:
-        """The ranks among which ``rank`` does it, in the order of its ring."""
+        """Return the group of ``rank`` in ring order; for send and recv [rank, other rank]."""
         if self.key.kind in ("send", "recv"):
             return [rank, (rank + self.stride) % world_size]
         first = rank - rank // self.stride % self.key.ranks * self.stride
@@ -82,8 +82,15 @@ class Operation:
 
 
 def bytes_leaving_node(kind: str, group: Sequence[int], rank: int, payload: int, per_node: int) -> int:
-    """Bytes that ``rank`` sends to ranks of other nodes, of ``per_node`` ranks each, to move ``payload`` in ``group``;
-    each node's together are what it sends to others. ``group`` of a send is [rank, the other one]."""
+    """Return the bytes that ``rank`` sends to other nodes in one call.
+
+    Args:
+        kind: collective, one of KINDS.
+        group: ranks in ring order; for send [rank, other rank].
+        rank: sending rank.
+        payload: bytes of the call.
+        per_node: ranks per node.
+    """
     if kind == "all_to_all":
         others = sum(other // per_node != rank // per_node for other in group)
         return payload * others // len(group)
@@ -94,87 +101,90 @@ def bytes_leaving_node(kind: str, group: Sequence[int], rank: int, payload: int,
 
 
 def between_nodes(operations: Iterable[Operation], rank: int, world_size: int, per_node: int) -> Traffic:
-    """Of ``operations``, what ``rank`` sends to other nodes: calls of groups that it so leaves, and bytes."""
-    found: Traffic = {}
+    """Sum the calls and bytes of ``operations`` with which ``rank`` sends to other nodes of ``per_node`` ranks."""
+    traffic: Traffic = {}
     for operation in operations:
         group = operation.group(rank, world_size)
         size = bytes_leaving_node(operation.key.kind, group, rank, operation.payload, per_node)
         if size:
-            calls, before = found.get(operation.key, (0, 0))
-            found[operation.key] = Amount(calls + operation.calls, before + operation.calls * size)
-    return sort_traffic(found)
+            calls, before = traffic.get(operation.key, (0, 0))
+            traffic[operation.key] = Amount(calls + operation.calls, before + operation.calls * size)
+    return sort_traffic(traffic)
 
 
 def wire_bytes(key: TrafficKey, payload: float) -> float:
-    """Bytes that a rank sends to move ``payload``."""
+    """Return the bytes that a rank sends for a payload of ``payload`` bytes."""
     if key.kind in ("send", "recv"):
         return payload if key.kind == "send" else 0.0
     return (2 if key.kind == "all_reduce" else 1) * (key.ranks - 1) / key.ranks * payload
 
 
 def totals(operations: Iterable[Operation]) -> Traffic:
-    """Calls and payload per step, in the order of AXES and KINDS."""
-    found: Traffic = {}
+    """Sum calls and payload per step, in the order of AXES and KINDS."""
+    traffic: Traffic = {}
     for operation in operations:
-        calls, payload = found.get(operation.key, (0, 0))
-        found[operation.key] = Amount(calls + operation.calls, payload + operation.calls * operation.payload)
-    return sort_traffic(found)
+        calls, payload = traffic.get(operation.key, (0, 0))
+        traffic[operation.key] = Amount(calls + operation.calls, payload + operation.calls * operation.payload)
+    return sort_traffic(traffic)
 
 
 def sort_traffic(traffic: Traffic) -> Traffic:
-    """The same, sorted by axis, kind and size of group."""
+    """Sort by axis, kind and group size."""
     return dict(sorted(traffic.items(), key=lambda item: (AXES.index(item[0][0]), KINDS.index(item[0][1]), item[0][2])))
 
 
 def step_operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
-    """All that a rank takes part in during a training step: forward, backward, gradient norm, update, and what the
-    loop agrees on after it, in scalars over all ranks. Validation and checkpoints come on top.
+    """Return a rank's communication in a training step: forward, backward, gradient norm, update and loop control.
 
-    Only the rank's pipeline stage and its position among the ranks that share one copy of what is sharded matter. With
-    random-LTD it is a step at the largest length, max_value.
+    Validation and checkpoints are not included. With random-LTD the step has the largest length, max_value.
+
+    Args:
+        plan: plan of the run.
+        pp_rank: pipeline rank.
+        shard_rank: position among the ranks that share one sharded copy of the states.
     """
     last = len(plan.stage_layers) - 1
     stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
     chunks = [_chunk(plan, plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
     world = TrafficKey("world", "all_reduce", plan.world_size)
-    found = (
+    operations = (
         *_tensor_parallel(plan, chunks),
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks),
         *_replicated_gradients(plan, chunks, shard_rank),
-        Operation("tokens of the batch, with loss and without padding, and their documents", world, 1, 3 * INT64),
+        Operation("token and document counts of the batch", world, 1, 3 * INT64),
         Operation("loss", world, 1, FP32),
         Operation("gradient norm", world, 1, FP32),
         Operation("weight norm", world, int(plan.config.logging.parameter_norm), FP32),
-        Operation("whether to stop, to wait for a save, to report its failure", world, 1, 3 * INT32),
+        Operation("stop, save and failure flags", world, 1, 3 * INT32),
     )
-    return [operation for operation in found if operation.key.ranks > 1 and operation.calls]
+    return [operation for operation in operations if operation.key.ranks > 1 and operation.calls]
 
 
 class _Chunk(NamedTuple):
     """A virtual pipeline stage on a rank."""
 
     layers: int
-    computed_again: int
+    recomputed: int
     """Layers that the backward pass recomputes in full."""
-    part: int
-    """Layers that see a part of the tokens."""
-    part_again: int
-    """Those of them that are recomputed in full."""
+    subset: int
+    """Layers that compute a subset of the tokens (random-LTD)."""
+    subset_recomputed: int
+    """Layers of both kinds."""
     is_first: bool
     is_last: bool
 
 
 def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> _Chunk:
-    again = [layer for layer in layers if plan.recompute(layer) == "full"]
+    recomputed = [layer for layer in layers if plan.recompute(layer) == "full"]
     ltd = plan.random_ltd
     dropping = ltd.layers if ltd is not None and ltd.max_value < ltd.seq_length else ()
-    part, part_again = (sum(layer in dropping for layer in some) for some in (layers, again))
-    return _Chunk(len(layers), len(again), part, part_again, is_first, is_last)
+    subset, subset_recomputed = (sum(layer in dropping for layer in some) for some in (layers, recomputed))
+    return _Chunk(len(layers), len(recomputed), subset, subset_recomputed, is_first, is_last)
 
 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
-    """Sums of activations [s, b, h], or with sequence parallelism gathers and scatters of them; the cross entropy."""
+    """Yield all-reduces of activations [s, b, h], with sequence parallelism gathers and scatters; the loss."""
     trainer, t, m = plan.config.trainer, plan.config.trainer.tp, plan.num_microbatches
     tokens = plan.grid.share("tokens", plan.config.data.length) * trainer.micro_batch_size
     activations = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
@@ -192,31 +202,32 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     else:
         yield op("embedding, forward", "all_reduce", first)
         yield op("head, gradient", "all_reduce", last)
-    part, part_again = m * sum(chunk.part for chunk in chunks), m * sum(chunk.part_again for chunk in chunks)
-    whole, again = m * sum(chunk.layers for chunk in chunks), m * sum(chunk.computed_again for chunk in chunks)
-    yield from _blocks(plan, "blocks", whole - part, again - part_again, activations)
-    if part:
+    subset, layers = m * sum(chunk.subset for chunk in chunks), m * sum(chunk.layers for chunk in chunks)
+    subset_recomputed = m * sum(chunk.subset_recomputed for chunk in chunks)
+    recomputed = m * sum(chunk.recomputed for chunk in chunks)
+    yield from _blocks(plan, "blocks", layers - subset, recomputed - subset_recomputed, activations)
+    if subset:
         ltd = plan.random_ltd
         assert ltd is not None
         some = activations // ltd.seq_length * ltd.max_value
-        yield from _blocks(plan, "blocks with dropped tokens", part, part_again, some)
+        yield from _blocks(plan, "blocks with dropped tokens", subset, subset_recomputed, some)
         if plan.sp:
             for kind in ("reduce_scatter", "all_gather"):  # into the subset and out of it, forward and backward
-                yield Operation(f"tokens of random-LTD's layers: {kind}", TrafficKey("tp", kind, t), 2 * part, some)
+                yield Operation(f"tokens of random-LTD's layers: {kind}", TrafficKey("tp", kind, t), 2 * subset, some)
     at_once = min(tokens, loss_chunk(plan.model.hidden_size))
     for size, count in ((at_once, tokens // at_once), (tokens % at_once, int(tokens % at_once > 0))):
         key, payload = TrafficKey("tp", "all_gather", t), 3 * t * size * FP32
-        yield Operation("cross entropy by chunks: maximum, sum, own logit", key, count * last, payload)
+        yield Operation("chunked cross entropy: maximum, sum, target logit", key, count * last, payload)
 
 
 def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: int) -> Iterator[Operation]:
-    """Inside ``blocks`` passes through a block, ``recomputed`` of them in full, on ``activations`` bytes."""
-    # Recomputing a block stops at the last value that its backward needs: down_proj's sum is not among them, but what
-    # LoRA's B multiplies is made after it. For the weights' gradients megatron-core gathers inputs a second time;
-    # Inductor keeps what it has gathered, and frozen weights have no gradients.
+    """Yield the operations of ``blocks`` block passes, ``recomputed`` of them recomputed, on ``activations`` bytes."""
+    # Recomputation stops at the last tensor that the backward pass needs. down_proj's sum is needed only by LoRA's B,
+    # which follows it. For weight gradients megatron-core gathers the inputs a second time. Inductor saves the gathered
+    # inputs, and frozen weights have no gradients.
     lora = plan.config.finetune.method == "lora"
     inputs = 0 if plan.config.trainer.compile or lora else 2 * blocks
-    sums_again = recomputed * (2 if target_rows(plan, "down_proj") else 1)
+    recomputed_sums = recomputed * (2 if target_rows(plan, "down_proj") else 1)
 
     def op(of: str, kind: str, calls: int) -> Operation:
         return Operation(f"{label}{of}", TrafficKey("tp", kind, plan.config.trainer.tp), calls, activations)
@@ -225,16 +236,16 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
         yield op(", forward: into qkv, gate_up", "all_gather", 2 * blocks)
         yield op(", forward: out of o, down", "reduce_scatter", 2 * blocks)
         yield op(", backward: gradients into down, o", "all_gather", 2 * blocks)
-        yield op(", backward: inputs of gate_up, qkv again", "all_gather", inputs)
+        yield op(", backward: inputs of gate_up, qkv", "all_gather", inputs)
         yield op(", backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
         yield op(" recomputed: into qkv, gate_up", "all_gather", 2 * recomputed)
-        yield op(" recomputed: out of o", "reduce_scatter", sums_again)
+        yield op(" recomputed: out of o", "reduce_scatter", recomputed_sums)
     else:
         yield op(", forward: out of o, down", "all_reduce", 2 * blocks)
         yield op(", backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
-        yield op(" recomputed: out of o", "all_reduce", sums_again)
+        yield op(" recomputed: out of o", "all_reduce", recomputed_sums)
     for matrix in FUSED if lora else ():
-        # x Aᵀ, gathered or summed as the matrix' own input or output is.
+        # x Aᵀ is gathered or summed like the matrix's input or output.
         size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
         forward, backward = blocks + recomputed, blocks
         if plan.sp:
@@ -249,7 +260,7 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
-    """Activations and their gradients between virtual stages; the schedule decides when, not how much."""
+    """Yield the activations and gradients sent between virtual stages. The schedule does not change their number."""
     trainer, m = plan.config.trainer, plan.num_microbatches
     if trainer.pp == 1:
         return
@@ -264,12 +275,11 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
 
 
 def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
-    """What ``fully_shard`` gathers and scatters, unit by unit: each parameter's rows are filled up to a multiple of the
-    shard size."""
+    """Yield the gathers and reduce-scatters of ``fully_shard`` per unit. Rows are padded to the shard size."""
     trainer, m, n = plan.config.trainer, plan.num_microbatches, plan.shard_size
     zero, inside = trainer.zero, trainer.secondary_group or plan.shard_size
     spacing = plan.grid.stride(plan.grid.same_weights[0])
-    again = m if zero == 3 else 0  # blocks are gathered for the backward pass too, but the one that it begins with
+    backward_gathers = m if zero == 3 else 0  # all blocks except the one that the backward pass starts with
     gathers = m if zero == 3 else 1
     sums = m if zero >= 2 else 1
     held: list[int] = []
@@ -280,10 +290,10 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
             sizes = [parameter.shard(n) for parameter in parameters]
             weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
             yield Operation(f"{label}: weights", TrafficKey("dp", "all_gather", n), count * gathers, weights, spacing)
-            in_backward = again * (count - chunk.is_last) if label == "blocks" else 0
-            again_bytes = whole if trainer.secondary_group else weights
-            again_line = TrafficKey("dp", "all_gather", inside)
-            yield Operation(f"{label}: weights, backward", again_line, in_backward, again_bytes, spacing)
+            in_backward = backward_gathers * (count - chunk.is_last) if label == "blocks" else 0
+            backward_bytes = whole if trainer.secondary_group else weights
+            backward_key = TrafficKey("dp", "all_gather", inside)
+            yield Operation(f"{label}: weights, backward", backward_key, in_backward, backward_bytes, spacing)
             trained = [parameter.shard(n) for parameter in parameters if parameter.trained]
             for reason, key, payload, stride in _reductions(plan, trained) if trained else ():
                 yield Operation(f"{label}: {reason}", key, count * sums, payload, stride)
@@ -292,8 +302,10 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
 
 
 def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey, int, int]]:
-    """How the gradients of a unit are summed, once: over the ranks that share its shards, of ``sizes`` values, and over
-    those that hold copies of them. (reason, line, payload, stride)."""
+    """Yield (label, key, payload, stride) of one gradient reduction of a unit: over its shards, then over its copies.
+
+    ``sizes`` are the values per shard of each parameter.
+    """
     n, copies, kind = plan.shard_size, plan.data_ranks // plan.shard_size, plan.config.trainer.grad_reduce
     stride = plan.grid.stride(plan.grid.same_weights[0])
     if kind is None:
@@ -308,15 +320,17 @@ def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey,
     else:
         yield "gradients, inside nodes", TrafficKey("dp", "all_to_all", inside), whole, stride
         across = TrafficKey("dp", "all_to_all", n // inside)
-        yield "their sums, across nodes", across, whole // inside, stride * inside
+        yield "gradient sums, across nodes", across, whole // inside, stride * inside
     part = copies * exchanged_bytes(kind, [-(-size // copies) for size in sizes])
     yield "gradients, over copies", TrafficKey("dp", "all_to_all", copies), part, stride * n
-    yield "their sums, over copies", TrafficKey("dp", "all_gather", copies), part, stride * n
+    yield "gradient sums, over copies", TrafficKey("dp", "all_gather", copies), part, stride * n
 
 
 def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
-    """A step of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values. In the warm-up it
-    is one all_reduce of all gradients in fp32."""
+    """Yield the exchange of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values.
+
+    During the warm-up it is one all_reduce of all gradients in fp32.
+    """
     signs = ranks * sum(-(-size // (8 * ranks)) for size in sizes)
     gather = TrafficKey("dp", "all_gather", ranks)
     yield Operation("signs of momenta", TrafficKey("dp", "all_to_all", ranks), 1, signs, stride)
@@ -325,14 +339,14 @@ def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
 
 
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
-    """The sums of parallel/tensor.py, of the rows that this rank's shard holds."""
+    """Yield the gradient all-reduces of parallel/tensor.py, for the rows of this rank's shard."""
     model, t, h, width = plan.model, plan.config.trainer.tp, plan.model.hidden_size, BYTES[plan.precision.param_dtype]
 
-    def held(rows: int, wanted: tuple[int, int]) -> int:
-        """How many of the rows ``wanted`` this rank's shard of ``rows`` holds."""
+    def held(rows: int, requested: tuple[int, int]) -> int:
+        """Return how many of the ``requested`` rows are in this rank's shard of ``rows``."""
         per_rank = -(-rows // plan.shard_size)
         start = shard_rank * per_rank
-        return max(0, min(wanted[1], start + per_rank, rows) - max(wanted[0], start))
+        return max(0, min(requested[1], start + per_rank, rows) - max(requested[0], start))
 
     layers = sum(chunk.layers for chunk in chunks)
     first, last = (any(getattr(chunk, end) for chunk in chunks) for end in ("is_first", "is_last"))
@@ -351,43 +365,44 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         calls = int(bool(vectors) and layers > 0)
         if "norm" in ends and ends["norm"].trained:
             values, calls = values + held(h, (0, h)), 1
-        label = "gradients of norms, and of LoRA's whole matrices"
+        label = "gradients of norms and of replicated LoRA matrices"
         yield Operation(label, TrafficKey("tp", "all_reduce", t), calls, values * width)
     copies = kv_copies(model, t)
     shared = [name for name in KV_HEADS if name in named and named[name].trained]
     if copies > 1 and shared:
         rows, columns = named[shared[0]].rows, named[shared[0]].columns
-        mine = held(rows, (rows - key_rows(plan), rows))
+        local_rows = held(rows, (rows - key_rows(plan), rows))
         key = TrafficKey("tp", "all_reduce", copies)
-        yield Operation("gradients of shared kv heads", key, int(layers * mine > 0), layers * mine * columns * width)
+        rows = layers * local_rows
+        yield Operation("gradients of shared kv heads", key, int(rows > 0), rows * columns * width)
     if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
-        table = plan.padded_vocab_size // t
-        payload = held(table, (0, table)) * h * width
+        vocabulary_rows = plan.padded_vocab_size // t
+        payload = held(vocabulary_rows, (0, vocabulary_rows)) * h * width
         apart = (plan.config.trainer.pp - 1) * plan.grid.stride("pp")
         key = TrafficKey("pp", "all_reduce", 2)
         yield Operation("gradient of the tied embedding", key, int(first or last), payload, apart)
 
 
-# The parameters of one rank, in the units that ``fully_shard`` gathers and scatters (parallel/fsdp.py), as numbers.
+# Sizes of one rank's parameters, in the units of ``fully_shard`` (parallel/fsdp.py).
 
 
 class Parameter(NamedTuple):
-    """A parameter on one tensor-parallel rank; a vector has one column."""
+    """Shape of a parameter on one tensor-parallel rank; a vector has one column."""
 
     name: str
     rows: int
     columns: int
     trained: bool = True
     quantized: bool = False
-    """A frozen matrix in 8 or 4 bits."""
+    """Whether it is a frozen matrix in 8 or 4 bits."""
 
     def shard(self, ranks: int) -> int:
-        """Values of one of ``ranks`` shards: ``fully_shard`` fills up the rows."""
+        """Return the values of one of ``ranks`` shards; ``fully_shard`` pads the rows."""
         return -(-self.rows // ranks) * self.columns
 
 
 class Unit(NamedTuple):
-    """Parameters that travel in one collective."""
+    """Parameters that one collective moves."""
 
     label: str
     number: int
@@ -396,7 +411,7 @@ class Unit(NamedTuple):
 
 
 def target_rows(plan: Plan, matrix: str) -> list[int]:
-    """Rows on one rank of each module in a fused matrix that LoRA adapts."""
+    """Return the rows on one rank of each LoRA target module in a fused matrix."""
     finetune, tp = plan.config.finetune, plan.config.trainer.tp
     if finetune.method != "lora":
         return []
@@ -405,32 +420,32 @@ def target_rows(plan: Plan, matrix: str) -> list[int]:
 
 
 def key_rows(plan: Plan) -> int:
-    """Of the trained rows of qkv, or of LoRA's B there, those of keys and values, which come last."""
+    """Return the number of trained key and value rows of qkv, or of LoRA's B there. They are its last rows."""
     finetune, tp = plan.config.finetune, plan.config.trainer.tp
-    wanted = finetune.lora_target_modules if finetune.method == "lora" else ("k_proj", "v_proj")
-    return sum(matrices(plan.model)[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in wanted)
+    targets = finetune.lora_target_modules if finetune.method == "lora" else ("k_proj", "v_proj")
+    return sum(matrices(plan.model)[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in targets)
 
 
 def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
-    """Those of a block, in the order of the model."""
+    """Return the parameters of a block, in the order of the model."""
     finetune, tp, h = plan.config.finetune, plan.config.trainer.tp, plan.model.hidden_size
-    full, found = finetune.method != "lora", []
-    for norm, those in (
+    full, parameters = finetune.method != "lora", list[Parameter]()
+    for norm, fused in (
         ("input_layernorm", ("qkv_proj", "o_proj")),
         ("post_attention_layernorm", ("gate_up_proj", "down_proj")),
     ):
-        found.append(Parameter(norm, h, 1, is_trained(plan, norm)))
-        for matrix in those:
+        parameters.append(Parameter(norm, h, 1, is_trained(plan, norm)))
+        for matrix in fused:
             rows, columns = fused_shape(plan.model, matrix, tp)
-            found.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
+            parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
             if targets := target_rows(plan, matrix):
-                found.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
-                found.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
-    return tuple(found)
+                parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
+                parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
+    return tuple(parameters)
 
 
 def units(plan: Plan, layers: int, is_first: bool, is_last: bool) -> Iterator[Unit]:
-    """Those of a chunk of ``layers`` blocks."""
+    """Yield the units of a pipeline chunk of ``layers`` blocks."""
     h = plan.model.hidden_size
     rows = plan.padded_vocab_size // plan.config.trainer.tp
     embedding = Parameter("embed_tokens", rows, h, is_trained(plan, "embed_tokens"))
@@ -447,12 +462,12 @@ def units(plan: Plan, layers: int, is_first: bool, is_last: bool) -> Iterator[Un
 
 
 def is_trained(plan: Plan, module: str) -> bool:
-    """Whether a weight of the model itself gets gradients: each one but those that LoRA freezes."""
+    """Whether a weight of the model has a gradient, that is, LoRA does not freeze it."""
     return plan.config.finetune.method != "lora" or module.endswith(tuple(plan.config.finetune.modules_to_save))
 
 
 def gathered_bytes(plan: Plan, parameter: Parameter, ranks: int) -> int:
-    """Bytes of one of ``ranks`` shards of a parameter as it is gathered, for the layers to compute with."""
+    """Return the bytes of one of ``ranks`` shards of a parameter in the format in which it is gathered."""
     values = parameter.shard(ranks)
     if parameter.quantized and plan.quantized:
         return quantized_bytes(plan.quantized, values)

@@ -38,9 +38,9 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import plural
 from megatron_llama.tools.common import MOCK_RUN, progress_bar
 from megatron_llama.tools.forecast.this_machine import (
-    BESIDE,
     COLLECTIVES,
     FORMS,
+    OVERLAPPED,
     RANKS,
     STEPS,
     VERSION,
@@ -227,7 +227,7 @@ def _collectives(noted: Callable[[float], float]) -> dict[str, dict[str, list[tu
         for kind in kinds:
             times = []
             for size in MESSAGES:
-                seconds = _added(_collective(kind, size), how == BESIDE)
+                seconds = _added(_collective(kind, size), how == OVERLAPPED)
                 times.append((size, noted(seconds / (2 if kind == "send" else 1))))
             found.setdefault(how, {})[kind] = times
     return found

@@ -89,7 +89,7 @@ def _try(
         outcome = attempt(candidate, best[1].seconds if best else None)
         knowledge.add(candidate, outcome)
         journal.add(candidate, outcome)
-        shown.say(f"trial {number + 1}: {candidate.key}: {in_words(outcome)}")
+        shown.print_line(f"trial {number + 1}: {candidate.key}: {in_words(outcome)}")
         shown.show(knowledge.timed)
 
 
@@ -110,7 +110,7 @@ def _try_again(knowledge: TrialHistory, journal: Journal, attempt: Try, shown: P
             knowledge.add(candidate, outcome)
             journal.add(candidate, outcome)
             done += 1
-            shown.say(f"again: {candidate.key}: {in_words(found)}")
+            shown.print_line(f"again: {candidate.key}: {in_words(found)}")
 
 
 def in_words(outcome: TrialOutcome) -> str:

@@ -1,4 +1,4 @@
-"""The forecast of memory against the CPU's allocator where a compiler works, which no rehearsal shows."""
+"""Memory forecast against the CPU allocator, for compiled runs, which cannot be rehearsed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.paths import CONF
 from tests.ranks import run_ranks
 
 WITHIN = 0.10
-# In bf16 an eager run's copy of a chunk's logits in fp32 is a third of all.
+# In bf16 an eager run's fp32 copy of a chunk's logits is a third of the memory.
 SETTINGS = [
     "model=llama_2m",
     "model.hidden_size=64",
@@ -43,16 +43,16 @@ SETTINGS = [
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_forecast_is_within_a_tenth_of_a_run(precision: str, compiled: bool, cache: Path) -> None:
+def test_forecast_is_within_10_percent_of_a_run(precision: str, compiled: bool, cache: Path) -> None:
     more = [f"trainer.precision={precision}", f"trainer.compile={compiled}", f"trainer.compile_cache={cache}"]
     plan = resolve(load_config([*SETTINGS, *more], CONF), 1)
     (forecast,) = stage_footprints(plan)
-    (measured,) = run_ranks(_most_in_a_step, 1, plan, timeout=280)
+    (measured,) = run_ranks(_step_peak, 1, plan, timeout=280)
     assert forecast.total == pytest.approx(measured, rel=WITHIN), forecast
 
 
-def _most_in_a_step(rank: int, plan: Plan) -> int:
-    """Most bytes alive in the second step: the first one compiles, and makes the optimizer's states."""
+def _step_peak(rank: int, plan: Plan) -> int:
+    """Return the peak live bytes of the second step; the first one compiles and creates optimizer states."""
     device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         data = build_data(plan, topology, cpu)

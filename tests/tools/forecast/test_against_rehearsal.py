@@ -1,4 +1,4 @@
-"""The forecast of memory against the program itself: every layout's peak within a tenth, its states to the byte."""
+"""Memory forecast against rehearsals: each layout's peak within 10 %, its states exactly."""
 
 from __future__ import annotations
 
@@ -91,27 +91,27 @@ SLOW = {
 
 
 def check(stage: int, *overrides: str) -> None:
-    """The forecast of a stage's first rank against its rehearsal."""
-    written = {name: value for name, value in MODEL.items() if not any(o.startswith(f"{name}=") for o in overrides)}
-    plan, _ = plan_rehearsal([*(f"{name}={value}" for name, value in written.items()), *overrides])
+    """Compare the forecast of a stage's first rank with its rehearsal."""
+    settings = {name: value for name, value in MODEL.items() if not any(o.startswith(f"{name}=") for o in overrides)}
+    plan, _ = plan_rehearsal([*(f"{name}={value}" for name, value in settings.items()), *overrides])
     forecast = stage_footprints(plan)[stage]
     rehearsed = rehearse(plan, stage * plan.dp * plan.config.trainer.tp)
     assert forecast.total == pytest.approx(rehearsed.peak, rel=WITHIN), (forecast, rehearsed.at_peak, rehearsed.moment)
-    # Adam's counts of updates are tensors of four bytes, and ZeRO 3 gathers what the forecast has among the buffers.
+    # Adam's step counts are 4-byte tensors. Weights gathered by ZeRO 3 are buffers in the forecast.
     states = rehearsed.at_rest.get(OPTIMIZER, 0)
     assert forecast.optimizer == pytest.approx(states, abs=4096), "optimizer states"
-    assert forecast.host == pytest.approx(rehearsed.most.get(HOST, 0), rel=WITHIN), "the host's part"
+    assert forecast.host == pytest.approx(rehearsed.most.get(HOST, 0), rel=WITHIN), "host memory"
     if plan.config.trainer.zero < 3 and plan.num_microbatches > 1:
         most = rehearsed.most[WEIGHTS] + rehearsed.most.get(GATHERED, 0)
-        assert forecast.weights == pytest.approx(most, rel=2e-3), "shards and what the blocks compute with"
+        assert forecast.weights == pytest.approx(most, rel=2e-3), "shards and compute-dtype copies"
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_the_forecast_is_within_a_tenth_of_the_rehearsal(name: str) -> None:
+def test_forecast_is_within_10_percent_of_the_rehearsal(name: str) -> None:
     check(*FAST[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_in_every_layout(name: str) -> None:
+def test_forecast_of_each_layout(name: str) -> None:
     check(*SLOW[name])

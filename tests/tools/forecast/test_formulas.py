@@ -1,4 +1,4 @@
-"""The formulas of memory and time against published numbers, and against what must follow from them."""
+"""Memory and time formulas against published numbers and identities."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ BEFORE_FLASH = PROGRAMS["megatron 2021"]
 PLAIN = Job(LLAMA, seq=4096, micro_batch=1, num_microbatches=16)
 
 
-def kept(job: Job) -> float:
-    """Activations of the whole model, GiB."""
+def saved_activations(job: Job) -> float:
+    """Return the saved activations of the whole model, GiB."""
     return job.shape.layers * sum(kept_by_layer(job).values()) / GIB
 
 
@@ -36,24 +36,23 @@ def kept(job: Job) -> float:
     ("model", "everything", "without_scores", "inputs"),
     [("7b", 97.0, 17.0, 1.0), ("13b", 151.6, 26.6, 1.56), ("70b", 485.0, 85.0, 5.0)],
 )
-def test_activations_are_those_of_korthikanti(
+def test_activations_match_korthikanti(
     model: str, everything: float, without_scores: float, inputs: float
 ) -> None:
     """s*b*h*(34 + 5*a*s/h) without recomputation, 34 with selective, 2 with full (arXiv:2205.05198, table 2)."""
     job = Job(GPT[model], seq=4096, micro_batch=1, num_microbatches=1, program=BEFORE_FLASH)
-    assert kept(job) == pytest.approx(everything, rel=2e-3)
-    assert kept(replace(job, recompute="selective")) == pytest.approx(without_scores, rel=4e-3)
-    assert kept(replace(job, recompute="full")) == pytest.approx(inputs, rel=4e-3)
+    assert saved_activations(job) == pytest.approx(everything, rel=2e-3)
+    assert saved_activations(replace(job, recompute="selective")) == pytest.approx(without_scores, rel=4e-3)
+    assert saved_activations(replace(job, recompute="full")) == pytest.approx(inputs, rel=4e-3)
     # tp divides 24 of the 34, with sp all of them.
-    units = kept(replace(job, recompute="selective")) / 34
+    units = saved_activations(replace(job, recompute="selective")) / 34
     cut = replace(job, recompute="selective", tp=8)
-    assert kept(cut) == pytest.approx(units * (10 + 24 / 8)) and kept(replace(cut, sp=True)) == pytest.approx(
-        units * 34 / 8
-    )
+    assert saved_activations(cut) == pytest.approx(units * (10 + 24 / 8))
+    assert saved_activations(replace(cut, sp=True)) == pytest.approx(units * 34 / 8)
 
 
-def test_micro_batches_under_way() -> None:
-    """1F1B: pp on the first stage, one on the last; interleaved: 1 + (pp - 1) / (pp * v) times as many."""
+def test_number_of_micro_batches_in_flight() -> None:
+    """Check 1F1B (pp on the first stage, one on the last) and interleaved (1 + (pp - 1) / (pp * v) times as many)."""
     job = replace(PLAIN, pp=8)
     assert [under_way(job, stage) for stage in (0, 3, 7)] == [8, 5, 1]
     assert under_way(replace(job, num_microbatches=2), 0) == 2
@@ -61,8 +60,8 @@ def test_micro_batches_under_way() -> None:
     assert under_way(interleaved, 0) == pytest.approx(8 * (1 + 7 / 32))
 
 
-def test_states_are_16_bytes_a_parameter_cut_as_zero_cuts_them() -> None:
-    """As ZeRO cuts them (arXiv:1910.02054), with gradients in 32 bits as Megatron-LM has them."""
+def test_zero_shards_16_bytes_per_parameter() -> None:
+    """Check the stages of ZeRO (arXiv:1910.02054), with fp32 gradients as in Megatron-LM."""
     count = PLAIN.stage_parameters(0)
     megatron = replace(PLAIN, program=PROGRAMS["megatron"], dp=8, shard_size=8)
     for zero, each in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8)):
@@ -71,25 +70,25 @@ def test_states_are_16_bytes_a_parameter_cut_as_zero_cuts_them() -> None:
 
 
 def seconds(job: Job, device: str = "h100") -> StepTime:
-    found = find_device(device)
-    assert found is not None
-    return step_time(job, found.per_rank(), load_constants())
+    spec = find_device(device)
+    assert spec is not None
+    return step_time(job, spec.per_rank(), load_constants())
 
 
-def test_the_bubble_is_p_minus_1_over_v_m() -> None:
+def test_bubble_is_p_minus_1_over_v_m() -> None:
     job = replace(PLAIN, pp=4, dp=2)
     one, interleaved = seconds(job), seconds(replace(job, vpp=4))
     stages = one.matmul + one.attention + one.memory_bound + one.launch - load_constants()["launch.step"]
-    assert one.bubble == pytest.approx(stages * 3 / 16, rel=0.05)  # the last stage has the head, others have none
+    assert one.bubble == pytest.approx(stages * 3 / 16, rel=0.05)  # only the last stage has the head
     assert interleaved.bubble == pytest.approx(one.bubble / 4)
     assert seconds(replace(PLAIN, pp=1)).bubble == 0
 
 
-def test_work_is_paid_for() -> None:
+def test_more_work_takes_more_time() -> None:
     base = seconds(PLAIN)
     assert sum(base.parts().values()) == pytest.approx(base.total)
-    again = seconds(replace(PLAIN, recompute="full"))
-    assert again.matmul == pytest.approx(base.matmul * 4 / 3, rel=0.01) and again.head == base.head
+    full = seconds(replace(PLAIN, recompute="full"))
+    assert full.matmul == pytest.approx(base.matmul * 4 / 3, rel=0.01) and full.head == base.head
     longer = seconds(replace(PLAIN, seq=8192))
     assert longer.attention == pytest.approx(4 * base.attention, rel=0.1)
     assert longer.matmul == pytest.approx(2 * base.matmul, rel=0.05)
@@ -100,15 +99,15 @@ def test_work_is_paid_for() -> None:
     assert seconds(frozen).matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05)
 
 
-def test_what_is_offloaded_takes_time() -> None:
+def test_offloading_takes_time() -> None:
     base, count = seconds(PLAIN), PLAIN.stage_parameters(0)
     assert base.offload == 0
-    there = seconds(replace(PLAIN, offloads_optimizer=True))
+    offloaded = seconds(replace(PLAIN, offloads_optimizer=True))
     state = PLAIN.state
     weight = state.master or state.weight
     copies, step = 3 * weight / 20e9, (3 * weight + 2 * state.moments) / 25e9
-    assert there.optimizer == 0 and there.offload == pytest.approx(count * (copies + step), rel=1e-6)
-    # Copies of activations are hidden as long as they take no longer than what is computed.
+    assert offloaded.optimizer == 0 and offloaded.offload == pytest.approx(count * (copies + step), rel=1e-6)
+    # Copies of activations overlap with computing.
     assert seconds(replace(PLAIN, offloads_activations=True, recompute="full")).offload == 0
     copied = 2 * sum(kept_by_layer(PLAIN).values()) * sum(PLAIN.layers_by_stage) * PLAIN.num_microbatches / 20e9
     working = base.matmul + base.head + base.attention + base.memory_bound + base.launch
@@ -117,20 +116,20 @@ def test_what_is_offloaded_takes_time() -> None:
     assert seconds(replace(PLAIN, offloads_activations=True)).offload == pytest.approx(copied - working, rel=1e-6)
 
 
-def test_async_tp_hides_communication_and_takes_memory_for_two_pieces() -> None:
+def test_async_tp_overlaps_communication_and_needs_two_buffers() -> None:
     compiled = replace(PLAIN, tp=8, sp=True, program=PROGRAMS["ours, compiled"])
     overlapped = replace(compiled, program=PROGRAMS["ours, overlapped"])
     assert 0 < seconds(overlapped).tensor < seconds(compiled).tensor
-    # 4096 tokens of 4096 values in 16 bits, an eighth of them, twice.
+    # Two buffers of an eighth of 4096 tokens of 4096 bf16 values.
     assert footprint(overlapped, 0).buffers - footprint(compiled, 0).buffers == 2 * 4096 * 4096 * 2 // 8
     words = {"trainer.tp": 2, "trainer.compile": True, "trainer.global_batch_size": 8}
     plans = [resolve(make(**words, **{"trainer.async_tp": on}), 2) for on in (False, True)]
     assert [job_of_plan(plan).program for plan in plans] == [
-        PROGRAMS[f"ours, {how}"] for how in ("compiled", "overlapped")
+        PROGRAMS[f"ours, {kind}"] for kind in ("compiled", "overlapped")
     ]
 
 
-def test_inductors_loss_takes_no_copy_of_the_logits() -> None:
+def test_inductor_loss_has_no_copy_of_the_logits() -> None:
     words = {"model.vocab_size": 32_000, "data.seq_length": 1024, "trainer.micro_batch_size": 1}
 
     def logits(device: str, precision: str, compiled: bool) -> int:
@@ -140,29 +139,30 @@ def test_inductors_loss_takes_no_copy_of_the_logits() -> None:
     chunk, inductor = 512 * 32_000, ["auto", *(name for name in NAMES if device_named(name).compiler == INDUCTOR)]
     assert {"auto", "cpu"} < set(inductor) < set(DEVICES)
     for device in DEVICES:
-        spared = logits(device, "bf16", False) - logits(device, "bf16", True)
-        assert spared == (4 * chunk if device in inductor else 0), device
-        assert logits(device, "fp32", False) == logits(device, "fp32", True) > 4 * chunk  # they are in 32 bits anyway
+        saved = logits(device, "bf16", False) - logits(device, "bf16", True)
+        assert saved == (4 * chunk if device in inductor else 0), device
+        assert logits(device, "fp32", False) == logits(device, "fp32", True) > 4 * chunk  # fp32 logits need no copy
 
 
-def test_selective_recomputation_repeats_attention_and_what_is_elementwise() -> None:
-    base, again = seconds(PLAIN), seconds(replace(PLAIN, recompute="selective"))
-    assert again.matmul == base.matmul and again.head == base.head
-    assert again.attention == pytest.approx(base.attention * 4.5 / 3.5)
+def test_selective_recomputes_attention_and_elementwise_operations() -> None:
+    base, selective = seconds(PLAIN), seconds(replace(PLAIN, recompute="selective"))
+    assert selective.matmul == base.matmul and selective.head == base.head
+    assert selective.attention == pytest.approx(base.attention * 4.5 / 3.5)
     full = seconds(replace(PLAIN, recompute="full"))
-    assert base.memory_bound < again.memory_bound == full.memory_bound and base.total < again.total < full.total
+    assert base.memory_bound < selective.memory_bound == full.memory_bound
+    assert base.total < selective.total < full.total
     elementwise = seconds(replace(PLAIN, recompute="elementwise"))
-    assert elementwise.memory_bound == again.memory_bound and elementwise.attention == base.attention
+    assert elementwise.memory_bound == selective.memory_bound and elementwise.attention == base.attention
     third = seconds(replace(PLAIN, recompute="selective", recompute_every=3))
-    assert third.attention - base.attention == pytest.approx((again.attention - base.attention) / 3)
+    assert third.attention - base.attention == pytest.approx((selective.attention - base.attention) / 3)
 
 
-def test_zero_moves_what_its_stages_move() -> None:
-    """Without anything to hide behind: gradients are summed once, or scattered once, or for each micro batch."""
-    alone = replace(PLAIN.program, overlaps_dp=False)
+def test_zero_stages_communicate_gradients_and_weights() -> None:
+    """Check without overlap: one all-reduce, one reduce-scatter, or one per micro batch."""
+    sequential = replace(PLAIN.program, overlaps_dp=False)
 
     def moved(zero: int, **changes: object) -> float:
-        job = replace(PLAIN, dp=8, shard_size=8 if zero else 1, zero=zero, program=alone, **changes)  # type: ignore[arg-type]
+        job = replace(PLAIN, dp=8, shard_size=8 if zero else 1, zero=zero, program=sequential, **changes)  # type: ignore[arg-type]
         return seconds(job).data_parallel
 
     count, lanes = PLAIN.stage_parameters(0), 2 * 7 / 8 / devices()["h100"].bus
@@ -171,12 +171,12 @@ def test_zero_moves_what_its_stages_move() -> None:
         assert moved(zero) == pytest.approx(size, rel=1e-3), zero
     lora = {"lora_parameters": 10**6}
     assert moved(1, **lora) == pytest.approx((lanes * 4 * 32e6 + weights) / 2, rel=0.01), "frozen weights are gathered"
-    assert moved(0, exchanges_signs=True) == pytest.approx(gradients / 32, rel=0.01), "a bit for each value of 32"
+    assert moved(0, exchanges_signs=True) == pytest.approx(gradients / 32, rel=0.01), "1 of 32 bits per value"
     signs = replace(PLAIN, dp=8, zero=0, exchanges_signs=True)
     assert seconds(signs).optimizer > 5 * seconds(replace(signs, exchanges_signs=False)).optimizer
 
 
-def test_communication_over_nodes_costs_more_and_is_hidden_behind_work() -> None:
+def test_communication_between_nodes_costs_more_and_overlaps() -> None:
     within, over = seconds(replace(PLAIN, dp=8, shard_size=8)), seconds(replace(PLAIN, dp=16, shard_size=16))
     assert 0 < within.data_parallel <= over.data_parallel and within.waiting == 0 < over.waiting
     apart = replace(PLAIN, dp=8, shard_size=8, program=replace(PLAIN.program, overlaps_dp=False))
@@ -185,23 +185,23 @@ def test_communication_over_nodes_costs_more_and_is_hidden_behind_work() -> None
     assert seconds(across).tensor > 1.3 * seconds(replace(across, tp=8)).tensor
 
 
-def test_the_slower_of_host_and_device_sets_the_pace() -> None:
-    """A small model's step is as long as the host needs to start its kernels, whatever they compute."""
+def test_small_models_are_bound_by_the_host() -> None:
+    """Check that a small model's step takes the time of its kernel launches, regardless of their size."""
     tiny = Shape(256, 16, 4, 4, 64, 704, 32_000)
     job = Job(tiny, seq=128, micro_batch=1, num_microbatches=8)
-    started = 8 * 16 * kernel_count(job) * load_constants()["host.operation"] / devices()["h100"].host_speed
-    assert seconds(job).total == pytest.approx(started + load_constants()["launch.step"], rel=0.02)
+    launches = 8 * 16 * kernel_count(job) * load_constants()["host.operation"] / devices()["h100"].host_speed
+    assert seconds(job).total == pytest.approx(launches + load_constants()["launch.step"], rel=0.02)
     assert seconds(replace(job, micro_batch=2)).total == pytest.approx(seconds(job).total, rel=0.02), "twice the work"
     assert seconds(replace(job, recompute="full")).total > 1.2 * seconds(job).total, "more kernels"
     fused = replace(job, program=PROGRAMS["megatron"])
     assert seconds(fused).total < 0.7 * seconds(job).total, "fewer kernels"
     large, free = replace(PLAIN, micro_batch=4), {**load_constants(), "host.operation": 0.0}
     h100 = devices()["h100"]
-    assert step_time(large, h100, free).total == step_time(large, h100, load_constants()).total, "the device is slower"
+    assert step_time(large, h100, free).total == step_time(large, h100, load_constants()).total, "bound by the device"
 
 
 @pytest.mark.parametrize("name", devices())
-def test_every_device_of_the_table_gives_a_plan(name: str) -> None:
+def test_each_device_of_the_table_has_a_forecast(name: str) -> None:
     device = devices()[name]
     assert device.source and device.memory_bytes > 2**34 and device.per_node >= 8
     assert all(0.4 <= share <= 1 for share in device.reach.values())

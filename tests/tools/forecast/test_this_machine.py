@@ -1,6 +1,6 @@
-"""Planning for the machine that plans: the arithmetic of its calibration, with recorded measurements.
+"""Forecasts for this machine from a recorded calibration.
 
-benchmarks/plan.py compares forecasts with steps that are really run; nothing here depends on the machine's speed.
+Nothing here depends on the machine's speed; benchmarks/plan.py compares forecasts with real steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_llama.tools.forecast.this_machine import (
     NotCalibrated,
     calibration_path,
     filled,
+    fit_gemms,
     fit_line,
-    fit_products,
     load_calibration,
     local_step_time,
 )
@@ -31,9 +31,9 @@ SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_
 
 
 def recorded() -> dict[str, Any]:
-    """One and two ranks with a thread each, calibrated in processor time, and steps that were timed after that."""
-    found: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return found
+    """Return a calibration of one and two ranks of one thread each, in CPU time, and steps timed after it."""
+    content: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return content
 
 
 def machine(**changes: Any) -> Calibration:
@@ -45,40 +45,40 @@ def plan_of(*overrides: str, ranks: int = 1) -> Plan:
     return resolve(cli.parse_overrides(words), ranks)
 
 
-def test_a_line_through_what_was_measured() -> None:
+def test_fit_line() -> None:
     assert fit_line([(size, 3e-5 + size * 2e-9) for size in (4e3, 1e5, 1e7)]) == pytest.approx((3e-5, 2e-9))
-    assert fit_line([(1.0, 5.0), (2.0, 4.0)])[1] == 0, "no size takes less than a smaller one"
+    assert fit_line([(1.0, 5.0), (2.0, 4.0)])[1] == 0, "the slope is not negative"
     start, each = fit_line([(1.0, 1.0), (2.0, 2.4), (4.0, 5.6)])
-    assert start == 0 and each == pytest.approx(1.2, rel=0.15), "nothing starts before it is asked to"
+    assert start == 0 and each == pytest.approx(1.2, rel=0.15), "the start is not negative"
 
 
-def test_products_give_their_rate_and_what_tiles_cost() -> None:
+def test_fit_gemms_returns_rate_and_tile_size() -> None:
     shapes = ((256, 288, 864), (512, 768, 288), (2048, 1376, 512))
-    assert fit_products([(*shape, filled(40, *shape) / 80e9) for shape in shapes]) == pytest.approx((80e9, 40))
+    assert fit_gemms([(*shape, filled(40, *shape) / 80e9) for shape in shapes]) == pytest.approx((80e9, 40))
     alike = [(*shape, filled(0, *shape) / 80e9) for shape in shapes]
-    assert fit_products(alike) == pytest.approx((80e9, 0))
+    assert fit_gemms(alike) == pytest.approx((80e9, 0))
 
 
 @pytest.mark.parametrize("job", recorded()["steps"], ids=lambda job: job["name"])
-def test_recorded_steps_are_met_within_a_fifth(job: dict[str, Any]) -> None:
+def test_recorded_steps_are_forecast_within_20_percent(job: dict[str, Any]) -> None:
     plan = plan_of(*job["overrides"], ranks=job["ranks"])
     assert local_step_time(plan, machine()).total == pytest.approx(job["seconds"], rel=0.20)
 
 
-def test_each_measurement_is_paid_for() -> None:
-    """What is measured twice as slow makes the parts of a step longer that depend on it, and no others."""
+def test_each_measurement_affects_its_component() -> None:
+    """Double one measurement: only the components that depend on it get longer."""
     base = local_step_time(plan_of(*SMALL), machine())
 
     def slower(change: str) -> dict[str, float]:
-        found = recorded()["machine"]["by_ranks"]
-        of_form = found["1"]["fp32"]
+        by_ranks = recorded()["machine"]["by_ranks"]
+        of_form = by_ranks["1"]["fp32"]
         if change == "adam":
-            found["1"]["adam"] *= 2
+            by_ranks["1"]["adam"] *= 2
         elif change == "loss":
             of_form["loss"][-1] *= 2
         else:
-            of_form[change] = [[*what, 2 * seconds] for *what, seconds in of_form[change]]
-        parts = local_step_time(plan_of(*SMALL), machine(by_ranks=found)).parts()
+            of_form[change] = [[*shape, 2 * seconds] for *shape, seconds in of_form[change]]
+        parts = local_step_time(plan_of(*SMALL), machine(by_ranks=by_ranks)).parts()
         return {name: parts[name] / seconds for name, seconds in base.parts().items() if seconds}
 
     assert slower("products")["matmul"] == pytest.approx(2)
@@ -88,19 +88,19 @@ def test_each_measurement_is_paid_for() -> None:
     assert slower("adam")["optimizer"] > 1 and slower("adam")["attention"] == pytest.approx(1)
 
 
-def test_what_is_sent_is_waited_for() -> None:
-    """Two ranks as fast as one, whose collectives take a millisecond and a nanosecond for each byte."""
+def test_collectives_add_to_the_step() -> None:
+    """Use two ranks as fast as one, whose collectives take 1 ms and 1 ns per byte."""
     one = recorded()["machine"]["by_ranks"]["1"]
     sizes = (2**12, 2**20, 2**23)
-    wire = {
-        how: {kind: [[size, 1e-3 + size * 1e-9] for size in sizes] for kind in kinds}
-        for how, kinds in COLLECTIVES.items()
+    collectives = {
+        mode: {kind: [[size, 1e-3 + size * 1e-9] for size in sizes] for kind in kinds}
+        for mode, kinds in COLLECTIVES.items()
     }
-    two = {**one, "collectives": wire}
+    two = {**one, "collectives": collectives}
     both = machine(by_ranks={"1": one, "2": two})
     replicas = local_step_time(plan_of(*SMALL, "trainer.dp=2", "trainer.zero=0", ranks=2), both)
     parameters = 15_191_712
-    # Seven units: six blocks, and what is outside of them.
+    # Seven units: six blocks, and the rest of the model.
     assert replicas.data_parallel == pytest.approx(4 * parameters * 1e-9 + 7e-3, rel=0.01)
     assert replicas.tensor == replicas.pipeline == replicas.bubble == 0
     halves = local_step_time(plan_of(*SMALL, "trainer.tp=2", ranks=2), both)
@@ -116,21 +116,21 @@ def test_cluster_device_cpu_needs_a_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked = [*SMALL, "cluster.device=cpu"]
+    command = [*SMALL, "cluster.device=cpu"]
     with pytest.raises(NotCalibrated):
         load_calibration()
-    assert main(asked) == 2
+    assert main(command) == 2
     assert "scripts/plan.py --calibrate" in capsys.readouterr().err
     calibration_path().parent.mkdir(parents=True)
     calibration_path().write_text("{")
-    assert main(asked) == 2, "half a file is none"
+    assert main(command) == 2, "an incomplete file is rejected"
     capsys.readouterr()
     calibration_path().write_text(json.dumps(recorded()["machine"]))
-    assert main(asked) == 0
+    assert main(command) == 0
     text = capsys.readouterr().out
     assert recorded()["machine"]["date"] in text and "attention" in text and "GB/s, between nodes" not in text
-    lora = [*asked, "finetune=lora", "init_from=x"]
-    assert main([*asked, "cluster.nodes=2"]) == 2
+    lora = [*command, "finetune=lora", "init_from=x"]
+    assert main([*command, "cluster.nodes=2"]) == 2
     assert "this machine alone" in capsys.readouterr().err
     assert main(lora) == main([*lora, "trainer.tp=2"]) == 0
     assert main(["--calibrate", "trainer.tp=2"]) == 2
