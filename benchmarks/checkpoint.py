@@ -131,7 +131,7 @@ def _slices(plan: Plan) -> None:
     def measure(checkpointer: Checkpointer, before: int) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
         checkpointer.resume()
-        share = sum(s.local[p.local_slices].numel() * 4 for s in checkpointer.model.shards for p in s.pieces)
+        share = sum(s.local[p.local_slices].numel() * 4 for s in checkpointer.model.shards for p in s.rectangles)
         return {
             "init_from at tp4, rank": checkpointer.topology.rank,
             "share of the weights, MB": round(share / 1e6, 1),

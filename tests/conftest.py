@@ -50,13 +50,13 @@ def signals_have_defaults() -> Iterator[None]:
 def torchs_own_products() -> Iterator[None]:
     """A test that measures this process as a rank may choose how it multiplies; the next test is asked anew."""
     from megatron_llama.devices.cpu import device as cpu
-    from megatron_llama.devices.cpu import products
+    from megatron_llama.devices.cpu import matmul
 
     yield
-    if products.multiply_in_fp32.cache_info().currsize:
-        products.multiply_in_fp32()._destroy()
-        products.multiply_in_fp32.cache_clear()
-    cpu.multiplies_by_onednn.cache_clear()
+    if matmul.multiply_in_fp32.cache_info().currsize:
+        matmul.multiply_in_fp32()._destroy()
+        matmul.multiply_in_fp32.cache_clear()
+    cpu.prefer_onednn.cache_clear()
     torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 

@@ -138,7 +138,7 @@ def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None])
     for shard in model.shards:
         tensor = of(shard)
         assert tensor is not None, f"{shard.name} has no gradient"
-        for piece in shard.pieces:
+        for piece in shard.rectangles:
             found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))
     return found
 

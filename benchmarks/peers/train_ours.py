@@ -21,7 +21,7 @@ from megatron_llama.cli import main as launch
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import attention as attention_cpu
-from megatron_llama.devices.cpu.products import by_amx
+from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups

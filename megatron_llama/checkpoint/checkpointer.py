@@ -26,7 +26,7 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.groups import from_rank_0, together
+from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule
 from megatron_llama.system import phase
@@ -59,7 +59,7 @@ class Checkpointer:
         but none is good: a run must not start anew by mistake.
         """
         settings = self.plan.config.checkpoint
-        candidates, moved = from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
+        candidates, moved = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
         if moved is not None:
             self._report(f"starting anew; the checkpoints of the earlier run are now in {moved}")
         if self._lora:
@@ -136,12 +136,12 @@ class Checkpointer:
             self._base = f"random weights of trainer.seed={trainer.seed}, {model.initializer_range:g}"
             return
         self._start_from("init_from", folder, self._load_weights)
-        self._base = from_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
+        self._base = broadcast_from_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
 
     def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
         """Loads the weights of a folder. Raises ConfigError on all ranks where they can't be used."""
         try:
-            with together(CorruptFile, ConfigError):
+            with sync_errors(CorruptFile, ConfigError):
                 load(Path(folder))
         except CorruptFile as error:
             raise ConfigError([Problem(field, folder, str(error), "get the folder again, or name another")]) from None
@@ -161,10 +161,10 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> State:
         """Loads a checkpoint. Raises on all ranks CorruptFile, and ConfigError for a checkpoint of another run."""
-        with together(CorruptFile, ConfigError):
+        with sync_errors(CorruptFile, ConfigError):
             if self.topology.rank == 0:
                 read_manifest(folder).check_sizes()
-        with together(CorruptFile, ConfigError):
+        with sync_errors(CorruptFile, ConfigError):
             manifest = read_manifest(folder)
             self._differences = find_differences(
                 self.plan, manifest.state, self.data.record(manifest.state.consumed_samples)

@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
-from megatron_llama.parallel.groups import raise_together
+from megatron_llama.parallel.groups import raise_on_all_ranks
 from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01
@@ -98,7 +98,7 @@ class Saver:
         if self.rank == 0:
             discard(self.checkpoints, state.step)
         self._state = self._thread = None
-        raise_together(error)
+        raise_on_all_ranks(error)
 
     def _write(self, step: int) -> None:
         folder = partial_folder(self.checkpoints, step)

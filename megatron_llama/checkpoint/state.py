@@ -31,7 +31,7 @@ def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
     """Fills the quantized shards from a model's tensors, one at a time, so that only one of them is in memory in
     fp32; returns the bytes that were read."""
     read = 0
-    for shard in (s for s in shards if s.quantized is not None and s.pieces):
+    for shard in (s for s in shards if s.quantized is not None and s.rectangles):
         values = shard.values
         read += stored.load_into(_by_name([("", shard, values)], owned=False))
         shard.store(values)
@@ -50,8 +50,8 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]
     dequantized exactly, or quantized. Returns what they are called, and the bytes that were read."""
     names, read = set[str](), 0
     for kind, shard, state in optimizer.states():
-        in_8_bits = any(f"{STATES}{kind}{SCALE}.{piece.name}" in stored.tensors for piece in shard.pieces)
-        if in_8_bits == isinstance(state, BlockwiseState) or not shard.pieces:
+        in_8_bits = any(f"{STATES}{kind}{SCALE}.{piece.name}" in stored.tensors for piece in shard.rectangles)
+        if in_8_bits == isinstance(state, BlockwiseState) or not shard.rectangles:
             continue
         names |= _by_name(_tensors(kind, shard, state), owned=False).keys()
         if isinstance(state, BlockwiseState):
@@ -113,7 +113,7 @@ def _tensors(
         yield f"{STATES}{kind}.", shard, state
         return
     yield f"{STATES}{kind}.", shard, state.codes
-    in_blocks = replace(shard, pieces=[piece.in_blocks(STATE_BLOCK) for piece in shard.pieces])
+    in_blocks = replace(shard, rectangles=[piece.in_blocks(STATE_BLOCK) for piece in shard.rectangles])
     yield f"{STATES}{kind}{SCALE}.", in_blocks, state.scales
 
 
@@ -121,7 +121,7 @@ def _by_name(tensors: Iterable[tuple[str, Shard, torch.Tensor]], owned: bool) ->
     """The rectangles of tensors (prefix, shard, tensor shaped like the shard) under Hugging Face's names."""
     found: dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]] = {}
     for prefix, shard, tensor in tensors:
-        for piece in shard.pieces:
+        for piece in shard.rectangles:
             if not owned or (shard.counts and piece.replica == 0):
                 _, parts = found.setdefault(prefix + piece.name, (piece.global_shape, []))
                 parts.append((piece.offset, tensor[piece.local_slices]))

@@ -33,7 +33,7 @@ from megatron_llama.data.record import Record, advanced, changes_reading, make_r
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.model.random_ltd import Subsets, draw, subsets
+from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, Cut, Position, TokenSchedule, cut_at
 from megatron_llama.topology import Topology
@@ -95,7 +95,7 @@ class Batches:
         cut, kept = self._cut_at(consumed_samples), self._kept(consumed_samples)
         return [self._micro_batch(range(start, start + size), cut, kept) for start in starts]
 
-    def one_of_each_shape(self) -> dict[Cut | None, int]:
+    def positions_by_shape(self) -> dict[Cut | None, int]:
         """Where a global batch of each shape of sequences begins: the largest batch, where all have one shape."""
         largest = self.plan.batches.position_of_the_largest
         found = {self._cut_at(level.samples): level.samples for level in reversed(self.levels)}
@@ -134,9 +134,9 @@ class Batches:
         topology, length = self.topology, self.plan.config.data.length
         local = [layer for stage in topology.chunks() for layer in self.plan.stage_layers[stage]]
         layers = [layer for layer in local if layer in self.random_ltd.layers]
-        drawn = draw(self.plan.config.trainer.seed, samples, layers, kept, length)
+        drawn = draw_subsets(self.plan.config.trainer.seed, samples, layers, kept, length)
         part = (topology.place["tp"], topology.sizes["tp"]) if self.plan.sp else (0, 1)
-        return subsets(drawn, layers, length, documents, part)
+        return build_subsets(drawn, layers, length, documents, part)
 
     def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
         rows = [sample[key] for sample in samples]

@@ -127,7 +127,7 @@ def _unfit_examples(config: Config, name: str, prefix: str, index: Index) -> Ite
     if name == "data.validation_prefixes" and not validates:
         return
     longest = int(index.lengths.max())
-    if rule := broken_masks(prefix, index):
+    if rule := mask_problem(prefix, index):
         yield Problem(name, prefix, rule, "make the dataset again")
     elif longest > data.length + 1:
         need = f"data.seq_length={longest - 1}"
@@ -159,7 +159,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, locate: Callable[[int], tuple[st
     raise ConfigError([Problem("data.prefixes", prefix, rule, advice)])
 
 
-def broken_masks(prefix: str, index: Index) -> str | None:
+def mask_problem(prefix: str, index: Index) -> str | None:
     """Why a fine-tuning set can't be used with its loss masks, whatever the model; None where it can."""
     lengths, mask_prefix = index.lengths, prefix + MASK_SUFFIX
     try:

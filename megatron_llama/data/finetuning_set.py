@@ -19,7 +19,7 @@ from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import OneEach, Order, Packed
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
-from megatron_llama.parallel.groups import raise_together, together
+from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import indexed_metrics
 
@@ -89,7 +89,7 @@ def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
 
     Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
     """
-    raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
+    raise_on_all_ranks(check_data(plan.config) if dist.get_rank() == 0 else [])
     training, validation = _split(plan, 0), _split(plan, 1) if plan.config.trainer.val_every_steps else None
     return graded_examples(plan, training, levels_of(plan)), validation
 
@@ -107,7 +107,7 @@ def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -
     def order_of(examples: np.ndarray, group: int) -> Order:
         return _order(data, lengths[examples], group_seed(seed, group))
 
-    with together(ConfigError):
+    with sync_errors(ConfigError):
         order = build_graded(plan, parts_of(data, 0), levels, [level.samples for level in levels], order_of)
     return SFTDataset(training.examples, order, data.length, packed=data.pack)
 

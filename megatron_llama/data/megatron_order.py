@@ -13,7 +13,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron_llama.config import Problem
 from megatron_llama.config.data_settings import weights_and_paths
 from megatron_llama.corpus.indexed_format import read_index
-from megatron_llama.parallel.groups import raise_together
+from megatron_llama.parallel.groups import raise_on_all_ranks
 from megatron_llama.plan import Plan
 
 
@@ -79,5 +79,5 @@ def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> t
             except Exception as error:  # megatron-core's asserts; a cache folder that can't be written
                 rule = f"can't be read in the order of the checkpoint: {type(error).__name__}: {error}"
                 problems.append(Problem("data.prefixes", data.prefixes, rule, "see that they are as they were"))
-        raise_together(problems)
+        raise_on_all_ranks(problems)
     return splits[0], splits[1]

@@ -32,7 +32,7 @@ from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedStretches, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.record import Record, changes_reading, make_record, moved_datasets
-from megatron_llama.parallel.groups import raise_together, together
+from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import indexed_metrics
 
@@ -126,7 +126,7 @@ def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
     Raises ConfigError, on all ranks, for a dataset that can't be read, does not fit the model or tokenizer, or leaves
     a split empty, and for a cache folder that can't be written.
     """
-    raise_together(check_data(plan.config) if dist.get_rank() == 0 else [])
+    raise_on_all_ranks(check_data(plan.config) if dist.get_rank() == 0 else [])
     splits: list[SampleStream | None] = [None, None]
     problems = _cache_problems(plan)
     try:
@@ -140,7 +140,7 @@ def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
     except (OSError, ValueError) as error:  # rank 0 has read them: this is another machine
         rule = f"can't be read on {os.uname().nodename}: {error}"
         problems.append(Problem("data.prefixes", plan.config.data.prefixes, rule, "put it where all machines see it"))
-    raise_together(problems)
+    raise_on_all_ranks(problems)
     training, validation = splits
     assert training is not None
     graded = graded_together(plan, training.timeline, training.datasets, levels_of(plan))
@@ -162,7 +162,7 @@ def resume_streams(
     those before included.
     """
     trainer = plan.config.trainer
-    with together(OSError, ValueError):
+    with sync_errors(OSError, ValueError):
         timeline = _going_on(plan, record, consumed_samples)
     datasets = graded_together(plan, timeline, training.datasets, levels)
     began, now = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
@@ -199,7 +199,7 @@ def graded_together(
             found[prefix] = dataset.graded(levels, [counts.get(prefix, 0) for counts in before])
         except ConfigError as error:
             problems += error.problems
-    raise_together(problems)
+    raise_on_all_ranks(problems)
     return found
 
 

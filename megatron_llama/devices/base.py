@@ -133,7 +133,7 @@ class Device(ABC):
         """The unfinished collectives of a rank and the last finished one, as lines. Empty until they are written."""
         return ""
 
-    def forget_collectives(self, rank: int) -> None:  # noqa: B027  nothing to remove by default
+    def remove_recordings(self, rank: int) -> None:  # noqa: B027  nothing to remove by default
         """Remove the files of ``request_collectives``."""
 
     def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
@@ -147,7 +147,7 @@ class Device(ABC):
     def peak_flops(self, precision: str) -> Peak:
         """Peak of one device for matrix products in ``precision``, fp32 or bf16."""
 
-    def multiplies_bf16_fast(self) -> bool:
+    def has_fast_bf16(self) -> bool:
         """Whether an accelerator has units for products in bf16."""
         return True
 
@@ -159,15 +159,15 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Waits until the device has finished all work given to it."""
 
-    def finish_compute(self) -> None:
+    def synchronize_stream(self) -> None:
         """Waits for the work of the current stream alone, where transfers run beside it on others."""
         self.synchronize()
 
-    def mark(self) -> Any:
-        """A moment in what this process has the device do, for ``seconds_between``. Never waits."""
+    def record_event(self) -> Any:
+        """A moment in what this process has the device do, for ``elapsed_seconds``. Never waits."""
         return time.perf_counter()
 
-    def seconds_between(self, start: Any, end: Any) -> float:
+    def elapsed_seconds(self, start: Any, end: Any) -> float:
         """Between two marks that the device has passed."""
         return float(end - start)
 
@@ -198,7 +198,7 @@ class Device(ABC):
         """
         return {}
 
-    def compiled_artefacts(self, folder: Path) -> int | None:
+    def count_compiled_graphs(self, folder: Path) -> int | None:
         """Compiled graphs under ``folder``; None if torch's own counters of cache misses are valid (Inductor)."""
         return None
 

@@ -128,7 +128,7 @@ class Hpu(Device):
         recipes = f"{folder / 'recipes'},false,65536,true"
         return {**super().compile_environment(folder), "PT_HPU_RECIPE_CACHE_CONFIG": recipes}
 
-    def compiled_artefacts(self, folder: Path) -> int | None:
+    def count_compiled_graphs(self, folder: Path) -> int | None:
         """Recipes: each is one graph."""
         return sum(1 for _ in folder.rglob("*.recipe"))
 

@@ -1,13 +1,13 @@
 """Makes megatron-core run on any device. Nothing else in the project patches megatron-core.
 
 megatron-core allocates buffers on ``torch.cuda.current_device()``, whatever device its layers and pipeline schedules
-run on. So each module in ``ROUTED`` gets a ``torch`` of its own: the real one, with these calls replaced:
+run on. So each module in ``PATCHED_MODULES`` gets a ``torch`` of its own: the real one, with these calls replaced:
 
     torch.cuda.current_device()        buffers of sequence parallelism and of point-to-point transfers
     torch.cuda.synchronize()           after batched point-to-point transfers: works around a race in NCCL
     torch.zeros(..., device="cuda")    the schedules' token counter
 
-The real ``torch.cuda`` is untouched. ``point_to_point_by`` replaces the transfers between pipeline stages, for process
+The real ``torch.cuda`` is untouched. ``replace_p2p_ops`` replaces the transfers between pipeline stages, for process
 groups without send and recv. tests/devices/test_mcore.py reads megatron-core's sources and fails if a module that we
 use makes a CUDA call that is not accounted for here.
 """
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-ROUTED = (
+PATCHED_MODULES = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.utils",
@@ -34,7 +34,7 @@ ROUTED = (
 )
 
 
-def route(device: torch.device) -> None:
+def patch_mcore(device: torch.device) -> None:
     """Makes megatron-core run on ``device``. On CUDA, only silences two warnings in the forward of a parallel linear,
     each of which would be a graph break."""
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
@@ -46,7 +46,7 @@ def route(device: torch.device) -> None:
     if device.type == "cuda":
         return
     routed = _routed_torch(device)
-    for name in ROUTED:
+    for name in PATCHED_MODULES:
         importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
 
 
@@ -79,7 +79,7 @@ def _routed_torch(device: torch.device) -> types.ModuleType:
 
 
 @contextmanager
-def point_to_point_by(exchange: Callable[..., dict[str, dist.Work]]) -> Iterator[None]:
+def replace_p2p_ops(exchange: Callable[..., dict[str, dist.Work]]) -> Iterator[None]:
     """Inside the context, megatron-core's pipeline schedules call ``exchange`` in place of send and recv.
 
     It has the interface of megatron-core's ``_p2p_ops``: it returns the handles to wait for, under "send_next",

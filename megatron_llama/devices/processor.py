@@ -44,7 +44,7 @@ def instruction_set() -> str:
     return f"{platform.machine()}-{hashlib.sha256(' '.join(extensions).encode()).hexdigest()[:8]}"
 
 
-def product_rate(
+def matmul_rate(
     size: int,
     dtype: torch.dtype,
     seconds: float,

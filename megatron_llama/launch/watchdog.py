@@ -166,7 +166,7 @@ class Watch:
             if device := recorders.get(rank.number):
                 if last := device.last_collectives(rank.number):
                     stacks = f"{stacks}\n\nIts last collectives, the first of them finished:\n{last}".strip()
-                device.forget_collectives(rank.number)
+                device.remove_recordings(rank.number)
             found.append(self._position(rank, self._seconds(rank), fault, stacks))
         return found
 

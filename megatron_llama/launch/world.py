@@ -42,7 +42,7 @@ class World:
         if self.device is not None:  # of other machines nothing is known; launch.hosts look at their own memory
             ranks = 1 if self.device.is_accelerator else self.size // self.nodes
             name, accelerator = f"this machine's {self.device.name}", self.device.is_accelerator
-            machine = Machine(self.device.memory_bytes(), ranks, name, accelerator, self.device.multiplies_bf16_fast())
+            machine = Machine(self.device.memory_bytes(), ranks, name, accelerator, self.device.has_fast_bf16())
         try:
             plan = resolve(config or self.config, self.size, machine, known=known)
         except ConfigError as error:

@@ -1,10 +1,9 @@
-"""The output head and its loss by chunks of tokens: neither whole logits nor their gradient are ever in memory.
+"""Output head and cross entropy by chunks of tokens, so that the full logits are never in memory.
 
-The vocabulary is split over tensor-parallel ranks, and logits are never gathered. A chunk's gradients are made while
-its logits are there, in the forward pass (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989): three products, as
-many as without chunks. Making them in the backward pass would take a fourth, of the logits once more. The gradient of
-the weight is a sum over tokens, so each token's share in the loss must be known by then: the caller passes it, and what
-comes back is one number, through which no other weighting can be asked for.
+The vocabulary is split over tensor-parallel ranks, and logits are never gathered. The forward pass computes a chunk's
+gradients right after its logits (as Liger Kernel, Hsu et al. 2024, arXiv:2410.10989). That takes three matmuls, the
+same number as without chunks; the backward pass would have to recompute the logits. The weight's gradient is a sum over
+tokens, so the forward pass needs each token's weight in the loss. The caller passes the weights and gets a scalar.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from megatron_llama.arch.shapes import loss_chunk
 from megatron_llama.devices.kernels import EAGER, Kernels
 
 _ROWS_AT_ONCE = 2048
-"""Rows of the weight whose gradient is added at once: their product is then still in the cache."""
+"""Rows of the weight whose gradients are added together, so that the matmul's output is still in the cache."""
 _COLUMNS_AT_ONCE, _FEWEST_COLUMNS = 64, 16
-"""Columns whose part of a row is read before the next row's: their cache lines hold parts of several rows. As many as
-divide the vocabulary's share; 16 take 5 % more time than 64."""
+"""Most and fewest columns per reduction step of column-major logits, whose cache lines hold several rows. The number
+must divide the vocabulary's share; 16 take 5 % more time than 64."""
 
 
-class Passes(NamedTuple):
-    """How a chunk's logits [n, vocabulary/t] are read and written."""
+class SoftmaxKernels(NamedTuple):
+    """Elementwise kernels of the softmax over a chunk's logits [n, vocabulary/t]."""
 
-    wide: bool
-    """Whether they are made fp32 first."""
+    needs_fp32: bool
+    """Whether the caller casts the logits to fp32 first."""
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Of each row, fp32 [n]: the largest logit, and the sum of the exponentials of all distances from it."""
-    to_shares: Callable[[Tensor, Tensor, Tensor], None]
-    """Of logits, the rows' largest and their scale: puts the scaled exponentials in the logits' place."""
+    """From logits to (largest logit, sum of exp(logit - largest)) of each row, each fp32 [n]."""
+    write_softmax: Callable[[Tensor, Tensor, Tensor], None]
+    """From (logits, largest [n], scale [n]): overwrites the logits by exp(logit - largest) * scale."""
 
 
 def _statistics_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,34 +49,38 @@ def _scale_in_place(exponentials: Tensor, largest: Tensor, scale: Tensor) -> Non
 
 
 def _statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
-    wide = logits.float()
+    logits_fp32 = logits.float()
     at_once = math.gcd(logits.shape[1], _COLUMNS_AT_ONCE)
     if logits.stride(0) == 1 and at_once >= _FEWEST_COLUMNS:
-        wide = wide.unflatten(1, (-1, at_once))
-        largest = wide.amax(2).amax(1)
-        return largest, (wide - largest[:, None, None]).exp().sum(2).sum(1)
-    largest = wide.amax(1)
-    return largest, (wide - largest.unsqueeze(1)).exp().sum(1)
+        logits_fp32 = logits_fp32.unflatten(1, (-1, at_once))
+        largest = logits_fp32.amax(2).amax(1)
+        return largest, (logits_fp32 - largest[:, None, None]).exp().sum(2).sum(1)
+    largest = logits_fp32.amax(1)
+    return largest, (logits_fp32 - largest.unsqueeze(1)).exp().sum(1)
 
 
-def _to_shares(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
+def _write_softmax(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
     logits.copy_((logits.float() - largest.unsqueeze(1)).exp() * scale.unsqueeze(1))
 
 
-IN_PLACE = Passes(True, _statistics_in_place, _scale_in_place)
+IN_PLACE = SoftmaxKernels(True, _statistics_in_place, _scale_in_place)
 
 
-def fused(compile: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Passes:
-    """Passes whose operators a compiler fuses into two: one reads the logits, one also writes them. They need no fp32
-    copy, and compute the exponentials twice, which costs less than another pass over memory."""
-    return Passes(False, compile(_statistics, "loss"), compile(_to_shares, "gradient of the loss"))
+def fused_softmax(compile: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> SoftmaxKernels:
+    """Return kernels that a compiler fuses into two: the first reads the logits, the second also writes them.
+
+    They need no fp32 copy. They compute the exponentials twice, which takes less time than to store and read them.
+    """
+    return SoftmaxKernels(False, compile(_statistics, "loss"), compile(_write_softmax, "gradient of the loss"))
 
 
 class Head(ColumnParallelLinear):
-    """The output head: [s(/t), b, h] to logits, or to the loss.
+    """Output head: [s(/t), b, h] to logits, or to the loss.
 
-    ``vocab_size`` counts the vocabulary without the rows that pad it to a multiple of tp. With ``tied``, ``forward`` is
-    given the weight.
+    Args:
+        padded_vocab_size: vocabulary with the rows that pad it to a multiple of tp.
+        vocab_size: vocabulary without padding.
+        tied: the head has no weight; ``forward`` takes it.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Head(ColumnParallelLinear):
             skip_weight_param_allocation=tied,
         )
         self.vocab_size = vocab_size
-        self.passes, self.kernels = IN_PLACE, EAGER
+        self.softmax, self.kernels = IN_PLACE, EAGER
 
     def forward(
         self,
@@ -101,45 +104,56 @@ class Head(ColumnParallelLinear):
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
     ) -> Tensor:
-        """This rank's logits [s, b, vocabulary/t], fp32; or with ``labels`` (next token ids [b, s], int64) the sum of
-        the tokens' cross entropies times ``loss_weights`` [b, s], fp32 scalar. Without gradients, for validation, also
-        the sum of the weights of the tokens whose label has the largest logit: fp32 [2]."""
+        """Return logits, or the weighted sum of cross entropies if ``labels`` are given.
+
+        Args:
+            x: [s(/t), b, h].
+            tied_weight: [vocabulary/t, h], the embedding's weight if it is tied.
+            labels: [b, s], int64, ids of the next tokens.
+            loss_weights: [b, s], fp32, factor of each token's cross entropy.
+
+        Returns:
+            Without labels, this rank's logits [s, b, vocabulary/t], fp32. With labels, the weighted sum, fp32 scalar.
+            With labels under ``no_grad``, fp32 [2]: the weighted sum, and the sum of the weights of the tokens whose
+            label has the largest logit.
+        """
         local = self.output_size_per_partition
         first = dist.get_rank(self.tp_group) * local
-        valid = min(max(self.vocab_size - first, 0), local)  # rows of this rank that don't pad
+        valid = min(max(self.vocab_size - first, 0), local)  # this rank's rows without padding
         if labels is None:
             logits, _ = super().forward(x, tied_weight)
             return hide_padding(logits.float(), valid)
         assert loss_weights is not None
         weight = self.weight if tied_weight is None else tied_weight
         labels, loss_weights = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
-        wanted = x.requires_grad, weight.requires_grad
-        how = valid, wanted, self.tp_group, self.sequence_parallel, self.passes, self.kernels
+        needs_grad = x.requires_grad, weight.requires_grad
+        how = valid, needs_grad, self.tp_group, self.sequence_parallel, self.softmax, self.kernels
         if torch.is_grad_enabled():
             loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels, loss_weights, *how)
             return loss
-        hidden = _gathered(x, self.tp_group) if self.sequence_parallel else x
-        over, right = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None, torch.empty_like(loss_weights)
+        hidden = _gather_sequence(x, self.tp_group) if self.sequence_parallel else x
+        group = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None
+        correct = torch.empty_like(loss_weights)
         losses, _ = _by_chunks(
             hidden.flatten(0, 1),
             weight,
             labels,
             loss_weights,
             valid,
-            over,
-            self.passes,
+            group,
+            self.softmax,
             self.kernels,
             None,
             False,
-            right,
+            correct,
         )
-        return torch.stack(((losses * loss_weights).sum(), (right * loss_weights).sum()))
+        return torch.stack(((losses * loss_weights).sum(), (correct * loss_weights).sum()))
 
 
 def hide_padding(logits: Tensor, valid: int) -> Tensor:
-    """Logits [.., local vocabulary] whose columns from ``valid`` on, the vocabulary's padding, get no probability.
+    """Mask the vocabulary's padding in logits [.., vocabulary/t], the columns from ``valid`` on, in place.
 
-    Otherwise the softmax, and with it the loss, would depend on how far tp pads the vocabulary. In place.
+    Otherwise the loss would depend on the padding, and so on tp.
     """
     if valid < logits.shape[-1]:
         logits[..., valid:] = torch.finfo(logits.dtype).min
@@ -147,7 +161,10 @@ def hide_padding(logits: Tensor, valid: int) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of x [s(/t), b, h] times weight [vocabulary/t, h]; labels are counted from this rank's first row."""
+    """Weighted cross entropy of x [s(/t), b, h] times weight [vocabulary/t, h].
+
+    ``labels`` and ``loss_weights`` are [s * b]. Labels count from this rank's first row.
+    """
 
     @staticmethod
     def forward(
@@ -157,20 +174,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         loss_weights: Tensor,
         valid: int,
-        wanted: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
         group: dist.ProcessGroup,
         split: bool,
-        passes: Passes,
+        softmax: SoftmaxKernels,
         kernels: Kernels,
     ) -> Tensor:
         ranks = dist.get_world_size(group)
-        hidden = _gathered(x, group) if split else x
-        # The gathered copy is our own: its gradient takes its place, chunk by chunk.
-        grad_x = (hidden if split else torch.empty_like(x)) if wanted[0] else None
+        hidden = _gather_sequence(x, group) if split else x
+        # The gradient overwrites the gathered copy, chunk by chunk.
+        grad_x = (hidden if split else torch.empty_like(x)) if needs_grad[0] else None
         rows = None if grad_x is None else grad_x.flatten(0, 1)
-        over = group if ranks > 1 else None
+        tp_group = group if ranks > 1 else None
         losses, sums = _by_chunks(
-            hidden.flatten(0, 1), weight, labels, loss_weights, valid, over, passes, kernels, rows, wanted[1]
+            hidden.flatten(0, 1), weight, labels, loss_weights, valid, tp_group, softmax, kernels, rows, needs_grad[1]
         )
         if grad_x is not None and split:
             whole, grad_x = grad_x, torch.empty_like(x)
@@ -183,14 +200,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: the gradients were made for this. A second backward pass is refused by autograd.
-        as_made = ctx.kernels.is_one(grad)
-        grads = (made if made is None or as_made else made.mul_(grad) for made in ctx.saved_tensors)
+        # In place, as no one else reads the saved gradients. Autograd rejects a second backward pass.
+        unscaled = ctx.kernels.is_one(grad)
+        grads = (saved if saved is None or unscaled else saved.mul_(grad) for saved in ctx.saved_tensors)
         return *grads, None, None, None, None, None, None, None, None
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The whole sequence [s, b, h] of the ranks' parts [s/t, b, h]."""
+def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the ranks' parts [s/t, b, h] to [s, b, h]."""
     whole = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
     return whole
@@ -203,99 +220,105 @@ def _by_chunks(
     loss_weights: Tensor,
     valid: int,
     group: dist.ProcessGroup | None,
-    passes: Passes,
+    softmax: SoftmaxKernels,
     kernels: Kernels,
     grad_hidden: Tensor | None,
-    trained: bool,
-    right: Tensor | None = None,
+    needs_weight_grad: bool,
+    correct: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cross entropies of hidden [n, h] in fp32 [n], and if ``trained`` the weight's gradient, the chunks' sum in fp32.
+    """Compute cross entropies of hidden [n, h] and their gradients, chunk by chunk.
 
-    Fills ``grad_hidden``, which may be ``hidden``, with this rank's part of the gradient, and ``right`` [n] with 1
-    where the label has the largest logit, else 0.
+    Args:
+        grad_hidden: output [n, h], this rank's part of the gradient. May be ``hidden``.
+        needs_weight_grad: whether to compute the weight's gradient.
+        correct: output [n], fp32, 1 where the label has the largest logit, else 0.
+
+    Returns:
+        Cross entropies [n], fp32, and the weight's gradient: fp32, or the weight's dtype if there is one chunk.
     """
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
-    # Made once: pages of new memory cost as much as the softmax.
-    products = kernels.logits_like(hidden, size, weight.shape[0])
-    narrow = passes.wide and products.dtype != torch.float32
-    scores = torch.empty_like(products, dtype=torch.float32) if narrow else products
+    # Allocated once: the page faults of new memory take as long as the softmax.
+    logits_buffer = kernels.logits_like(hidden, size, weight.shape[0])
+    upcasts = softmax.needs_fp32 and logits_buffer.dtype != torch.float32
+    scores_buffer = torch.empty_like(logits_buffer, dtype=torch.float32) if upcasts else logits_buffer
     one_chunk = size == tokens
     sums = None
-    if trained:
+    if needs_weight_grad:
         sums = torch.empty_like(weight, dtype=weight.dtype if one_chunk else torch.float32)
     losses = torch.empty_like(loss_weights)
     for start in range(0, tokens, size):
         chunk = slice(start, min(start + size, tokens))
-        own, count = hidden[chunk], chunk.stop - start
-        logits = torch.mm(own, weight.t(), out=products[:count])
-        own_scores = scores[:count].copy_(logits) if narrow else logits
-        hide_padding(own_scores, valid)
-        if right is not None:
-            right[chunk] = _is_largest(own_scores, labels[chunk], group)
-        losses[chunk] = _softmax(own_scores, labels[chunk], loss_weights[chunk], group, passes)
-        grad_logits = logits.copy_(own_scores) if narrow else logits
+        x, count = hidden[chunk], chunk.stop - start
+        logits = torch.mm(x, weight.t(), out=logits_buffer[:count])
+        scores = scores_buffer[:count].copy_(logits) if upcasts else logits
+        hide_padding(scores, valid)
+        if correct is not None:
+            correct[chunk] = _is_largest(scores, labels[chunk], group)
+        losses[chunk] = _softmax(scores, labels[chunk], loss_weights[chunk], group, softmax)
+        grad_logits = logits.copy_(scores) if upcasts else logits
         if sums is not None and one_chunk:
-            torch.mm(grad_logits.t(), own, out=sums)
+            torch.mm(grad_logits.t(), x, out=sums)
         elif sums is not None:
-            _add_product(sums, grad_logits, own, kernels, is_first=start == 0)
+            _add_weight_grad(sums, grad_logits, x, kernels, is_first=start == 0)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
 
 
 def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Whether the label is the arg max of logits [n, vocabulary/t], of equal ones the first, as fp32 [n]."""
+    """Return whether the label is the argmax of logits [n, vocabulary/t] (the first of equal ones), as fp32 [n]."""
     largest, index = logits.max(1)
     largest = largest.float()
-    right = (index == labels).float()  # labels of other ranks are below 0, or beyond this rank's rows
+    correct = (index == labels).float()  # labels of other ranks are below 0, or beyond this rank's rows
     if group is None:
-        return right
+        return correct
     ranks = largest.new_empty(dist.get_world_size(group), 2, len(logits))
-    dist.all_gather_into_tensor(ranks, torch.stack((largest, right))[None], group=group)
-    maxima, rights = ranks.unbind(1)
-    return rights.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
+    dist.all_gather_into_tensor(ranks, torch.stack((largest, correct))[None], group=group)
+    maxima, all_correct = ranks.unbind(1)
+    return all_correct.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
 
 
 def _softmax(
-    logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None, passes: Passes
+    logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None, softmax: SoftmaxKernels
 ) -> Tensor:
-    """Cross entropies [n] in fp32 of logits [n, vocabulary/t], which become the gradients of the weighted losses.
+    """Return cross entropies [n], fp32. Overwrite logits [n, vocabulary/t] by the gradients of the weighted losses.
 
-    One collective: a row's softmax over all ranks is this rank's, scaled by its share of the sum of exponentials.
+    One collective: a row's softmax over all ranks is this rank's softmax times this rank's share of the sum of
+    exponentials.
     """
     here = (labels >= 0) & (labels < logits.shape[1])
-    places = torch.arange(len(labels), device=labels.device), torch.where(here, labels, 0)
-    target = logits[places].float()
-    own, total = passes.statistics(logits)
-    share = 1 / total  # of the whole sum of exponentials, by which this rank's are to be scaled
-    largest, label = own, target * here
+    label_index = torch.arange(len(labels), device=labels.device), torch.where(here, labels, 0)
+    target = logits[label_index].float()
+    local_max, total = softmax.statistics(logits)
+    scale = 1 / total  # of this rank's exponentials
+    largest, label = local_max, target * here
     if group is not None:
-        ranks = own.new_empty(dist.get_world_size(group), 3, len(logits))
-        dist.all_gather_into_tensor(ranks, torch.stack((own, total, label))[None], group=group)
+        ranks = local_max.new_empty(dist.get_world_size(group), 3, len(logits))
+        dist.all_gather_into_tensor(ranks, torch.stack((local_max, total, label))[None], group=group)
         maxima, totals, targets = ranks.unbind(1)
         largest = maxima.amax(0)
         total = (totals * (maxima - largest).exp()).sum(0)
         label = targets.sum(0)
-        share = (own - largest).exp() / total
-    passes.to_shares(logits, own, share * loss_weights)
-    # Next to 1 a probability is too coarse in 16 bits: the label's gradient is rounded once, after the subtraction.
-    of_label = ((target - own).exp() * share - 1) * loss_weights
-    logits[places] = torch.where(here, of_label.to(logits.dtype), logits[places])
+        scale = (local_max - largest).exp() / total
+    softmax.write_softmax(logits, local_max, scale * loss_weights)
+    # bf16 is too coarse near probability 1: round the label's gradient once, after the subtraction.
+    of_label = ((target - local_max).exp() * scale - 1) * loss_weights
+    logits[label_index] = torch.where(here, of_label.to(logits.dtype), logits[label_index])
     return total.log() + largest - label
 
 
-def _add_product(sums: Tensor, grad_logits: Tensor, hidden: Tensor, kernels: Kernels, *, is_first: bool) -> None:
-    """Adds the weight's gradient of a chunk [vocabulary/t, h] to fp32 ``sums``, or puts it there if it is the first."""
+def _add_weight_grad(sums: Tensor, grad_logits: Tensor, hidden: Tensor, kernels: Kernels, *, is_first: bool) -> None:
+    """Add the weight's gradient of a chunk to fp32 ``sums`` [vocabulary/t, h]; the first chunk overwrites it."""
     if hidden.dtype == torch.float32 and is_first:
         torch.mm(grad_logits.t(), hidden, out=sums)
         return
     if hidden.dtype == torch.float32:
         sums.addmm_(grad_logits.t(), hidden)
         return
-    product = hidden.new_empty(min(_ROWS_AT_ONCE, len(sums)), hidden.shape[1])
+    buffer = hidden.new_empty(min(_ROWS_AT_ONCE, len(sums)), hidden.shape[1])
     for rows, columns in zip(sums.split(_ROWS_AT_ONCE), grad_logits.split(_ROWS_AT_ONCE, dim=1), strict=True):
-        added = torch.mm(columns.t(), hidden, out=product[: len(rows)])
+        grad = torch.mm(columns.t(), hidden, out=buffer[: len(rows)])
         if is_first:
-            rows.copy_(added)
+            rows.copy_(grad)
         else:
-            kernels.add_(rows, added)
+            kernels.add_(rows, grad)

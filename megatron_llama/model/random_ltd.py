@@ -1,13 +1,14 @@
-"""Random layer-wise token dropping (Yao et al. 2022, arXiv:2211.11586): a layer sees a random subset of the tokens, in
-their order; the others pass it by unchanged.
+"""Random layer-wise token dropping (random-LTD: Yao et al. 2022, arXiv:2211.11586).
 
-What each layer sees of each sequence is a function of seed, number of the sample and layer, drawn on the host with the
-batch. So it is the same on all tensor-parallel ranks, in every layout, in the recomputed forward pass and after a
-resume. A token keeps the position that it has in the sequence, and its document.
+A layer processes a random subset of the tokens, in their order. The other tokens skip the layer. A token keeps its
+position in the sequence and its document.
 
-Under sequence parallelism a rank has a part of the sequence, and of the subset a part of the same size as the others',
-whose tokens may be another rank's. So the ranks exchange them: a reduce-scatter before the layer, in which each rank
-contributes what it has, and an all-gather after it, both of the subset alone. Shapes follow from the schedule only.
+The subset is a function of seed, sample number and layer, drawn on the host with the batch. So it is the same on all
+tensor-parallel ranks, in every layout, in the recomputed forward pass and after a resume.
+
+Under sequence parallelism a rank holds s/t tokens of the sequence and processes k/t tokens of the subset, which may be
+other tokens. The ranks exchange them by a reduce-scatter before the layer and an all-gather after it, both of the
+subset alone. Shapes depend on the schedule only.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from megatron_llama.model.rotary import Rotary
 
 @dataclass(frozen=True)
 class Subset:
-    """The k tokens of each of b sequences that one layer sees."""
+    """The k tokens of each of b sequences that one layer processes."""
 
     rows: Tensor
-    """Where they are among this rank's tokens [s(/t) * b], or -1 where another rank has them [k * b], int64."""
-    places: Tensor
-    """The reverse: which of them each of this rank's tokens is, or -1 for those that are dropped [s(/t) * b], int64."""
+    """Index of each subset token among this rank's s(/t) * b tokens, -1 if another rank has it: [k * b], int64."""
+    inverse: Tensor
+    """Index of each of this rank's tokens in the subset, -1 if it is dropped: [s(/t) * b], int64."""
     positions: Tensor
-    """Their positions, which count from the beginning of their document [b, k], int64."""
+    """Positions inside the documents [b, k], int64."""
     split: bool
     """Whether the sequence is split over tensor-parallel ranks."""
     documents: Documents | None = None
-    """Their documents."""
+    """Documents of the subset's tokens."""
 
     def select(self, x: Tensor) -> Tensor:
-        """The subset of x [s(/t), b, h]: [k(/t), b, h]."""
+        """Return the subset of x [s(/t), b, h] as [k(/t), b, h]."""
         b, h = x.shape[1:]
         part = x.flatten(0, 1).index_select(0, self.rows.clamp(min=0))
         if not self.split:
@@ -54,23 +55,21 @@ class Subset:
         part = torch.where((self.rows >= 0).unsqueeze(1), part, 0).view(-1, b, h)
         return reduce_scatter_to_sequence_parallel_region(part, group=parallel_state.get_tensor_model_parallel_group())
 
-    def put_back(self, x: Tensor, y: Tensor) -> Tensor:
-        """x [s(/t), b, h] with y [k(/t), b, h] in place of the subset."""
+    def merge(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x [s(/t), b, h] with its subset replaced by y [k(/t), b, h]."""
         if self.split:
             group = parallel_state.get_tensor_model_parallel_group()
             y = gather_from_sequence_parallel_region(y, tensor_parallel_output_grad=True, group=group)
-        spread = y.flatten(0, 1).index_select(0, self.places.clamp(min=0))
-        return torch.where((self.places >= 0).unsqueeze(1), spread, x.flatten(0, 1)).view_as(x)
+        spread = y.flatten(0, 1).index_select(0, self.inverse.clamp(min=0))
+        return torch.where((self.inverse >= 0).unsqueeze(1), spread, x.flatten(0, 1)).view_as(x)
 
     def visible(
         self, length: int, pattern: Pattern, build: Callable[..., AttentionInputs | None]
     ) -> AttentionInputs | None:
-        """What the tokens of the subset see of it, in sequences of ``length`` tokens.
+        """Return the mask inputs of attention inside the subset, for sequences of ``length`` tokens.
 
-        ``build`` is the device's builder of mask inputs (model/inputs.py).
-
-        Documents are as contiguous as before, so their kernels do. A window or blocks count positions that are no
-        longer neighbours: these are computed behind a mask.
+        ``build`` is the device's ``BuildVisible`` (model/inputs.py). Tokens of a document stay contiguous, so document
+        kernels apply. A window or blocks count positions, which have gaps here: these use a dense mask.
         """
         if pattern.leaves_out(length):
             return masked(self.positions, pattern, self.documents)
@@ -79,66 +78,77 @@ class Subset:
 
 @dataclass(frozen=True)
 class Subsets:
-    """What the layers of a rank see of a micro batch: n layers, each a ``Subset``, stacked."""
+    """The ``Subset`` of each of n layers for a micro batch. Tensors are stacked: [n, ...]."""
 
     layers: tuple[int, ...]
+    """Global numbers of the layers."""
     length: int
-    """Tokens of a sequence that each sees."""
+    """Tokens of a sequence that each layer processes (k)."""
     rows: Tensor
-    places: Tensor
+    inverse: Tensor
     positions: Tensor
     split: bool
     documents: tuple[Documents, ...] = ()
 
     def of(self, layer: int) -> Subset | None:
-        """What a layer, by its global number, sees; None for all."""
+        """Return the subset of a layer, by its global number. None if it processes all tokens."""
         if layer not in self.layers:
             return None
         n = self.layers.index(layer)
         documents = self.documents[n] if self.documents else None
-        return Subset(self.rows[n], self.places[n], self.positions[n], self.split, documents)
+        return Subset(self.rows[n], self.inverse[n], self.positions[n], self.split, documents)
 
     def on(self, move: Callable[[Tensor], Tensor]) -> Subsets:
-        """The same on a device to which ``move`` takes tensors."""
-        rows, places, positions = map(move, (self.rows, self.places, self.positions))
+        """Return a copy on the device to which ``move`` takes tensors."""
+        rows, inverse, positions = map(move, (self.rows, self.inverse, self.positions))
         documents = tuple(each.on(move) for each in self.documents)
-        return replace(self, rows=rows, places=places, positions=positions, documents=documents)
+        return replace(self, rows=rows, inverse=inverse, positions=positions, documents=documents)
 
 
-def draw(seed: int, samples: Sequence[int], layers: Sequence[int], length: int, of: int) -> Tensor:
-    """The tokens that layers see of samples, ascending [layers, samples, length], int64: ``length`` of ``of``, every
-    subset with the same probability."""
-    kept = torch.empty(len(layers), len(samples), length, dtype=torch.int64)
+def draw_subsets(seed: int, samples: Sequence[int], layers: Sequence[int], length: int, of: int) -> Tensor:
+    """Draw ``length`` of ``of`` tokens for each layer and sample: ascending indices [layers, samples, length], int64.
+
+    All subsets are equally likely.
+    """
+    indices = torch.empty(len(layers), len(samples), length, dtype=torch.int64)
     for n, layer in enumerate(layers):
         for b, sample in enumerate(samples):
             digest = hashlib.blake2b(f"{seed}/random_ltd/{sample}/{layer}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)  # torch's seeds are signed
-            kept[n, b] = torch.randperm(of, generator=generator)[:length].sort().values
-    return kept
+            indices[n, b] = torch.randperm(of, generator=generator)[:length].sort().values
+    return indices
 
 
-def subsets(
-    kept: Tensor, layers: Sequence[int], of: int, documents: Documents | None, part: tuple[int, int] = (0, 1)
+def build_subsets(
+    indices: Tensor, layers: Sequence[int], of: int, documents: Documents | None, part: tuple[int, int] = (0, 1)
 ) -> Subsets:
-    """What ``draw`` has drawn, for a rank that has the ``part`` (number, of how many) of sequences of ``of`` tokens."""
-    n, b, length = kept.shape
+    """Build the subsets of a rank from the result of ``draw_subsets``.
+
+    Args:
+        indices: [layers, samples, length].
+        layers: global numbers of the layers.
+        of: tokens of a sequence.
+        documents: documents of the sequences.
+        part: (number, count) of the rank's part of each sequence.
+    """
+    n, b, length = indices.shape
     number, parts = part
     column, size = torch.arange(b)[:, None], of // parts
-    rows = (kept - number * size) * b + column
+    rows = (indices - number * size) * b + column
     rows[(rows < 0) | (rows >= size * b)] = -1
-    places = torch.full((n, b, of), -1).scatter_(2, kept, (torch.arange(length) * b + column).expand(n, b, length))
-    places = places[:, :, number * size : (number + 1) * size]
-    positions, theirs = kept, tuple[Documents, ...]()
+    order = (torch.arange(length) * b + column).expand(n, b, length)
+    inverse = torch.full((n, b, of), -1).scatter_(2, indices, order)[:, :, number * size : (number + 1) * size]
+    positions, subset_documents = indices, tuple[Documents, ...]()
     if documents is not None:
-        positions = documents.positions().expand(n, b, of).gather(2, kept)
-        ids = documents.ids.expand(n, b, of).gather(2, kept)
-        theirs = tuple(Documents.of(of_layer) for of_layer in ids)
-    rows, places = (x.transpose(1, 2).flatten(1) for x in (rows, places))
-    return Subsets(tuple(layers), length, rows, places, positions, parts > 1, theirs)
+        positions = documents.positions().expand(n, b, of).gather(2, indices)
+        ids = documents.ids.expand(n, b, of).gather(2, indices)
+        subset_documents = tuple(Documents.of(of_layer) for of_layer in ids)
+    rows, inverse = (x.transpose(1, 2).flatten(1) for x in (rows, inverse))
+    return Subsets(tuple(layers), length, rows, inverse, positions, parts > 1, subset_documents)
 
 
 def attach(block: nn.Module) -> None:
-    """Let ``block`` take a layer's ``Subset`` after its other inputs, which are the subset's then (model/inputs.py)."""
+    """Make ``block`` accept a ``Subset`` as last input. Its other inputs are then the subset's (model/inputs.py)."""
     block.forward = partial(_on_subset, block.forward)  # type: ignore[method-assign]
 
 
@@ -152,4 +162,4 @@ def _on_subset(
     """Run a block on its subset of x [s(/t), b, h]; the other tokens skip it."""
     if subset is None:
         return forward(x, rotary, visible)
-    return subset.put_back(x, forward(subset.select(x), rotary, visible))
+    return subset.merge(x, forward(subset.select(x), rotary, visible))

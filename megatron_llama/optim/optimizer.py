@@ -196,7 +196,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     inputs = OptimizerInputs(
         plan,
         groups,
-        rectangles={view: s.pieces for s, view in pairs},
+        rectangles={view: s.rectangles for s, view in pairs},
         in_blocks={view for s, view in pairs if optim.state_bits == 8 and _has_8bit_states(s, plan)},
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
         asynchronous=not on_host and kind.asynchronous,

@@ -193,7 +193,7 @@ class WeightGather(_Buffers):
             self._kept = part.clone() if self._kept is None else self._kept.copy_(part)
 
 
-def exchange_less(
+def set_collectives(
     unit: FSDPModule,
     parameters: Sequence[Tensor],
     shard_size: int,

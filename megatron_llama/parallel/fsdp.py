@@ -10,7 +10,7 @@ zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over o
 overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
 rank has nobody to share with. It keeps plain parameters (``Storage.kind``), where ``fully_shard`` would copy
 each weight once and each gradient three times in a step, and hold the weights twice; or it casts them itself
-(``WorkingCopies``), except under ZeRO 3.
+(``ComputeCopies``), except under ZeRO 3.
 
 DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence threshold: none is needed, as a unit's
 parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_llama import devices
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.llama import Llama
-from megatron_llama.parallel.exchange import Hops, exchange_less
+from megatron_llama.parallel.exchange import Hops, set_collectives
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import COPIES, SHARDS
@@ -111,7 +111,7 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
         )
         unit = module[0] if isinstance(module, list) else module
         unit.set_unshard_in_backward(in_backward)
-        exchange_less(
+        set_collectives(
             unit,
             [*own],
             plan.shard_size,
@@ -155,7 +155,7 @@ def _sum_gradients(chunk: Llama, plan: Plan) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that divides
 
 
-def allocate(chunk: Llama, device: torch.device, plan: Plan) -> WorkingCopies | None:
+def allocate(chunk: Llama, device: torch.device, plan: Plan) -> ComputeCopies | None:
     """Gives the parameters, which are on the meta device, memory on ``device``, in place.
 
     Returns the compute-dtype copies, if this rank casts its weights itself.
@@ -166,7 +166,7 @@ def allocate(chunk: Llama, device: torch.device, plan: Plan) -> WorkingCopies | 
     for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
-    return WorkingCopies(chunk, plan) if plan.storage.kind == COPIES else None
+    return ComputeCopies(chunk, plan) if plan.storage.kind == COPIES else None
 
 
 class _NoReduction:
@@ -195,7 +195,7 @@ class _NoReduction:
 
 
 def before_last_microbatch(
-    chunk: nn.Module, zero: int, copies: WorkingCopies | None
+    chunk: nn.Module, zero: int, copies: ComputeCopies | None
 ) -> Callable[[], AbstractContextManager[None]] | None:
     """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
 
@@ -223,7 +223,7 @@ def before_last_microbatch(
 # each cast weight three times in a step, and copy frozen weights too. A layer's parameter is the copy in the compute
 # dtype; ``Shard`` knows the master. The gradient gets the master's dtype unless ``Storage.keeps_bf16_grads``.
 
-class WorkingCopies:
+class ComputeCopies:
     """The working copies of a chunk, whose parameters they become; parameters that need no cast stay.
 
     A copy has memory in a pass only, from the cast at its start until its gradient is whole. The embedding's, on which
@@ -242,7 +242,7 @@ class WorkingCopies:
                 if master.is_floating_point() and master.dtype != dtype:
                     copy = nn.Parameter(torch.empty_like(master, dtype=dtype), master.requires_grad)
                     if copy.requires_grad:
-                        copy.register_post_accumulate_grad_hook(self._hand_over)
+                        copy.register_post_accumulate_grad_hook(self._on_grad_ready)
                     self.master_of[copy] = master
                     if self._stay_narrow:
                         master.grad_dtype = None  # any  # type: ignore[attr-defined]
@@ -267,7 +267,7 @@ class WorkingCopies:
             copy.untyped_storage().resize_(0)
 
     @torch.no_grad()
-    def _hand_over(self, copy: torch.Tensor) -> None:
+    def _on_grad_ready(self, copy: torch.Tensor) -> None:
         """Called when a backward pass has added to ``copy.grad``."""
         last = self._is_last_microbatch
         if self._sums_are_narrow and not last:
@@ -298,7 +298,7 @@ class WorkingCopies:
 
 
 @contextmanager
-def filled(chunks: Sequence[WorkingCopies | None]) -> Iterator[None]:
+def filled(chunks: Sequence[ComputeCopies | None]) -> Iterator[None]:
     """Give the chunks' copies their masters' values inside the context, which is one pass."""
     filled = [copies for copies in chunks if copies is not None]
     for copies in filled:

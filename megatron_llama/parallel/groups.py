@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _register_process_group
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import Device
-from megatron_llama.devices.mcore import route
+from megatron_llama.devices.mcore import patch_mcore
 from megatron_llama.plan import Plan
 from megatron_llama.system.phase import ATTEMPT, PATIENT
 from megatron_llama.topology import AXES, Topology
@@ -77,7 +77,7 @@ def axis_of(group: dist.ProcessGroup) -> str | None:
 def process_groups(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> Iterator[Groups]:
     """Process groups that exist inside the context. MASTER_ADDR and MASTER_PORT tell how to reach the other ranks."""
     global _current
-    route(torch_device)
+    patch_mcore(torch_device)
     trainer = plan.config.trainer
     if not dist.is_initialized():
         rank, size, timeout = topology.rank, topology.world_size, _timeout(trainer)
@@ -123,7 +123,7 @@ def _rename(group: dist.ProcessGroup, name: str) -> None:
 T = TypeVar("T")
 
 
-def raise_together(error: Exception | Sequence[Problem] | None) -> None:
+def raise_on_all_ranks(error: Exception | Sequence[Problem] | None) -> None:
     """Raises on all ranks what any rank passes; returns where no rank has an error. Collective over all ranks.
 
     Problems are raised as one ConfigError, those of several ranks with each problem once, also where they come as
@@ -145,7 +145,7 @@ def raise_together(error: Exception | Sequence[Problem] | None) -> None:
 
 
 @contextmanager
-def together(*expected: type[Exception]) -> Iterator[None]:
+def sync_errors(*expected: type[Exception]) -> Iterator[None]:
     """A block that ends on all ranks with the same error where one of ``expected`` is raised on any. All must enter it;
     it may hold no collective, as a rank that fails would be missing there."""
     error: Exception | None = None
@@ -153,13 +153,13 @@ def together(*expected: type[Exception]) -> Iterator[None]:
         yield
     except expected as caught:
         error = caught
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
+def broadcast_from_rank_0(make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, on all ranks; a ConfigError that it raises there is raised on all."""
     made: list[T | None] = [None]
-    with together(ConfigError):
+    with sync_errors(ConfigError):
         if dist.get_rank() == 0:
             made[0] = make()
     dist.broadcast_object_list(made)

@@ -28,10 +28,10 @@ from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
-from megatron_llama.model.loss import fused
+from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.fsdp import WorkingCopies, allocate, data_groups, filled, shard_chunk
+from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups
 from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
@@ -50,7 +50,7 @@ class ParallelModel:
     device: torch.device
     groups: Groups = field(repr=False)
     replicated: ReplicatedGradients = field(repr=False)
-    compute_copies: list[WorkingCopies | None] = field(repr=False)
+    compute_copies: list[ComputeCopies | None] = field(repr=False)
     """Weights of each chunk in the compute dtype, if this rank casts them itself."""
     compiler: Compiler | None = None
     """Compiles the blocks and records their graphs; None without compilation."""
@@ -79,8 +79,8 @@ class ParallelModel:
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
         if self.compiler is not None:
             subsets = microbatches[0].subsets if train else None
-            kept = None if subsets is None else subsets.length
-            self.compiler.batch_begins(microbatches[0].tokens.shape[1], kept, train=train)
+            ltd_length = None if subsets is None else subsets.length
+            self.compiler.begin_batch(microbatches[0].tokens.shape[1], ltd_length, train=train)
         with filled(self.compute_copies):
             means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
         if train:
@@ -89,7 +89,7 @@ class ParallelModel:
         means = means / self.plan.grid.product(*(name for name in self.plan.grid.same_tokens if name != "pp"))
         dist.all_reduce(means)
         if self.compiler is not None:
-            self.compiler.batch_done()
+            self.compiler.end_batch()
         return means
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
@@ -158,7 +158,7 @@ def build_model(
     mcore = mcore_config(plan)
     groups = current_groups()
     exchange = data_groups(topology, torch_device.type, plan, groups)
-    chunks, shards, compute_copies = list[Llama](), list[Shard](), list[WorkingCopies | None]()
+    chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
             chunk = Llama(
@@ -174,7 +174,7 @@ def build_model(
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler)
         if compiler is not None and chunk.is_last and kernels.fuses_loss:
-            chunk.lm_head.passes = fused(compiler.compile)
+            chunk.lm_head.softmax = fused_softmax(compiler.compile)
         shard_chunk(chunk, exchange, plan)
         copies = allocate(chunk, torch_device, plan)
         shards += shards_of(chunk, plan, topology, copies)
@@ -218,6 +218,6 @@ def init_weights(shards: list[Shard], plan: Plan) -> None:
         if plan.config.init_from is not None and not is_lora(shard.name):
             continue
         values = shard.values
-        for piece in shard.pieces:
+        for piece in shard.rectangles:
             values[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))
         shard.store(values)

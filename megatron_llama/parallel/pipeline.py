@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
-from megatron_llama.parallel.fsdp import WorkingCopies, before_last_microbatch
+from megatron_llama.parallel.fsdp import ComputeCopies, before_last_microbatch
 from megatron_llama.plan import Plan
 
 
@@ -43,7 +43,7 @@ def run_schedule(
     microbatches: Sequence[MicroBatch],
     total_tokens: torch.Tensor,
     train: bool,
-    compute_copies: Sequence[WorkingCopies | None],
+    compute_copies: Sequence[ComputeCopies | None],
 ) -> torch.Tensor:
     """Forward (with ``train`` also backward) over this rank's micro batches.
 

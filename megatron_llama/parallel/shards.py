@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_llama.arch.names import Piece, TensorParallel, keep_rows, pieces
 from megatron_llama.model.quantized import dequantize, quantize
-from megatron_llama.parallel.fsdp import WorkingCopies
+from megatron_llama.parallel.fsdp import ComputeCopies
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -25,7 +25,7 @@ class Shard:
     parameter: nn.Parameter
     """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/fsdp.py): the
     master, if the layers have a working copy."""
-    pieces: list[Piece]
+    rectangles: list[Piece]
     """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary are in none."""
     counts: bool
     """Whether norms count this data-parallel replica, and checkpoints contain it."""
@@ -63,7 +63,7 @@ class Shard:
         """The gradient of the rows, a view; None before a backward pass."""
         return None if self.parameter.grad is None else _local(self.parameter.grad)
 
-    def widened_grad(self) -> torch.Tensor:
+    def upcast_grad(self) -> torch.Tensor:
         """Converts the gradient, which must exist, to the parameter's dtype, and returns its rows, a view: sums over
         ranks are written into it."""
         assert self.parameter.grad is not None
@@ -75,10 +75,10 @@ class Shard:
         """The parts of ``tensor``, shaped like ``local``, that this rank counts: each value counts on one rank only, or
         with ``every_replica`` on one rank of each data-parallel replica."""
         if self.counts or every_replica:
-            yield from (tensor[piece.local_slices] for piece in self.pieces if piece.replica == 0)
+            yield from (tensor[piece.local_slices] for piece in self.rectangles if piece.replica == 0)
 
 
-def shards_of(chunk: nn.Module, plan: Plan, topology: Topology, copies: WorkingCopies | None = None) -> list[Shard]:
+def shards_of(chunk: nn.Module, plan: Plan, topology: Topology, copies: ComputeCopies | None = None) -> list[Shard]:
     """The shards of a chunk after data parallelism, in the order of its parameters.
 
     ``copies`` are the chunk's weights in the compute dtype, if the rank casts them itself.

@@ -1,14 +1,16 @@
-"""Tensor and sequence parallelism: gradient reductions that megatron-core's layers leave to the training loop.
+"""Tensor and sequence parallelism: gradient reductions, traceable linear layers, and their overlap.
 
-Some weights are replicated on ranks that each compute only a part of their gradient, so the parts must be summed:
+Some weights are replicated on ranks that each compute a part of the gradient. Megatron-LM sums these parts in
+finalize_model_grads.py, outside the layers:
 
-* under sequence parallelism, norm weights: each tensor-parallel rank has only its part of the sequence (Megatron-LM
-  marks them ``sequence_parallel`` and sums them in finalize_model_grads.py); and LoRA's replicated A or B, likewise;
-* kv heads shared by several tensor-parallel ranks, with their LoRA B: each rank has only its own query heads;
-* tied embeddings of a pipeline: the first stage has the gradient of the lookup, the last that of the logits.
+* Norm weights and LoRA's replicated A or B under sequence parallelism (REPLICATED_UNDER_SP): each tensor-parallel rank
+  has a part of the sequence.
+* kv heads that several tensor-parallel ranks share, with their LoRA B: each rank has its query heads only.
+* Tied embeddings in a pipeline: the first stage has the gradient of the lookup, the last stage the gradient of the
+  logits.
 
-They are summed on the local shards, after the data-parallel reduction: both are sums, so their order does not matter,
-and a shard is smaller than a gradient. The file also has the products that torch.compile traces, and their overlap.
+``ReplicatedGradients`` sums the local shards after the data-parallel reduction. Both are sums, so the order does not
+matter, and a shard is smaller than a gradient.
 """
 from __future__ import annotations
 
@@ -39,28 +41,28 @@ class ReplicatedGradients:
     def __init__(self, plan: Plan, topology: Topology, groups: Groups) -> None:
         self.groups, self.sequence_parallel = groups, plan.sp
         self.tied = plan.model.tie_word_embeddings and topology.sizes["pp"] > 1
-        # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides it. A
-        # collective, as torch makes groups on all ranks.
+        # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides tp.
+        # new_subgroups is a collective over all ranks.
         copies = kv_copies(plan.model, topology.sizes["tp"])
         self.kv_group = groups.add("tp", dist.new_subgroups(copies)[0]) if copies > 1 else None
 
     def reduce(self, shards: Iterable[Shard]) -> None:
-        """Sums in place, with one all-reduce per group. A collective: all ranks of a group pass the same parameters."""
+        """Sum the gradients in place, with one all-reduce per group. All ranks of a group pass the same parameters."""
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
         for shard in shards:
             if shard.grad is None:
                 continue
             name = shard.name.removesuffix(".weight")
             if self.sequence_parallel and name.endswith(REPLICATED_UNDER_SP):
-                by_group[self.groups["tp"]].append(shard.widened_grad())
+                by_group[self.groups["tp"]].append(shard.upcast_grad())
             elif self.kv_group is not None and name.endswith(KV_HEADS):
-                kv = [p for p in shard.pieces if ".k_proj." in p.name or ".v_proj." in p.name]
+                kv = [p for p in shard.rectangles if ".k_proj." in p.name or ".v_proj." in p.name]
                 if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
-                    grad = shard.widened_grad()
+                    grad = shard.upcast_grad()
                     by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
             elif self.tied and name in ("embed_tokens", "lm_head"):
                 assert self.groups.embedding is not None, "the stage has a tied embedding"
-                by_group[self.groups.embedding].append(shard.widened_grad())
+                by_group[self.groups.embedding].append(shard.upcast_grad())
         for group, grads in by_group.items():
             _sum_together(grads, group)
 
@@ -75,19 +77,18 @@ def _sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         grad.copy_(summed.view_as(grad))
 
 
-# megatron-core's parallel linear product in a form that torch.compile traces into one graph. megatron-core's own waits
-# for its collectives by hand, which are graph breaks; here they are functional collectives beside the products. The
-# backward pass gathers the shard again, unless a compiler saves the gathered input, as Inductor does
-# (docs/guides/tools/traffic.md).
+# megatron-core's linear layers wait for their collectives explicitly, which are graph breaks. This version uses
+# functional collectives, so torch.compile traces it into one graph. The backward pass gathers the input once more,
+# unless the compiler saves the gathered input, as Inductor does (docs/guides/tools/traffic.md).
 
 def make_traceable(block: nn.Module) -> None:
-    """Replaces the product of a block's parallel linear layers. That of quantized weights can be traced already."""
+    """Replace the forward of a block's parallel linear layers. Quantized layers are traceable already."""
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not is_quantized(layer):
-            layer._forward_impl = _multiply  # type: ignore[method-assign]
+            layer._forward_impl = _linear  # type: ignore[method-assign]
 
 
-def _multiply(
+def _linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: None,
@@ -97,16 +98,16 @@ def _multiply(
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Input [s(/t), b, h] times weight [o, h] to [s, b, o]; a linear layer's ``_forward_impl``."""
+    """Multiply input [s(/t), b, in] by weight [out, in] to [s, b, out]. megatron-core calls it as ``_forward_impl``."""
     assert bias is None, "a Llama has no biases"
     if not allreduce_dgrad and not sequence_parallel:
         return torch.matmul(input, weight.t())
-    product: torch.Tensor = _Product.apply(input, weight, tp_group, sequence_parallel)
-    return product
+    output: torch.Tensor = _ParallelLinear.apply(input, weight, tp_group, sequence_parallel)
+    return output
 
 
-class _Product(torch.autograd.Function):
-    """x Wᵀ, where the gradient of x is summed over the tensor-parallel ranks."""
+class _ParallelLinear(torch.autograd.Function):
+    """x Wᵀ whose gradient of x is summed over the tensor-parallel ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, split: bool) -> torch.Tensor:
@@ -129,64 +130,64 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-# trainer.async_tp: Inductor fuses sequence parallelism's gathers and scatters with the products beside them
-# (fused_all_gather_matmul, fused_matmul_reduce_scatter). A device says whether and how (``Device.enable_async_tp``).
-# The functions below count the fusions, because a compiler that recognises nothing says nothing.
+# trainer.async_tp: Inductor fuses sequence parallelism's gathers and scatters with the adjacent matmuls
+# (fused_all_gather_matmul, fused_matmul_reduce_scatter), on devices with ``Device.enable_async_tp``. The functions
+# below count the fusions, because Inductor does not report a graph in which it finds none.
 
 _COLLECTIVES = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
 
 
 class NotOverlapped(RuntimeError):
-    """The compiler has put no collective into a product, and trainer.async_tp would do nothing."""
+    """The compiler fused no collective, so trainer.async_tp has no effect."""
 
 
 class Overlap(NamedTuple):
-    """What became of a graph's gathers and scatters, forward and backward."""
+    """Numbers of a graph's gathers and scatters, forward and backward."""
 
-    inside: int
-    """Those that run inside a product."""
-    beside: int
-    """Those that stayed operators of their own."""
+    fused: int
+    """Fused into a matmul."""
+    separate: int
+    """Left as separate operators."""
 
 
 class OverlapCount(CustomGraphPass):
-    """Counts in each graph that Inductor compiles, after its own passes; graphs out of the cache do not come here."""
+    """Inductor pass that counts the fusions of each graph, after the built-in passes. Cached graphs skip it."""
 
     def __init__(self) -> None:
-        self._found = Overlap(0, 0)
+        self._counted = Overlap(0, 0)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         names = [node.target.name() for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-        inside = sum(name.startswith("symm_mem::fused_") for name in names)
-        beside = sum(name.startswith(_COLLECTIVES) for name in names)
-        self._found = Overlap(self._found.inside + inside, self._found.beside + beside)
+        fused = sum(name.startswith("symm_mem::fused_") for name in names)
+        separate = sum(name.startswith(_COLLECTIVES) for name in names)
+        self._counted = Overlap(self._counted.fused + fused, self._counted.separate + separate)
 
     def uuid(self) -> str:
-        """Part of the cache's key. What is compiled does not depend on the count."""
+        """Return a constant for the cache key: compiled code does not depend on the count."""
         return "megatron_llama: OverlapCount"
 
     def take(self) -> Overlap:
-        """What was counted since the last call."""
-        found, self._found = self._found, Overlap(0, 0)
-        return found
+        """Return the counts since the last call."""
+        counted, self._counted = self._counted, Overlap(0, 0)
+        return counted
 
 
-def overlap_products(device: Device) -> OverlapCount:
-    """Turn on trainer.async_tp for all graphs that this process compiles later. A collective
-    of the tensor-parallel ranks.
+def enable_async_overlap(device: Device) -> OverlapCount:
+    """Enable trainer.async_tp for all graphs that this process compiles later.
 
-    Raises ConfigError where the devices can't do it."""
+    A collective over the tensor-parallel ranks. Raises ConfigError if the devices do not support it.
+    """
     device.enable_async_tp(current_groups()["tp"])
     count = OverlapCount()
     inductor.post_grad_custom_post_pass = count
     return count
 
 
-def nothing_overlaps(found: Overlap | None, what: str, mode: str) -> str | None:
-    """What is wrong with a graph in which all collectives stayed as they were; None for others."""
-    if found is None or found.inside or not found.beside:
+def no_overlap_error(counted: Overlap | None, name: str, mode: str) -> str | None:
+    """Return the error message of a graph with collectives but no fused one; None for other graphs."""
+    if counted is None or counted.fused or not counted.separate:
         return None
     return (
-        f"trainer.async_tp: torch {torch.__version__} has put none of the {found.beside} gathers and scatters of "
-        f"{what}, {mode}, into a product. Write trainer.async_tp=false"
+        f"trainer.async_tp: torch {torch.__version__} fused none of the {counted.separate} gathers and scatters of "
+        f"{name}, {mode}, into a matmul. Write trainer.async_tp=false"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_llama.parallel.compiling import Compiler, Graph, settings_of_graphs
+from megatron_llama.parallel.compiling import Compiler, Graph, graph_settings
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.train.metrics import MetricsLogger
@@ -58,14 +58,14 @@ class Compilations:
             f"compiled {_count(len(self.distinct), 'graph')} on {_count(len(self.by_rank), 'rank')}: "
             f"cache hits {self.hits}, misses {self.misses}{f', {late} of them after warm-up' * bool(late)} ({cache})"
         )
-        new = {f"  new: {g.what}, {g.mode}, {g.shapes}: {g.why}": None for g in self.all if g.why}
+        new = {f"  new: {g.function}, {g.mode}, {g.shapes}: {g.why}": None for g in self.all if g.why}
         return [first, *new, *self.overlap_lines()]
 
     def overlap_lines(self) -> list[str]:
         """What trainer.async_tp did to each graph that has gathers or scatters; none without it."""
         return [
-            f"  async_tp: {graph.what}, {graph.mode}, {graph.shapes}: {graph.overlap.inside} gathers and scatters run "
-            f"inside products, {graph.overlap.beside} by themselves"
+            f"  async_tp: {graph.function}, {graph.mode}, {graph.shapes}: {graph.overlap.fused} gathers and scatters "
+            f"fused into matmuls, {graph.overlap.separate} separate"
             for graph in self.distinct.values()
             if graph.overlap is not None and any(graph.overlap)
         ]
@@ -83,9 +83,9 @@ class Compilations:
             "cache_hits": self.hits,
             "cache_misses": self.misses,
             "cache": plan.config.trainer.compile_cache,
-            "settings": settings_of_graphs(plan),
+            "settings": graph_settings(plan),
             "world_size": plan.world_size,
-            "graphs": [{**asdict(graph), "ranks": ranks[key]} for key, graph in self.distinct.items()],
+            "graphs": [{**graph.to_json(), "ranks": ranks[key]} for key, graph in self.distinct.items()],
         }
 
 

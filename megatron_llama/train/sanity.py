@@ -71,7 +71,7 @@ def check_copies(shards: Sequence[Shard]) -> None:
     digests: dict[Rectangle, str] = {}
     for shard in shards:
         values = shard.values
-        for piece in shard.pieces:
+        for piece in shard.rectangles:
             part = values[piece.local_slices].cpu().reshape(-1).view(torch.uint8)  # bytes: numpy has no bf16
             key = (piece.name, piece.offset, piece.size)
             digests[key] = hashlib.blake2b(part.numpy().tobytes(), digest_size=16).hexdigest()

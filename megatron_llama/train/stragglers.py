@@ -105,11 +105,11 @@ class StragglerWatch:
     @contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
         phase.wait_for(name)
-        start = self._device.mark()
+        start = self._device.record_event()
         try:
             yield
         finally:
-            self._waits.append((start, self._device.mark()))
+            self._waits.append((start, self._device.record_event()))
             phase.wait_for("")
 
     @contextmanager
@@ -118,7 +118,7 @@ class StragglerWatch:
         self._waits.clear()
         start = time.perf_counter()
         yield
-        waited = sum(self._device.seconds_between(*marks) for marks in self._waits)
+        waited = sum(self._device.elapsed_seconds(*marks) for marks in self._waits)
         self._window.append(time.perf_counter() - start - waited)
 
     def after_step(self, step: int, metrics: dict[str, float], logger: MetricsLogger | None) -> None:

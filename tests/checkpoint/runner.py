@@ -87,7 +87,7 @@ def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
     return [
         (prefix + piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
         for prefix, shard, tensor in held
-        for piece in shard.pieces
+        for piece in shard.rectangles
     ]
 
 

@@ -231,7 +231,7 @@ def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
         )
         checkpointer.resume()
         assert ".safetensors" not in Path("/proc/self/maps").read_text(), "mapped pages count as this rank's memory"
-        held = sum(shard.local[piece.local_slices].numel() for shard in model.shards for piece in shard.pieces)
+        held = sum(shard.local[piece.local_slices].numel() for shard in model.shards for piece in shard.rectangles)
         return checkpointer.bytes_read, 4 * held
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.devices.cpu import device as cpu
-from megatron_llama.devices.cpu import products
+from megatron_llama.devices.cpu import matmul
 
 BF16 = torch.bfloat16
 ROUNDED_ONCE = 2**-8
@@ -62,7 +62,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 def test_a_product_is_the_exact_one_rounded_once(name: str) -> None:
     product, tensors = PRODUCTS[name]
     exact = product(*(x.double() for x in tensors))
-    products.multiply_in_fp32()
+    matmul.multiply_in_fp32()
     found = product(*(x.clone() for x in tensors))
     assert found.dtype == BF16
     torch.testing.assert_close(found.double(), exact, rtol=ROUNDED_ONCE, atol=1e-4)
@@ -84,7 +84,7 @@ def test_attention_is_that_of_fp32(mask: str | None) -> None:
     given = {None: None, "bool": sees, "bf16": hides}[mask]
     wide = hides.double() if mask == "bf16" else given
     exact = attention(q.double(), k.double(), v.double(), wide)
-    products.multiply_in_fp32()
+    matmul.multiply_in_fp32()
     found = attention(q, k, v, given)
     for own, reference in zip(found, exact, strict=True):
         assert own.dtype == BF16
@@ -94,7 +94,7 @@ def test_attention_is_that_of_fp32(mask: str | None) -> None:
 
 def test_gradients_take_the_same_products() -> None:
     x, weight = numbers(6, M, K), numbers(N, K)
-    products.multiply_in_fp32()
+    matmul.multiply_in_fp32()
     x.requires_grad_(), weight.requires_grad_()
     F.linear(x, weight).float().square().sum().backward()
     exact_x, exact_weight = x.detach().double(), weight.detach().double()
@@ -107,13 +107,13 @@ def test_gradients_take_the_same_products() -> None:
 def test_other_dtypes_are_torchs_to_the_bit() -> None:
     wide = [ONE.float(), OTHER.float(), SUM.float()]
     before = [wide[0] @ wide[1], torch.addmm(wide[2], wide[0], wide[1], alpha=0.5), ONE.double() @ OTHER.double()]
-    products.multiply_in_fp32()
+    matmul.multiply_in_fp32()
     after = [wide[0] @ wide[1], torch.addmm(wide[2], wide[0], wide[1], alpha=0.5), ONE.double() @ OTHER.double()]
     assert all(map(torch.equal, after, before))
 
 
 def test_an_output_of_another_shape_is_resized() -> None:
-    products.multiply_in_fp32()
+    matmul.multiply_in_fp32()
     out = torch.empty(0, dtype=BF16)
     torch.mm(ONE, OTHER, out=out)
     assert torch.equal(out, ONE @ OTHER)
@@ -122,22 +122,22 @@ def test_an_output_of_another_shape_is_resized() -> None:
 def test_torchs_own_come_back() -> None:
     one, other = numbers(200, 300), numbers(300, 100)
     before = one @ other
-    library = products.multiply_in_fp32()
+    library = matmul.multiply_in_fp32()
     assert torch.equal(one @ other, (one.float() @ other.float()).bfloat16())
     library._destroy()
-    products.multiply_in_fp32.cache_clear()
+    matmul.multiply_in_fp32.cache_clear()
     assert torch.equal(one @ other, before)
 
 
 def test_replacing_them_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    products.multiply_in_fp32()
+    matmul.multiply_in_fp32()
     assert not recwarn.list
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_rank_replaces_them_where_torch_has_no_fast_ones(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: fast)
+    monkeypatch.setattr(matmul, "multiplies_bf16", lambda: fast)
     monkeypatch.setattr(cpu, "_keep_freed_memory", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cpu.Cpu().enter(0, 1)
-    assert products.multiply_in_fp32.cache_info().currsize == (not fast)
+    assert matmul.multiply_in_fp32.cache_info().currsize == (not fast)

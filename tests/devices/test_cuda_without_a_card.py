@@ -25,7 +25,7 @@ from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
-from megatron_llama.parallel.tensor import Overlap, make_traceable, overlap_products
+from megatron_llama.parallel.tensor import Overlap, enable_async_overlap, make_traceable
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.rehearsal import FakeTensors, fake_world
 from tests.oracle import make_plan
@@ -201,7 +201,7 @@ def _overlapped(_: int) -> tuple[Overlap, str]:
         inside.enter_context(patch.object(cuda, "_out_of_reach", lambda group: None))
         inside.enter_context(patch.object(symmetric, "empty", lambda *size, dtype, device: None))
         inside.enter_context(patch.object(symmetric, "rendezvous", lambda memory, group: None))
-        count = overlap_products(cuda.DEVICE)
+        count = enable_async_overlap(cuda.DEVICE)
         block = model.chunks[0].layers["0"]
         make_traceable(block)
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)

@@ -146,7 +146,7 @@ def test_where_inductor_keeps_its_graphs(tmp_path: Path) -> None:
         assert set(variables) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
         assert all(Path(value).is_relative_to(tmp_path) for value in variables.values())
         assert len(set(variables.values())) == 2
-        assert device.compiled_artefacts(tmp_path) is None and device.ahead_of_time_environment() == {}
+        assert device.count_compiled_graphs(tmp_path) is None and device.ahead_of_time_environment() == {}
 
 
 def test_the_seed_reaches_torch() -> None:

@@ -107,4 +107,4 @@ def test_variables(tmp_path: Path) -> None:
     folder, emptied, _, shared = variables["PT_HPU_RECIPE_CACHE_CONFIG"].split(",")
     assert (folder, emptied, shared) == (str(tmp_path / "recipes"), "false", "true")
     write(Path(folder) / "123.recipe")
-    assert DEVICE.compiled_artefacts(tmp_path) == 1
+    assert DEVICE.count_compiled_graphs(tmp_path) == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.devices.mcore import ROUTED, route
+from megatron_llama.devices.mcore import PATCHED_MODULES, patch_mcore
 from megatron_llama.parallel import groups
 from tests.oracle import run_layout
 from tests.paths import ROOT
@@ -87,7 +87,7 @@ class Call:
     what: str
 
     def is_accounted(self) -> bool:
-        if f"megatron.core.{self.module}" in ROUTED and self.what in REPLACED:
+        if f"megatron.core.{self.module}" in PATCHED_MODULES and self.what in REPLACED:
             return True
         return any(
             module == self.module and (self.function.startswith(name) if name else not self.function)
@@ -143,7 +143,7 @@ def calls_in(source: str, module: str) -> set[Call]:
 
 
 def installed_calls() -> Iterator[Call]:
-    for name in (*ROUTED, *ENTERED):
+    for name in (*PATCHED_MODULES, *ENTERED):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None, f"megatron-core has no {name} any more"
         yield from calls_in(Path(spec.origin).read_text(encoding="utf-8"), name.removeprefix("megatron.core."))
@@ -188,12 +188,12 @@ def test_torch_itself_is_left_alone() -> None:
 
 def _routed(rank: int) -> None:
     before = dict(torch.cuda.__dict__), torch.zeros
-    mappings, schedules = (importlib.import_module(ROUTED[index]) for index in (1, 3))
-    route(torch.device("cuda"))
+    mappings, schedules = (importlib.import_module(PATCHED_MODULES[index]) for index in (1, 3))
+    patch_mcore(torch.device("cuda"))
     assert mappings.torch is torch and schedules.torch is torch, "on CUDA there is nothing to route"
-    route(torch.device("cpu"))
+    patch_mcore(torch.device("cpu"))
     assert (dict(torch.cuda.__dict__), torch.zeros) == before
-    for name in ROUTED:
+    for name in PATCHED_MODULES:
         routed = importlib.import_module(name).torch
         assert routed is not torch and routed.cuda.current_device() == torch.device("cpu")
         assert routed.zeros([], device="cuda").device.type == routed.zeros(2).device.type == "cpu"

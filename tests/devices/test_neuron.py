@@ -178,7 +178,7 @@ def test_graphs_are_counted_where_the_compiler_puts_them(tmp_path: Path) -> None
     variables = DEVICE.compile_environment(tmp_path)
     assert set(variables) == {"TORCH_NEURONX_NEFF_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
     assert all(Path(value).is_relative_to(tmp_path) for value in variables.values())
-    assert DEVICE.compiled_artefacts(tmp_path) == 0
+    assert DEVICE.count_compiled_graphs(tmp_path) == 0
     for name in ("ab/cd/abcd.neff", "ab/ce/abce.neff", "ab/ce/abce.lock"):
         write(Path(variables["TORCH_NEURONX_NEFF_CACHE_DIR"]) / name)
-    assert DEVICE.compiled_artefacts(tmp_path) == 2
+    assert DEVICE.count_compiled_graphs(tmp_path) == 2

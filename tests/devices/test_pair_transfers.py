@@ -15,7 +15,7 @@ from megatron_llama.devices import hpu
 from megatron_llama.devices.cpu import device as cpu
 from megatron_llama.devices.cpu import shared_memory
 from megatron_llama.devices.cuda import device as cuda
-from megatron_llama.devices.neuron.pair_transfers import PairTransfers, point_to_point_works, send_recv_or_pairs
+from megatron_llama.devices.neuron.pair_transfers import PairTransfers, point_to_point_works, transfers_context
 from megatron_llama.topology import Grid, Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import TOLERANCE, oracle, run_layout, worst
@@ -74,7 +74,7 @@ def test_the_same_bits(
             join_without_point_to_point(rank, folder)
             return train_rank(rank, *arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(cpu.Cpu, "pipeline_transfers", lambda self, topology: send_recv_or_pairs(topology, CPU))
+        monkeypatch.setattr(cpu.Cpu, "pipeline_transfers", lambda self, topology: transfers_context(topology, CPU))
         monkeypatch.setattr(tests.oracle, "train_rank", train_without)
         reduced = run_layout(ranks, *layout, *model)
         monkeypatch.setattr(tests.oracle, "train_rank", train_rank)

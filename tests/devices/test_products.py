@@ -29,7 +29,7 @@ def setting() -> str:
 def test_other_processors_keep_torchs_choice(other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = setting()
     monkeypatch.setattr(cpu, "processor", lambda: ZEN_5 | other)
-    assert not cpu.multiplies_by_onednn() and setting() == before
+    assert not cpu.prefer_onednn() and setting() == before
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_zen_5_and_newer_have_units_of_512_bits(
 
 def test_a_system_that_says_nothing_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processor, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert processor.processor() == {} and not cpu.multiplies_by_onednn()
+    assert processor.processor() == {} and not cpu.prefer_onednn()
 
 
 def test_products_stay_in_fp32_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """On hardware that would round, a processor with AMX that calls itself Zen 5, the choice is taken back."""
     before = setting()
     monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
-    chosen = cpu.multiplies_by_onednn()
+    chosen = cpu.prefer_onednn()
     assert setting() == ("bf16" if chosen else before)
     torch.manual_seed(0)
     for rows, inner, columns in ((2048, 512, 512), (64, 4096, 256), (7, 33, 129)):
@@ -67,4 +67,4 @@ def test_a_choice_that_rounds_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
     before, eye = setting(), torch.eye
     monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
     monkeypatch.setattr(torch, "eye", lambda size: eye(size) * (1 - 2**-9))
-    assert not cpu.multiplies_by_onednn() and setting() == before
+    assert not cpu.prefer_onednn() and setting() == before

@@ -104,7 +104,7 @@ def _held(model: ParallelModel, *, trained: bool, gradients: bool = False) -> li
         if shard.is_trained is trained:
             tensor = shard.grad if gradients else shard.values
             assert tensor is not None, f"{shard.name} has no gradient"
-            for piece in shard.pieces:
+            for piece in shard.rectangles:
                 found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))
     return found
 

@@ -71,7 +71,7 @@ def passes_of_the_compiled_loss(model: ParallelModel) -> None:
     """No defect: what is compiled with trainer.compile, uncompiled, and by chunks of 12."""
     chunks_of_12(model)
     if model.chunks[-1].is_last:
-        model.chunks[-1].lm_head.passes = loss.fused(lambda function, what: function)
+        model.chunks[-1].lm_head.softmax = loss.fused_softmax(lambda function, what: function)
         model.chunks[-1].lm_head.kernels = device_named(HOST).kernels(compiled=True)
 
 
@@ -84,13 +84,13 @@ def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
 
 
 def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
-    softmax = loss._softmax
-    loss._softmax = lambda logits, labels, weights, *how: softmax(logits, labels, torch.ones_like(weights), *how)
+    original = loss._softmax
+    loss._softmax = lambda logits, labels, weights, *how: original(logits, labels, torch.ones_like(weights), *how)
 
 
 def softmax_of_each_rank_alone(model: ParallelModel) -> None:
-    softmax = loss._softmax
-    loss._softmax = lambda logits, labels, weights, _, passes: softmax(logits, labels, weights, None, passes)
+    original = loss._softmax
+    loss._softmax = lambda logits, labels, weights, _, softmax: original(logits, labels, weights, None, softmax)
 
 
 def head_gradient_not_summed(model: ParallelModel) -> None:
@@ -111,7 +111,7 @@ def scattered_pieces_of_the_wrong_rank(model: ParallelModel) -> None:
 
 def norms_count_copies(model: ParallelModel) -> None:
     def all_of_it(shard: Shard, tensor: torch.Tensor, every_replica: bool = False) -> Iterator[torch.Tensor]:
-        yield from (tensor[piece.local_slices] for piece in shard.pieces)
+        yield from (tensor[piece.local_slices] for piece in shard.rectangles)
 
     Shard.owned = all_of_it  # type: ignore[method-assign]
 

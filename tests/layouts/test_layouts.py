@@ -90,7 +90,7 @@ def initial_shards(rank: int, plan: Plan) -> Tensors:
     topology = plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
-        pieces = [(piece, shard) for shard in model.shards for piece in shard.pieces]
+        pieces = [(piece, shard) for shard in model.shards for piece in shard.rectangles]
         return {piece.name: shard.local[piece.local_slices].clone() for piece, shard in pieces}
 
 

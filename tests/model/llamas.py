@@ -112,7 +112,7 @@ def whole_batch(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor, torc
 def roughen_norms(shards: Iterable[Shard]) -> None:
     """Gives the norms' weights other values than one: else a norm that ignores its weight would pass."""
     for shard in shards:
-        for piece in shard.pieces:
+        for piece in shard.rectangles:
             if len(piece.global_shape) == 1:
                 shard.local[piece.local_slices].add_(_noise(piece))
 

@@ -1,4 +1,4 @@
-"""The loss of one chunk of logits, beside autograd in fp64; tests/layouts/ compares layouts and chunks."""
+"""The loss of one chunk of logits, compared with autograd in fp64. tests/layouts/ compares layouts and chunks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.nn.functional import cross_entropy
 
 from megatron_llama.devices import HOST, device_named
 from megatron_llama.model import loss
-from megatron_llama.model.loss import IN_PLACE, Passes, fused
+from megatron_llama.model.loss import IN_PLACE, SoftmaxKernels, fused_softmax
 from tests.ranks import run_ranks
 
 
-def as_it_is(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+def uncompiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize("passes", [IN_PLACE, fused(as_it_is)], ids=["in place", "fused"])
+@pytest.mark.parametrize("softmax", [IN_PLACE, fused_softmax(uncompiled)], ids=["in place", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_gradients_are_those_of_fp64(passes: Passes, dtype: torch.dtype) -> None:
-    """Also of tokens that the model is sure of, whose label has a gradient of a probability less 1."""
+def test_losses_and_gradients_are_those_of_fp64(softmax: SoftmaxKernels, dtype: torch.dtype) -> None:
+    """Includes tokens with a probability near 1, whose gradient is probability - 1."""
     torch.manual_seed(0)
     labels, weights = torch.randint(50, (24,)), torch.rand(24) / 24
     weights[3] = 0  # no loss
@@ -34,17 +34,17 @@ def test_losses_and_gradients_are_those_of_fp64(passes: Passes, dtype: torch.dty
     expected = cross_entropy(exact, labels, reduction="none")
     (expected * weights).sum().backward()
     assert exact.grad is not None
-    # Made fp32 first, logits are rounded by the caller.
-    found = logits.float() if passes.wide else logits
-    losses = loss._softmax(found, labels, weights, None, passes)
+    # If the kernels need fp32, the caller rounds the gradients.
+    grads = logits.float() if softmax.needs_fp32 else logits
+    losses = loss._softmax(grads, labels, weights, None, softmax)
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=2e-6)
-    rounding = 2**-8 if found.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.double(), exact.grad, rtol=rounding, atol=1e-8)
+    rounding = 2**-8 if grads.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(grads.double(), exact.grad, rtol=rounding, atol=1e-8)
 
 
 @pytest.mark.parametrize("vocabulary", [128, 130])
 def test_statistics_of_logits_column_by_column(vocabulary: int) -> None:
-    """By 64 columns at a time where that is all, with the largest logit and the sum's size in any part."""
+    """128 columns are read 64 at a time, 130 one by one."""
     torch.manual_seed(0)
     rows = torch.randn(7, vocabulary) * 10
     largest, total = loss._statistics(rows.t().contiguous().t())
@@ -52,37 +52,36 @@ def test_statistics_of_logits_column_by_column(vocabulary: int) -> None:
     torch.testing.assert_close(total.log() + largest, rows.logsumexp(1))
 
 
-def test_labels_of_other_ranks_leave_their_gradients_alone() -> None:
-    """Of a vocabulary of 50 this rank has rows 20 to 39: other labels are below 0 or beyond them."""
+def test_labels_of_other_ranks_change_no_gradient() -> None:
+    """This rank has rows 20 to 39 of a vocabulary of 50: labels of other ranks are below 0 or above 19."""
     torch.manual_seed(0)
     whole = torch.randn(6, 20)
     expected = whole.softmax(1) / 6
-    for passes in (IN_PLACE, fused(as_it_is)):
+    for softmax in (IN_PLACE, fused_softmax(uncompiled)):
         logits = whole.clone()
-        loss._softmax(logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), None, passes)
+        loss._softmax(logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), None, softmax)
         torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 48, 96, 128])
 def test_logits_column_by_column(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where AMX units multiply, in chunks of few tokens: the same loss and gradients, the last chunk's included. Rows
-    are read by as many columns as divide the vocabulary."""
+    """Column-major logits, as with AMX units, give the same loss and gradients, also in a shorter last chunk."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(*size).bfloat16() for size in ((24, 16), (vocabulary, 16)))
-    labels, weights, passes = torch.randint(vocabulary, (24,)), torch.rand(24) / 24, fused(as_it_is)
+    labels, weights, softmax = torch.randint(vocabulary, (24,)), torch.rand(24) / 24, fused_softmax(uncompiled)
     kernels = device_named(HOST).kernels(compiled=True)
     monkeypatch.setattr(loss, "loss_chunk", lambda _: 10)
-    found = []
+    results = []
     for units in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
         assert kernels.logits_like(hidden, 10, vocabulary).stride() == ((1, 10) if units else (vocabulary, 1))
         gradient = torch.empty_like(hidden)
         losses, sums = loss._by_chunks(
-            hidden, weight, labels, weights, vocabulary - 2, None, passes, kernels, gradient, True
+            hidden, weight, labels, weights, vocabulary - 2, None, softmax, kernels, gradient, True
         )
         assert sums is not None
-        found.append((losses, sums, gradient.float()))
-    for one, other in zip(*found, strict=True):
+        results.append((losses, sums, gradient.float()))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
     eager = device_named(HOST).kernels(compiled=False)
     for dtype, tokens, others in (

@@ -15,7 +15,7 @@ from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import get_device
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Documents, dense_mask
-from megatron_llama.model.random_ltd import Subset, draw, subsets
+from megatron_llama.model.random_ltd import Subset, build_subsets, draw_subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
@@ -29,26 +29,26 @@ S, B = 16, 2
 
 
 def test_subsets_are_sorted_and_the_same_again() -> None:
-    kept = draw(7, range(5, 9), (1, 2), 6, 16)
+    kept = draw_subsets(7, range(5, 9), (1, 2), 6, 16)
     assert kept.shape == (2, 4, 6)
     assert (kept.diff() > 0).all() and 0 <= kept.min() and kept.max() < 16
-    assert torch.equal(kept, draw(7, range(5, 9), (1, 2), 6, 16)), "no state is left behind"
-    assert torch.equal(kept[1:, 2:], draw(7, range(7, 9), (2,), 6, 16)), "whatever else is drawn with it"
+    assert torch.equal(kept, draw_subsets(7, range(5, 9), (1, 2), 6, 16)), "no state is left behind"
+    assert torch.equal(kept[1:, 2:], draw_subsets(7, range(7, 9), (2,), 6, 16)), "whatever else is drawn with it"
     apart = [tuple(row.tolist()) for row in kept.flatten(0, 1)]
     assert len(set(apart)) == len(apart), "layers and samples see different tokens"
-    assert not torch.equal(kept, draw(8, range(5, 9), (1, 2), 6, 16)), "the seed counts"
+    assert not torch.equal(kept, draw_subsets(8, range(5, 9), (1, 2), 6, 16)), "the seed counts"
 
 
 def test_torchs_own_generator_is_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    draw(7, range(4), (1,), 6, 16)
+    draw_subsets(7, range(4), (1,), 6, 16)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_every_subset_is_as_likely() -> None:
     """All 10 subsets of 2 out of 5, in 2,000 draws: chi-squared of 9 degrees of freedom, 27.9 at one in a thousand."""
-    counts = Counter(tuple(row) for row in draw(1, range(2000), (1,), 2, 5)[0].tolist())
+    counts = Counter(tuple(row) for row in draw_subsets(1, range(2000), (1,), 2, 5)[0].tolist())
     assert set(counts) == set(combinations(range(5), 2))
     assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 27.9
 
@@ -56,14 +56,14 @@ def test_every_subset_is_as_likely() -> None:
 def test_what_a_rank_gets_by_hand() -> None:
     """Two sequences of four tokens, of which it is 1 and 2, and 0 and 3; the second of two ranks has 2 and 3."""
     kept = torch.tensor([[[1, 2], [0, 3]]])
-    whole = subsets(kept, (5,), 4, None).of(5)
+    whole = build_subsets(kept, (5,), 4, None).of(5)
     assert whole is not None and not whole.split
     assert whole.rows.tolist() == [2 * 1 + 0, 2 * 0 + 1, 2 * 2 + 0, 2 * 3 + 1], "token by token, sequence by sequence"
-    assert whole.places.tolist() == [-1, 1, 0, -1, 2, -1, -1, 3]
-    half = subsets(kept, (5,), 4, None, (1, 2)).of(5)
+    assert whole.inverse.tolist() == [-1, 1, 0, -1, 2, -1, -1, 3]
+    half = build_subsets(kept, (5,), 4, None, (1, 2)).of(5)
     assert half is not None and half.split
-    assert half.rows.tolist() == [-1, -1, 2 * 0 + 0, 2 * 1 + 1] and half.places.tolist() == [2, -1, -1, 3]
-    assert subsets(kept, (5,), 4, None).of(4) is None
+    assert half.rows.tolist() == [-1, -1, 2 * 0 + 0, 2 * 1 + 1] and half.inverse.tolist() == [2, -1, -1, 3]
+    assert build_subsets(kept, (5,), 4, None).of(4) is None
 
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9, [0] * 3 + [1] * 4 + [2] * 6 + [-1] * 3])
@@ -96,8 +96,8 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
             chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
             block, pattern = chunk.layers["1"], pattern_of(plan.model)
             documents = Documents.of(DOCUMENTS) if has else None
-            kept = draw(3, range(B), (1,), 8, S)
-            subset = subsets(kept, (1,), S, documents).of(1)
+            kept = draw_subsets(3, range(B), (1,), 8, S)
+            subset = build_subsets(kept, (1,), S, documents).of(1)
             assert subset is not None
             torch.manual_seed(0)
             x, weight = torch.randn(S, B, 32), torch.randn(S, B, 32)

@@ -197,5 +197,5 @@ def _named(kept: list) -> list[tuple]:
     return [
         (f"{kind}/{piece.name}", piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
         for kind, shard, tensor in kept
-        for piece in shard.pieces
+        for piece in shard.rectangles
     ]

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.parallel.groups import from_rank_0, raise_together, together
+from megatron_llama.parallel.groups import broadcast_from_rank_0, raise_on_all_ranks, sync_errors
 from tests.ranks import run_ranks
 
 
@@ -16,7 +16,7 @@ def problem(rule: str) -> Problem:
 
 def raised(rank: int, errors: list[Exception | list[Problem] | None]) -> tuple[str, str] | None:
     try:
-        raise_together(errors[rank])
+        raise_on_all_ranks(errors[rank])
     except Exception as error:
         return type(error).__name__, str(error)
     return None
@@ -39,7 +39,7 @@ def test_problems_of_all_ranks_come_together_and_once() -> None:
 
 
 def in_a_block(rank: int) -> str:
-    with together(KeyError):
+    with sync_errors(KeyError):
         if rank == 1:
             raise KeyError("name")
     return "went on"
@@ -59,7 +59,7 @@ def test_an_error_keeps_its_cause_on_its_own_rank() -> None:
         error = RuntimeError("failed")
         error.__cause__ = OSError("why")
         with pytest.raises(RuntimeError, match="failed") as caught:
-            raise_together(error if rank == 1 else None)
+            raise_on_all_ranks(error if rank == 1 else None)
         return caught.value.__cause__ is not None
 
     # The copy that rank 0 got has none.
@@ -72,8 +72,8 @@ def test_a_value_of_rank_0_or_its_mistake() -> None:
 
     def on_rank(rank: int) -> int:
         with pytest.raises(ConfigError, match="wrong"):
-            from_rank_0(mistake)
+            broadcast_from_rank_0(mistake)
         dist.barrier()
-        return from_rank_0(lambda: 10 + rank)
+        return broadcast_from_rank_0(lambda: 10 + rank)
 
     assert run_ranks(on_rank, 2) == [10, 10]

@@ -99,7 +99,7 @@ def worst(one: list[Trained], other: list[Trained]) -> float:
 def overlaps(answers: list[Trained]) -> dict[str, set[Overlap | None]]:
     """By mode, what became of the gathers and scatters of a block's graph."""
     found: dict[str, set[Overlap | None]] = {}
-    for graph in (graph for answer in answers for graph in answer.graphs if graph.what == "block"):
+    for graph in (graph for answer in answers for graph in answer.graphs if graph.function == "block"):
         found.setdefault(graph.mode, set()).add(graph.overlap)
     return found
 

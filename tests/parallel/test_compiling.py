@@ -53,14 +53,14 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
     loss = [("loss", "training"), ("gradient of the loss", "training")]
     for rank, graphs in enumerate(first):
         expected = [("block", "training"), *(loss if rank >= 2 else []), ("block", "validation")]
-        assert [(graph.what, graph.mode) for graph in graphs] == expected
+        assert [(graph.function, graph.mode) for graph in graphs] == expected
         assert not any(graph.late or graph.failure for graph in graphs)
     distinct = {graph.key for graphs in first for graph in graphs}
     # The first stage's input has passed the embedding, the second's comes from another rank: the same to a block.
     assert len(distinct) == 4
     assert sum(not graph.cached for graphs in first for graph in graphs) == 4, "more than one rank compiled a graph"
     new = [graph for graphs in first for graph in graphs if not graph.cached]
-    assert all(f"no graph of {graph.what}" in (graph.why or "") for graph in new)
+    assert all(f"no graph of {graph.function}" in (graph.why or "") for graph in new)
     again = compiled(cache, *layout)
     assert all(graph.cached for graphs in again for graph in graphs), "not found again"
     assert {graph.key for graphs in again for graph in graphs} == distinct
@@ -86,7 +86,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
 def test_blocks_that_recompute_share_a_graph(cache: Path, recompute: str) -> None:
     (graphs,) = compiled(cache, f"trainer.recompute={recompute}", world=1, batches=1)
     loss = [("loss", "training"), ("gradient of the loss", "training")]
-    assert [(graph.what, graph.mode) for graph in graphs] == [("block", "training"), *loss, ("block", "validation")]
+    assert [(graph.function, graph.mode) for graph in graphs] == [("block", "training"), *loss, ("block", "validation")]
 
 
 @pytest.mark.slow
@@ -162,13 +162,13 @@ def _late(rank: int, plan: Plan) -> list[Graph]:
 def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = (f"trainer.compile_cache={cache}", "trainer.compile=true")
     (graphs,) = run_ranks(_late, 1, make_plan(1, *one))
-    assert [(graph.what, graph.late) for graph in graphs] == [
+    assert [(graph.function, graph.late) for graph in graphs] == [
         *(("block", False), ("loss", False), ("gradient of the loss", False)),
         *(("block", True), ("loss", True), ("gradient of the loss", True)),
     ]
     assert "compiled after warm-up: block, training, for (12, 2, 32) float32" in capfd.readouterr().err
     with pytest.raises(
-        RankFailed, match="Recompiled: trainer.compile_strict: block was compiled again after 2 batches"
+        RankFailed, match="Recompiled: trainer.compile_strict: block was recompiled after 2 batches"
     ):
         run_ranks(_late, 1, make_plan(1, *one, "trainer.compile_strict=true"))
 

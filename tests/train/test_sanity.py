@@ -52,7 +52,7 @@ def test_a_copy_that_drifted_is_named(world: int, layout: str, precision: str) -
 def _drift(plan: Plan, model: ParallelModel, name: str) -> str:
     check_copies(model.shards)  # as they were made they are equal
     if torch.distributed.get_rank() == 1:
-        pieces = [(shard, piece) for shard in model.shards for piece in shard.pieces if name in piece.name]
+        pieces = [(shard, piece) for shard in model.shards for piece in shard.rectangles if name in piece.name]
         shard, piece = pieces[-1]
         values = shard.local[piece.local_slices].view(-1)
         values[0] = torch.nextafter(values[0], torch.tensor(2.0, dtype=values.dtype))  # the last bit of one value

@@ -82,7 +82,7 @@ def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, 
     stragglers.time = clock  # type: ignore[assignment]
     plan = resolve(make(**{"trainer.dp": 3, "trainer.global_batch_size": 3}), 3)
     device = get_device("cpu")
-    device.mark = clock.perf_counter  # type: ignore[method-assign]
+    device.record_event = clock.perf_counter  # type: ignore[method-assign]
     waits.axis_of = lambda group: "dp"
     wait = dist.Work.wait
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_llama.devices.attention import empty_like
-from megatron_llama.devices.cpu.products import by_amx, by_onednn, exact_in, in_512_bits
+from megatron_llama.devices.cpu.matmul import by_amx, by_onednn, exact_in, in_512_bits
 from megatron_llama.devices.processor import load_cpp
 
 aten = torch.ops.aten

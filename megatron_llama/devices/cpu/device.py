@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import INDUCTOR, Device, Peak
-from megatron_llama.devices.processor import processor, product_rate
+from megatron_llama.devices.processor import matmul_rate, processor
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +54,14 @@ class Cpu(Device):
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         import torch
 
-        from megatron_llama.devices.cpu.products import multiplies_bf16, multiply_in_fp32
+        from megatron_llama.devices.cpu.matmul import multiplies_bf16, multiply_in_fp32
         from megatron_llama.devices.cpu.shared_memory import register
 
         asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is about nested threads
         threads = int(asked) if asked.isdecimal() and int(asked) else max(1, self.count() // local_ranks)
         torch.set_num_threads(threads)
         _keep_freed_memory()
-        multiplies_by_onednn()
+        prefer_onednn()
         if not multiplies_bf16():
             multiply_in_fp32()
         register(self.backend)
@@ -80,9 +80,9 @@ class Cpu(Device):
         """
         import torch
 
-        by_onednn = multiplies_by_onednn()
+        by_onednn = prefer_onednn()
         dtypes = [torch.float32] if precision == "fp32" else [torch.float32, torch.bfloat16]
-        rates = {dtype: product_rate(_PRODUCT, dtype, _SECONDS) for dtype in dtypes}
+        rates = {dtype: matmul_rate(_PRODUCT, dtype, _SECONDS) for dtype in dtypes}
         best = max(rates, key=lambda dtype: rates[dtype])
         by = " by oneDNN" if by_onednn and best == torch.float32 else ""
         return Peak(rates[best], f"measured, {_PRODUCT} x {_PRODUCT} {str(best).removeprefix('torch.')} product{by}")
@@ -101,7 +101,7 @@ class Cpu(Device):
 
 
 @cache
-def multiplies_by_onednn() -> bool:
+def prefer_onednn() -> bool:
     """Has torch multiply fp32 matrices by oneDNN where MKL, its choice, leaves a part of the processor unused.
 
     MKL does not use AVX-512 on AMD's processors. With oneDNN two cores of Zen 5, whose units have 512 bits, make 450

@@ -14,7 +14,7 @@ from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import attention
 from megatron_llama.devices.cpu import attention as cpu_attention
-from megatron_llama.devices.cpu.products import by_amx
+from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.devices.kernels import FUSED_ADAM, LEAST_SCALE, Kernels, Levels
 from megatron_llama.devices.processor import load_cpp
 from megatron_llama.devices.visibility import AttentionInputs, Documents, first_visible_keys

@@ -134,7 +134,7 @@ class Cuda(Device):
     def last_collectives(self, rank: int) -> str:
         return collectives(rank)
 
-    def forget_collectives(self, rank: int) -> None:
+    def remove_recordings(self, rank: int) -> None:
         remove_recordings(rank)
 
     def peak_flops(self, precision: str) -> Peak:
@@ -146,7 +146,7 @@ class Cuda(Device):
                 return Peak((fp32 if precision == "fp32" else bf16) * 1e12, f"data sheet, {part} dense {precision}")
         return Peak(0.0, f"unknown for {model}: set device.peak_tflops to see MFU")
 
-    def multiplies_bf16_fast(self) -> bool:
+    def has_fast_bf16(self) -> bool:
         import torch
 
         return torch.cuda.get_device_capability() >= (8, 0)  # from Ampere on; Volta's and Turing's units are for fp16
@@ -161,7 +161,7 @@ class Cuda(Device):
 
         torch.cuda.synchronize()
 
-    def finish_compute(self) -> None:
+    def synchronize_stream(self) -> None:
         import torch
 
         torch.cuda.current_stream().synchronize()
@@ -193,14 +193,14 @@ class Cuda(Device):
             raise ConfigError([async_tp_problem(reason)])
         config._micro_pipeline_tp = True
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         import torch
 
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def elapsed_seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
 
 

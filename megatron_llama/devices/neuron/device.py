@@ -147,9 +147,9 @@ class Neuron(Device):
 
     def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
         """Probes send and recv first: some releases of the process group lack them."""
-        from megatron_llama.devices.neuron.pair_transfers import send_recv_or_pairs
+        from megatron_llama.devices.neuron.pair_transfers import transfers_context
 
-        return send_recv_or_pairs(topology, torch_device())
+        return transfers_context(topology, torch_device())
 
     def peak_flops(self, precision: str) -> Peak:
         target = _target()
@@ -184,7 +184,7 @@ class Neuron(Device):
         instead = f"export {variable}={' or '.join(_CHIPS)}, whichever the run will have"
         raise ConfigError([Problem(variable, None, rule, instead)])
 
-    def compiled_artefacts(self, folder: Path) -> int | None:
+    def count_compiled_graphs(self, folder: Path) -> int | None:
         """NEFF files: each is one graph."""
         return sum(1 for _ in folder.rglob("*.neff"))
 

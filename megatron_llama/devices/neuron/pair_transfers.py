@@ -12,15 +12,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_llama.devices.mcore import point_to_point_by
+from megatron_llama.devices.mcore import replace_p2p_ops
 from megatron_llama.topology import Topology
 
 
-def send_recv_or_pairs(topology: Topology, torch_device: torch.device) -> AbstractContextManager[None]:
+def transfers_context(topology: Topology, torch_device: torch.device) -> AbstractContextManager[None]:
     """A context for pipeline transfers by send and recv if they work, else by ``PairTransfers``. A collective."""
     if point_to_point_works(torch_device):
         return nullcontext()
-    return point_to_point_by(PairTransfers(topology).exchange)
+    return replace_p2p_ops(PairTransfers(topology).exchange)
 
 
 class PairTransfers:

@@ -108,7 +108,7 @@ def _plan(config: Config) -> Plan:
     config.device.name = device.name
     # Representatives on a CPU share this machine's memory; accelerators have their own.
     together = 1 if device.is_accelerator else min(3, max(1, trainer.pp))
-    name, fast_bf16 = f"this machine's {device.name}", device.multiplies_bf16_fast()
+    name, fast_bf16 = f"this machine's {device.name}", device.has_fast_bf16()
     machine = Machine(device.memory_bytes(), together, name, fast_bf16=fast_bf16)
     return resolve(config, world_size, machine)
 

@@ -68,12 +68,12 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
         # No new graph after a first, a steady and a last micro batch, in whole pipeline rounds.
         pp = plan.config.trainer.pp
         count = -(-3 // pp) * pp
-        for position in data.train.one_of_each_shape().values():
+        for position in data.train.positions_by_shape().values():
             for _ in range(STEPS):
                 model.forward_backward(data.train.at(position)[:count])
                 optimizer.step(optimizer.gradient_norm())
         for length in plan.random_ltd.lengths(plan.config.trainer.steps).values() if plan.random_ltd else ():
-            for position in data.train.one_of_each_shape().values():
+            for position in data.train.positions_by_shape().values():
                 model.forward_backward(data.train.with_length(length).at(position)[:count])
                 optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
@@ -102,7 +102,7 @@ def _report(compilations: Compilations, plan: Plan, start: float) -> None:
         path = write_report(compilations, plan)
         for graph in compilations.distinct.values():
             state = f"FAILED: {graph.failure}" if graph.failure else "in the cache" if graph.cached else "compiled"
-            sys.stdout.write(f"  {graph.what}, {graph.mode}, {graph.shapes}: {state}, {graph.seconds:.1f} s\n")
+            sys.stdout.write(f"  {graph.function}, {graph.mode}, {graph.shapes}: {state}, {graph.seconds:.1f} s\n")
         sys.stdout.write("".join(f"{line}\n" for line in compilations.overlap_lines()))
         # The three totals are those that the Trainium recipe's compile job prints.
         sys.stdout.write(

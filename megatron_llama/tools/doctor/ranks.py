@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import Device, get_device
-from megatron_llama.devices.processor import product_rate
+from megatron_llama.devices.processor import matmul_rate
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
@@ -76,7 +76,7 @@ def _matmul_rate(plan: Plan, device: Device, torch_device: torch.device) -> floa
     size = LARGE_MATMUL_SIZE if device.is_accelerator else MATMUL_SIZE
     dtype = getattr(torch, plan.precision.compute_dtype.removeprefix("torch."))
     dist.barrier()
-    return product_rate(size, dtype, SECONDS, torch_device, device.synchronize)
+    return matmul_rate(size, dtype, SECONDS, torch_device, device.synchronize)
 
 
 def pairing_rounds(count: int) -> Iterator[list[tuple[int, int]]]:

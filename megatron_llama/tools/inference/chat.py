@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.parallel.groups import from_rank_0
+from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED, Jinja, Named, Piece, TrainedTemplate, encode_pieces, own_template
 from megatron_llama.text.conversation import Bad, Turn
@@ -35,7 +35,7 @@ class Chat:
         is_first = dist.get_rank() == 0
         if is_first and source.isatty():
             out.write(WELCOME + "\n")
-        while (ids := from_rank_0(lambda: self._next_prompt(source, out))) is not None:
+        while (ids := broadcast_from_rank_0(lambda: self._next_prompt(source, out))) is not None:
             printer = Printer(out, self.prompts.tokenizer, [""], [[]]) if is_first else None
             answer = self.generator.generate([ids], self.sampling, self.max_new_tokens, printer)[0]
             self._history.append({"role": "assistant", "content": self.prompts.parse_answer(answer.ids)})

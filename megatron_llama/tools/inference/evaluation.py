@@ -21,7 +21,7 @@ from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
 from megatron_llama.config.data_settings import MASK_SUFFIX, bare_name
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.data.checks import broken_masks, check_data
+from megatron_llama.data.checks import check_data, mask_problem
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
@@ -211,7 +211,7 @@ def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
         return None
     open_ids(prefix, model)
     tokens = IndexedDataset(prefix)
-    if rule := broken_masks(prefix, tokens.index):
+    if rule := mask_problem(prefix, tokens.index):
         raise ConfigError([Problem("--dataset", prefix, rule, "make the dataset again")])
     masks = IndexedDataset(prefix + MASK_SUFFIX)
     longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings

@@ -63,7 +63,7 @@ class StepProfiler:
         if not self.first <= number <= self.last:
             yield metrics
             return
-        clock = Clock(self.device.finish_compute)
+        clock = Clock(self.device.synchronize_stream)
         compiled = self.model.compiler is not None
         step = _Step(number, clock, ModuleClock(self.model.chunks, clock, compiled=compiled))
         with self._tracing(step) if number == self.last else ExitStack(), self._watching(step, batches):

@@ -151,7 +151,7 @@ class _Batches:
     def all_of_a_step(self) -> list[MicroBatch]:
         """The micro batches of the largest step, with values."""
         with _disable_current_modes():
-            shapes = self._batches.one_of_each_shape()
+            shapes = self._batches.positions_by_shape()
             largest = max(shapes, key=lambda cut: cut.tokens if cut else 0)
             return self._batches.on_host(shapes[largest])
 
@@ -165,7 +165,7 @@ class _Batches:
             if kept.documents is not None:
                 tensors += [kept.documents.ids, kept.documents.cu_seqlens]
             if kept.subsets is not None:
-                tensors += [kept.subsets.rows, kept.subsets.places, kept.subsets.positions]
+                tensors += [kept.subsets.rows, kept.subsets.inverse, kept.subsets.positions]
             self._watch.label(tensors, BATCH)
             self._alive.append(kept)
         return self._alive[: self.count]
