@@ -1,1 +1,1 @@
-"""The Llama model, and parts that attach to its blocks."""
+"""The Llama model, and features that attach to its blocks."""

@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout: each value is a function of seed, Hugging Face name and position.
 
-With one generator per rank, as in Megatron-LM, another layout starts from other weights, and no two layouts can be
-compared.
+Megatron-LM has one generator per rank, so each layout starts from other weights and runs of two layouts differ.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -14,46 +14,48 @@ import torch
 from megatron_llama.arch.names import Piece, is_lora
 from megatron_llama.config import ModelConfig
 
-# Rows per generator: a rank draws only the blocks that its rectangle overlaps, not whole tensors. Another number would
-# give other initial weights, so it must never change.
+# Rows per generator: a rank draws only the blocks that its rectangle overlaps, not whole tensors. The number must never
+# change, because the initial weights depend on it.
 _BLOCK_ROWS = 64
 
 
-def initial_values(piece: Piece, model: ModelConfig, seed: int) -> torch.Tensor:
-    """The initial values of a rectangle, fp32, on the CPU: ones for norms, else normal with std ``initializer_range``.
+def initial_values(rectangle: Piece, model: ModelConfig, seed: int) -> torch.Tensor:
+    """Return the initial values of a rectangle of a Hugging Face tensor, fp32, on the CPU.
 
-    o_proj and down_proj, which write into the residual stream, are scaled by 1/sqrt(2 L) (Radford et al. 2019, GPT-2;
-    Megatron-LM's scaled_init_method_normal). LoRA starts as in PEFT: A uniform within 1/sqrt(in), which is
-    kaiming_uniform_ with a = sqrt(5); B zero, so that the first forward pass is the base model's.
+    * Norm weights: ones.
+    * Matrices: normal with std ``initializer_range``; o_proj and down_proj, which write into the residual stream, with
+      std ``initializer_range`` / sqrt(2 L) (Radford et al. 2019, GPT-2; Megatron-LM's scaled_init_method_normal).
+    * LoRA, as in PEFT: A uniform within 1/sqrt(in), which is kaiming_uniform_ with a = sqrt(5). B zero, so that the
+      first forward pass equals the base model's.
     """
-    if len(piece.global_shape) == 1:
-        return torch.ones(piece.size)
-    if is_lora(piece.name):
-        if piece.name.endswith("lora_B.weight"):
-            return torch.zeros(piece.size)
-        return _random_values(piece, seed, torch.rand).mul_(2).sub_(1).div_(math.sqrt(piece.global_shape[1]))
+    if len(rectangle.global_shape) == 1:
+        return torch.ones(rectangle.size)
+    if is_lora(rectangle.name):
+        if rectangle.name.endswith("lora_B.weight"):
+            return torch.zeros(rectangle.size)
+        return _random_values(rectangle, seed, torch.rand).mul_(2).sub_(1).div_(math.sqrt(rectangle.global_shape[1]))
     std = model.initializer_range
-    if piece.name.endswith(("o_proj.weight", "down_proj.weight")):
+    if rectangle.name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * model.num_hidden_layers)
-    return _random_values(piece, seed, torch.randn).mul_(std)
+    return _random_values(rectangle, seed, torch.randn).mul_(std)
 
 
-def _random_values(piece: Piece, seed: int, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The rectangle's part of the whole tensor that ``draw`` defines, one block of rows after the other."""
-    rows, columns = piece.global_shape
-    first, last = piece.offset[0], piece.offset[0] + piece.size[0]
-    values = torch.empty(piece.size)
+def _random_values(rectangle: Piece, seed: int, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return the rectangle of the tensor that ``draw`` generates by blocks of rows."""
+    rows, columns = rectangle.global_shape
+    first, last = rectangle.offset[0], rectangle.offset[0] + rectangle.size[0]
+    values = torch.empty(rectangle.size)
     for start in range(first // _BLOCK_ROWS * _BLOCK_ROWS, last, _BLOCK_ROWS):
         stop = min(start + _BLOCK_ROWS, rows)
-        digest = hashlib.blake2b(f"{seed}/{piece.name}/{start}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{seed}/{rectangle.name}/{start}".encode(), digest_size=8).digest()
         block_seed = int.from_bytes(digest, "big") >> 1  # 63 bits: torch's seeds are signed
         block = draw(stop - start, columns, generator=torch.Generator().manual_seed(block_seed))
         low, high = max(start, first), min(stop, last)
-        kept_columns = slice(piece.offset[1], piece.offset[1] + piece.size[1])
-        values[low - first : high - first] = block[low - start : high - start, kept_columns]
+        columns_of_rank = slice(rectangle.offset[1], rectangle.offset[1] + rectangle.size[1])
+        values[low - first : high - first] = block[low - start : high - start, columns_of_rank]
     return values
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that config/precision.py means by a name."""
+    """Return the dtype of a name in config/precision.py."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,4 +1,4 @@
-"""Inputs of a micro batch: token ids and labels for the model, rotary angles and attention's mask for its blocks."""
+"""Inputs of a micro batch: token ids and labels for the model, rotary angles and mask inputs for its blocks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_llama.model.random_ltd import Subset, Subsets
 from megatron_llama.model.rotary import Rotary, at_positions, rotary_table
 
 BuildVisible = Callable[[Tensor, Documents | None, Pattern], AttentionInputs | None]
-"""``Kernels.visible``: from tokens or positions [b, s], of which the shape counts, to attention's mask inputs."""
+"""Type of ``Kernels.visible``: from tokens or positions [b, s] (only the shape is read) to the mask inputs."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences that a data-parallel rank processes at a time."""
+    """Sequences that a data-parallel rank processes together."""
 
     tokens: Tensor
     """Token ids [b, s], int64."""
@@ -30,18 +30,19 @@ class MicroBatch:
     loss_mask: Tensor
     """1 for tokens with loss, else 0 [b, s], fp32."""
     sizes: Tensor
-    """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) [2], int64."""
+    """[2], int64: tokens without padding, and the sum over documents of length * ``Pattern.span(length)``, which the
+    FLOPs of attention are proportional to."""
     documents: Documents | None = None
-    """Documents of packed sequences. Every pipeline stage has it, like the tokens."""
+    """Documents of packed sequences. All pipeline stages have them."""
     subsets: Subsets | None = None
-    """In random-LTD, the tokens that layers of this rank see in training; None where all see all."""
+    """With random-LTD, the tokens that each layer of this rank processes in training. None: all tokens."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The micro batch on ``device``. The copies of pinned memory are only begun when this returns."""
+        """Return a copy on ``device``. From pinned memory the copy is asynchronous."""
         return self.on(lambda tensor: tensor.to(device, non_blocking=True))
 
     def on(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The micro batch on a device to which ``move`` takes tensors."""
+        """Return a copy on the device to which ``move`` takes tensors."""
         tokens, labels, loss_mask, sizes = map(move, (self.tokens, self.labels, self.loss_mask, self.sizes))
         documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
         return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
@@ -49,7 +50,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs of a chunk's blocks next to the activations."""
+    """Inputs of a chunk's blocks in addition to the activations."""
 
     rotary: Rotary
     visible: AttentionInputs | None
@@ -60,7 +61,7 @@ class BlockInputs:
     """Rotary angles and mask inputs of a layer's subset."""
 
     def of(self, layer: int) -> tuple[Rotary, AttentionInputs | None] | tuple[Rotary, AttentionInputs | None, Subset]:
-        """Return the inputs of a layer, by its global number; with random-LTD its subset comes third."""
+        """Return (rotary, visible) of a layer, by its global number. With random-LTD its subset is third."""
         subset = None if self.subsets is None else self.subsets.of(layer)
         if subset is None:
             return self.rotary, self.visible
@@ -69,7 +70,7 @@ class BlockInputs:
 
 
 class InputBuilder:
-    """Builds the ``BlockInputs`` of micro batches. ``build_visible`` is the device's."""
+    """Builder of the ``BlockInputs`` of micro batches. ``build_visible`` is the device's ``Kernels.visible``."""
 
     def __init__(self, model: ModelConfig, build_visible: BuildVisible) -> None:
         self.model, self.build_visible = model, build_visible
@@ -78,7 +79,7 @@ class InputBuilder:
     def __call__(
         self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None
     ) -> BlockInputs:
-        """For token ids [b, s], of several ``documents`` in a sequence, of which some layers process ``subsets``."""
+        """Build the inputs for token ids [b, s], the ``documents`` in their sequences, and the layers' ``subsets``."""
         table = self._table_for(tokens)
         visible = self.build_visible(tokens, documents, pattern_of(self.model))
         rotary = table if documents is None else _at(table, documents.positions())

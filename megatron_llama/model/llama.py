@@ -1,11 +1,12 @@
-"""The Llama model. Its matrices are megatron-core's tensor-parallel layers; the rest is plain torch.
+"""The Llama model: megatron-core's tensor-parallel linear layers, otherwise plain torch.
 
 Shapes: s sequence, b batch, h hidden, d head_dim, t tensor-parallel size. Activations are [s, b, h], sequence first as
-in Megatron: sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) splits and gathers the first dimension
-without a copy. Between the matrices they are then [s/t, b, h], which is written [s(/t), b, h] here.
+in Megatron, because sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) splits and gathers the first
+dimension without a copy. With sequence parallelism, norms and residuals have [s/t, b, h]; docstrings write
+[s(/t), b, h].
 
-A ``Llama`` is one chunk of the model: the layers of one (virtual) pipeline stage, with the embedding if it is the first
-and the output head if it is the last. Modules have Hugging Face's names, with q, k, v and gate, up fused.
+A ``Llama`` is one chunk of the model: the layers of one (virtual) pipeline stage, with the embedding on the first stage
+and the output head on the last. Modules have Hugging Face's names, with q, k, v and gate, up fused.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from megatron_llama.model.recompute import recomputable
 from megatron_llama.model.rotary import Rotary, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs | None], Tensor]
-"""Attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+"""Type of ``Kernels.attend``: q [b, heads, s, d], k and v [b, kv heads, s, d] to [b, heads, s, d]."""
 
 
 def _no_init(_: Tensor) -> None:
-    """megatron-core requires an init method; ``init_weights`` (parallel/parallelize.py) fills sharded weights."""
+    """Do nothing. megatron-core requires an init method; ``parallelize.init_weights`` fills the weights."""
 
 
 def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> ColumnParallelLinear:
-    """[s(/t), b, inputs] to [s, b, outputs/t]: each rank has some rows of the matrix. Gathers the sequence first.
+    """Build a linear layer [s(/t), b, in] to [s, b, out/t]. A rank holds rows of the matrix.
 
-    megatron-core gets ``t`` times this rank's rows: with copied kv heads more than q_proj, k_proj and v_proj have.
+    megatron-core takes t times this rank's rows. With copied kv heads these are more than the rows of q_proj, k_proj
+    and v_proj.
     """
     tp = mcore.tensor_model_parallel_size
     rows, columns = fused_shape(model, matrix, tp)
@@ -48,7 +50,7 @@ def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) 
 
 
 def _row_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> RowParallelLinear:
-    """[s, b, inputs/t] to [s(/t), b, outputs]: each rank has some columns, and the products are summed over ranks."""
+    """Build a linear layer [s, b, in/t] to [s(/t), b, out]. A rank holds columns; outputs are summed over ranks."""
     more = {"input_is_parallel": True, "skip_bias_add": False}  # parameters without defaults
     rows, columns = fused_shape(model, matrix)
     return RowParallelLinear(columns, rows, config=mcore, init_method=_no_init, bias=False, **more)
@@ -70,18 +72,18 @@ class RMSNorm(nn.Module):
 
 
 class _Normalize(torch.autograd.Function):
-    """RMSNorm that keeps x and 1 / rms(x) for the backward pass; autograd would keep fp32 copies of x and the quotient.
+    """RMSNorm that saves x and 1 / rms(x) for the backward pass. Autograd would save fp32 copies of x and x / rms(x).
 
-    The quotient is rounded to x's dtype before it is multiplied, as in Hugging Face's LlamaRMSNorm;
-    ``torch.nn.functional.rms_norm`` rounds once, after it.
+    x / rms(x) is rounded to x's dtype before the multiplication by the weight, as in Hugging Face's LlamaRMSNorm.
+    ``torch.nn.functional.rms_norm`` rounds once, after the multiplication.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        x_fp32 = x.float()
+        inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, inverse)
-        return weight * (wide * inverse).type_as(x)
+        return weight * (x_fp32 * inverse).type_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -89,8 +91,8 @@ class _Normalize(torch.autograd.Function):
         quotient = x.float() * inverse
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            products = grad * quotient.type_as(x)
-            grad_weight = products.flatten(0, -2).sum(0, dtype=torch.float32).type_as(weight)
+            by_token = grad * quotient.type_as(x)
+            grad_weight = by_token.flatten(0, -2).sum(0, dtype=torch.float32).type_as(weight)
         scaled = (grad * weight).float()
         along = (scaled * quotient).mean(-1, keepdim=True)
         return (inverse * (scaled - quotient * along)).type_as(x), grad_weight, None
@@ -99,8 +101,8 @@ class _Normalize(torch.autograd.Function):
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); heads are split over tp ranks.
 
-    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head (parallel/tensor.py keeps the copies
-    equal).
+    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head. parallel/tensor.py sums their
+    gradients.
     """
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
@@ -110,7 +112,7 @@ class Attention(nn.Module):
         self.num_heads = model.num_attention_heads // tp
         self.num_kv_heads = kv_heads_per_rank(model, tp)
         self.attend = attend
-        # One matrix for q, k and v: one product, and with sequence parallelism one gather of the sequence, not three.
+        # One matrix for q, k and v: one matmul instead of three, and with sequence parallelism one gather.
         self.qkv_proj = _column_parallel("qkv_proj", model, mcore)
         self.o_proj = _row_parallel("o_proj", model, mcore)
 
@@ -120,7 +122,7 @@ class Attention(nn.Module):
         return self.o_proj(self.core_attention(qkv, rotary, visible))[0]
 
     def core_attention(self, qkv: Tensor, rotary: Rotary, visible: AttentionInputs | None) -> Tensor:
-        """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], of this rank's heads. Has no weights."""
+        """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], for this rank's heads."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -136,7 +138,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate and up are one matrix."""
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)). gate and up are one matrix."""
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig) -> None:
         super().__init__()
@@ -146,7 +148,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         gate_up, _ = self.gate_up_proj(x)
-        gate, up = gate_up.chunk(2, dim=-1)  # each rank has gate rows, then the up rows that belong to them
+        gate, up = gate_up.chunk(2, dim=-1)  # each rank has gate rows, then the up rows of the same units
         return self.down_proj(swiglu(gate, up))[0]
 
 
@@ -163,8 +165,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One transformer layer. parallel/parallelize.py wraps ``forward`` for recomputation, the compiler, random-LTD
-    and offload."""
+    """Transformer layer. parallel/parallelize.py wraps ``forward`` for recomputation, the compiler, random-LTD and
+    offload."""
 
     def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
         super().__init__()
@@ -180,11 +182,14 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """One chunk of the model: ``layers`` by global number, with the embedding if first and the head if last.
+    """One chunk of the model.
 
-    ``kernels`` are the device's.
-
-    The attributes below the line are part of the interface that megatron-core's schedules expect of a model.
+    Args:
+        layers: global numbers of the chunk's layers.
+        padded_vocab_size: vocabulary, padded to a multiple of tp.
+        kernels: the device's kernels.
+        is_first: the chunk has the embedding.
+        is_last: the chunk has the output head.
     """
 
     def __init__(
@@ -214,18 +219,18 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(model, mcore, kernels.attend) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-            # Tied, and on one stage: the head uses the embedding's weight. On a later stage it has a copy.
+            # On one stage, the head of tied embeddings uses the embedding's weight. On a later stage it has a copy.
             tied = model.tie_word_embeddings and is_first
             self.lm_head = Head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
             self.lm_head.kernels = kernels
-        # ----------------------------------------------------------------------------------------------------
+        # Attributes that megatron-core's schedules require of a model.
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = model.tie_word_embeddings
         self.input_tensor: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Receives the activations [s(/t), b, h] of the previous stage; megatron-core calls it before ``forward``."""
+        """Store the activations [s(/t), b, h] of the previous stage. megatron-core calls it before ``forward``."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
@@ -239,15 +244,16 @@ class Llama(nn.Module):
         """Run this chunk on token ids [b, s], int64.
 
         Args:
+            tokens: [b, s], int64. Every chunk takes them.
             labels: [b, s], int64, ids of the next tokens.
             loss_weights: [b, s], fp32.
-            inputs: from ``build_inputs``, or ``KVCache.inputs``; by default every sequence is one document.
-            token_index: [b], int64, the one token of each row whose logits are computed; by default all.
+            inputs: from ``build_inputs``, or ``KVCache.inputs``. Default: each sequence is one document.
+            token_index: [b], int64, the token of each row whose logits are computed. Default: all tokens.
 
         Returns:
-            The activations [s(/t), b, h]. On the last chunk, given ``labels``, the sum of the tokens' losses times
-            ``loss_weights``, fp32 scalar (without gradients [2], see ``Head.forward``), else this rank's logits
-            [s, b, vocabulary/t], fp32.
+            Activations [s(/t), b, h]. On the last chunk with ``labels``, the sum of losses times ``loss_weights``, fp32
+            scalar (under ``no_grad`` [2], see ``Head.forward``). On the last chunk without ``labels``, this rank's
+            logits [s, b, vocabulary/t], fp32.
         """
         inputs = inputs or self.build_inputs(tokens)
         x = self.embed(tokens) if self.is_first else self.received()
@@ -261,18 +267,18 @@ class Llama(nn.Module):
         return loss_or_logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[b, s] to [s(/t), b, h]."""
-        # With sequence parallelism megatron-core transposes, and scatters the sequence.
+        """Embed token ids [b, s] to [s(/t), b, h]."""
+        # With sequence parallelism megatron-core itself transposes and scatters the sequence.
         x: Tensor = self.embed_tokens(tokens if self.config.sequence_parallel else tokens.t())
         return x
 
     def received(self) -> Tensor:
         """Return the activations of the previous stage [s(/t), b, h]."""
         assert self.input_tensor is not None
-        # megatron-core sets requires_grad on received activations in validation too; there the first block would
-        # compile to another graph than the following ones.
+        # megatron-core sets requires_grad on received activations in validation too. The first block would then compile
+        # to another graph than the following blocks.
         return self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
 
     def tied_weight(self) -> Tensor | None:
-        """Return the embedding's weight if the head has no separate one."""
+        """Return the embedding's weight if the head has no weight, else None."""
         return self.embed_tokens.weight if self.lm_head.weight is None else None

@@ -2,11 +2,11 @@
 
     y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank]
 
-Each Hugging Face module has its own A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
-rows into one parameter, so that x is multiplied once; arch/names.py maps the rows to the modules.
+Each Hugging Face module has a separate A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
+rows into one parameter, so that one matmul computes all x Aᵀ. arch/names.py maps the rows to the modules.
 
-LoRA follows the split of its matrix: B is split by rows like a column-parallel W, A by columns like a row-parallel W,
-and the other one is replicated. Only the small product x Aᵀ [s, b, rank] is gathered or reduced, never x once more.
+LoRA follows the split of its matrix. For a column-parallel W, B is split by rows and A is replicated. For a
+row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, rank] is gathered or reduced, not x.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from megatron_llama.model.quantized import quantize_layers
 
 
 class LoraLinear(nn.Module):
-    """A frozen parallel matrix with its LoRA update; replaces the matrix and has the same interface.
+    """Frozen parallel linear layer with its LoRA update. Has the interface of ``base_layer``.
 
-    ``rows`` counts this rank's rows of the matrix for each Hugging Face module, in their order. Modules that are not
-    targets in ``finetune`` get no update.
+    Args:
+        base_layer: the frozen layer.
+        rows: this rank's rows of the matrix by Hugging Face module, in their order. Modules outside
+            ``finetune.lora_target_modules`` get no update.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class LoraLinear(nn.Module):
         self.dropout = finetune.lora_dropout
         self.rows = list(rows.values())
         self.is_target = [module in finetune.lora_target_modules for module in rows]
-        targets = [count for count, wanted in zip(self.rows, self.is_target, strict=True) if wanted]
+        targets = [count for count, is_target in zip(self.rows, self.is_target, strict=True) if is_target]
         weight = base_layer.weight
         self.lora_A = nn.Parameter(weight.new_empty(len(targets) * self.rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(sum(targets), self.rank))
         self.targets = targets
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[s(/t), b, in(/t)] to ([s(/t), b, out(/t)], None): output and bias, as megatron-core's layers."""
+        """[s(/t), b, in(/t)] to (output [s(/t), b, out(/t)], None for the bias), as megatron-core's layers."""
         y, _ = self.base_layer(x)
         lows = self._communicate(self._times_a(x)).split(self.rank, dim=-1)
         sides = self.lora_B.split(self.targets, dim=0)
@@ -70,18 +72,18 @@ class LoraLinear(nn.Module):
         return torch.cat(parts, dim=-1), None
 
     def _times_a(self, x: torch.Tensor) -> torch.Tensor:
-        """x Aᵀ [.., targets * rank], of all targets side by side; each target has its own dropout mask, as in PEFT."""
+        """Return x Aᵀ of all targets [.., targets * rank]. Each target has a separate dropout mask, as in PEFT."""
         if not (self.dropout and self.training):
             return F.linear(x, self.lora_A)
         sides = self.lora_A.split(self.rank, dim=0)
         return torch.cat([F.linear(F.dropout(x, self.dropout), a) for a in sides], dim=-1)
 
     def _communicate(self, low: torch.Tensor) -> torch.Tensor:
-        """Takes x Aᵀ to where B needs it: gathered for a column-parallel matrix, reduced for a row-parallel one.
+        """Gather x Aᵀ for a column-parallel matrix, reduce it for a row-parallel one.
 
-        These are the collectives of the matrix itself, and so are their backward passes.
+        The collectives are the same as of the matrix itself, in the backward pass too.
         """
-        group = self.base_layer.tp_group  # without it megatron-core looks it up and warns, which is a graph break
+        group = self.base_layer.tp_group  # without it megatron-core warns, which is a graph break
         if self.is_column:
             if self.sequence_parallel:
                 return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
@@ -92,10 +94,11 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, quantized: str | None) -> None:
-    """Freeze a chunk on the meta device except for ``modules_to_save``, and add A and B to the targets, uninitialized.
+    """Freeze a chunk on the meta device, except for ``modules_to_save``, and add uninitialized A and B to the targets.
 
-    The frozen weights are cast to ``frozen_dtype``; with ``quantized``, a kind of model/quantized.py, the frozen
-    matrices of blocks are quantized.
+    Args:
+        frozen_dtype: dtype of frozen weights.
+        quantized: int8 or nf4, format of the blocks' frozen matrices (model/quantized.py). None: not quantized.
     """
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_saved_module(name, finetune))
@@ -119,6 +122,8 @@ def _wrap(block: Block, model: ModelConfig, tp: int, finetune: FinetuneConfig) -
 
 
 def _require_grad(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-    """Makes the first block's input require a gradient like those of all other blocks, so that they share one compiled
-    graph. PEFT has the same hook (enable_input_require_grads)."""
+    """Make the first block's input require a gradient, as in all other blocks, so that all share one compiled graph.
+
+    PEFT has the same hook (enable_input_require_grads).
+    """
     return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,10 +1,10 @@
-"""Activations that wait in the host's memory between the forward and the backward pass (``trainer.offload``).
+"""Activation offload to host memory between the forward and the backward pass (``trainer.offload``).
 
-What a block's operators keep is copied to the host as it is kept, on a stream of its own; in the backward pass a
-block's copies come back together, and those of the block before it are on their way meanwhile. So the device holds the
-activations of two blocks instead of all. Copies are exact. With trainer.recompute=full a block keeps its input alone.
+Saved-tensor hooks copy a block's saved tensors to the host on a separate stream. The backward pass of a block
+prefetches the tensors of the block before it. So the device holds the activations of two blocks instead of all. Copies
+are exact. With trainer.recompute=full a block saves its input only.
 
-On a CPU the host is the device: the same copies are made, and nothing is saved.
+On a CPU the host is the device: the copies are made, but no memory is saved.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from megatron_llama import devices
 from megatron_llama.model.rotary import Rotary
 
 
-class _Parked:
-    """The storage of some kept tensors, in the host's memory and for a while on the device again."""
+class _HostCopy:
+    """Host copy of a storage of saved tensors, and its device copy during the backward pass."""
 
-    def __init__(self, whole: Tensor, side: torch.Stream | None) -> None:
-        self.device, self.side = whole.device, side
-        self.original = StorageWeakRef(whole.untyped_storage())  # as long as it is there, no other has the same number
-        self.again: Tensor | None = None
-        self.host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=side is not None)
-        with _beside(side):
-            self.host.copy_(whole, non_blocking=True)
-        if side is not None:
-            whole.record_stream(side)  # type: ignore[arg-type]  # the allocator must not reuse it before the copy is done
+    def __init__(self, storage: Tensor, stream: torch.Stream | None) -> None:
+        self.device, self.stream = storage.device, stream
+        self.original = StorageWeakRef(storage.untyped_storage())  # the reference keeps its number from other storages
+        self.device_copy: Tensor | None = None
+        self.host = torch.empty(storage.shape, dtype=storage.dtype, pin_memory=stream is not None)
+        with _on_stream(stream):
+            self.host.copy_(storage, non_blocking=True)
+        if stream is not None:
+            storage.record_stream(stream)  # type: ignore[arg-type]  # not reused before the copy is done
 
-    def fetch(self) -> None:
-        """Begins the copy back."""
-        if self.again is None:
-            with _beside(self.side):
-                self.again = _on_device(self.host, self.device)
+    def prefetch(self) -> None:
+        """Start the copy to the device."""
+        if self.device_copy is None:
+            with _on_stream(self.stream):
+                self.device_copy = _on_device(self.host, self.device)
 
-    def take(self) -> Tensor:
-        """The tensor on the device, for the current stream."""
-        self.fetch()
-        assert self.again is not None
-        if self.side is not None:
-            here = torch.accelerator.current_stream(self.device)
-            here.wait_stream(self.side)
-            self.again.record_stream(here)  # type: ignore[arg-type]
-        return self.again
+    def get(self) -> Tensor:
+        """Return the device copy, ready for the current stream."""
+        self.prefetch()
+        assert self.device_copy is not None
+        if self.stream is not None:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_stream(self.stream)
+            self.device_copy.record_stream(current)  # type: ignore[arg-type]
+        return self.device_copy
 
 
-class _Kept(NamedTuple):
-    parked: _Parked
+class _SavedView(NamedTuple):
+    copy: _HostCopy
     block: _BlockOffload
     shape: torch.Size
     stride: tuple[int, ...]
@@ -64,42 +64,45 @@ class _Kept(NamedTuple):
 
 
 class _BlockOffload:
-    """What one block's forward pass keeps."""
+    """Saved tensors of one forward pass of a block.
+
+    ``shared`` tensors stay on the device. ``before`` is the block that the backward pass reaches next.
+    """
 
     def __init__(
         self, block: nn.Module, shared: tuple[Tensor, ...], device: torch.device, before: _BlockOffload | None
     ) -> None:
         self.block, self.shared, self.before = block, shared, before
-        self.parked: dict[tuple[int, torch.dtype], _Parked] = {}
-        self.side = _side_stream(device)
-        self._stays: set[int] | None = None
+        self.copies: dict[tuple[int, torch.dtype], _HostCopy] = {}
+        self.stream = _copy_stream(device)
+        self._on_device: set[int] | None = None
 
-    def pack(self, tensor: Tensor) -> Tensor | _Kept:
-        if self._stays is None:  # now, as fully_shard has gathered the weights by the first operator
-            self._stays = {_storage(stays) for stays in (*self.block.parameters(), *self.shared)}
+    def pack(self, tensor: Tensor) -> Tensor | _SavedView:
+        if self._on_device is None:  # not in __init__: fully_shard gathers the weights before the first operator
+            self._on_device = {_storage(tensor) for tensor in (*self.block.parameters(), *self.shared)}
         key = _storage(tensor)
-        if key in self._stays:
+        if key in self._on_device:
             return tensor
-        parked = self.parked.get((key, tensor.dtype))
-        if parked is None:
+        copy = self.copies.get((key, tensor.dtype))
+        if copy is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            parked = self.parked[key, tensor.dtype] = _Parked(tensor.as_strided((size,), (1,), 0), self.side)
-        return _Kept(parked, self, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
+            copy = self.copies[key, tensor.dtype] = _HostCopy(tensor.as_strided((size,), (1,), 0), self.stream)
+        return _SavedView(copy, self, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
 
     @staticmethod
-    def unpack(kept: Any) -> Tensor:
-        if not isinstance(kept, _Kept):
-            return kept  # type: ignore[no-any-return]
-        found = kept.parked.take()
-        if (before := kept.block.before) is not None:
-            kept.block.before = None
-            for parked in before.parked.values():
-                parked.fetch()
-        return found.as_strided(kept.shape, kept.stride, kept.offset)
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _SavedView):
+            return saved  # type: ignore[no-any-return]
+        storage = saved.copy.get()
+        if (before := saved.block.before) is not None:
+            saved.block.before = None
+            for copy in before.copies.values():
+                copy.prefetch()
+        return storage.as_strided(saved.shape, saved.stride, saved.offset)
 
 
 class Offload:
-    """Offloads the saved tensors of a chunk's blocks, whose ``forward`` it wraps, compiled or not."""
+    """Offload of the saved tensors of a chunk's blocks. Wraps their ``forward``, compiled or not."""
 
     def __init__(self) -> None:
         self._first: nn.Module | None = None
@@ -113,13 +116,16 @@ class Offload:
     def _run(
         self, block: nn.Module, forward: Callable[..., Tensor], x: Tensor, rotary: Rotary, visible: Any, *of_layer: Any
     ) -> Tensor:
-        """Run a block. ``rotary`` and ``visible`` stay on the device, because all blocks save them, unless ``of_layer``
-        follows: with random-LTD's subset they belong to this layer."""
+        """Run a block.
+
+        ``rotary`` and ``visible`` stay on the device, because all blocks save them. With random-LTD's subset in
+        ``of_layer`` they belong to this layer and are offloaded.
+        """
         if not torch.is_grad_enabled():
             return forward(x, rotary, visible, *of_layer)
         shared = () if of_layer else tuple(leaf for leaf in tree_leaves((rotary, visible)) if isinstance(leaf, Tensor))
         offload = _BlockOffload(block, shared, x.device, None if block is self._first else self._last())
-        self._last = weakref.ref(offload)  # the graph owns it, and the host's memory
+        self._last = weakref.ref(offload)  # the autograd graph owns it, and with it the host memory
         with saved_tensors_hooks(offload.pack, offload.unpack):
             return forward(x, rotary, visible, *of_layer)
 
@@ -135,19 +141,19 @@ def _storage(tensor: Tensor) -> int:
 _streams: dict[torch.device, torch.Stream] = {}
 
 
-def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream for copies; None on a device without streams."""
+def _copy_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream for copies, None on a device without streams."""
     if not devices.of(device).asynchronous:
         return None
     return _streams.setdefault(device, torch.Stream(device))
 
 
 @contextmanager
-def _beside(side: torch.Stream | None) -> Iterator[None]:
-    """Copies inside run on ``side``, after what has been launched so far."""
-    if side is None:
+def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Run copies on ``stream``, after the work launched so far on the current stream."""
+    if stream is None:
         yield
         return
-    side.wait_stream(torch.accelerator.current_stream(side.device))
-    with side:
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with stream:
         yield

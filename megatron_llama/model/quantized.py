@@ -1,16 +1,15 @@
-"""Frozen matrices in 8 or 4 bits: stored as bytes, and dequantized for each product.
+"""Frozen matrices in 8 or 4 bits, stored as bytes and dequantized for each matmul.
 
     int8   round(w / scale), scale = max |w| / 127.5
     nf4    the nearest of 16 levels times scale, scale = max |w| (QLoRA: Dettmers et al. 2023, arXiv:2305.14314)
 
-There is one fp32 scale for each block of QUANTIZATION_BLOCK consecutive values of a row. A row's bytes are its codes,
-then its scales. So splitting a matrix by rows (column-parallel layers, ``fully_shard``) never splits a block, and
-plan/rules/finetune.py refuses layouts in which splitting by columns would: the values are the same in every layout.
-For the same reason the scales are not quantized again (QLoRA's double quantization, torchao's NF4Tensor), as that needs
-the mean of the whole tensor.
+Each block of QUANTIZATION_BLOCK consecutive values of a row has one fp32 scale. A row's bytes are its codes, then its
+scales. So splitting a matrix by rows (column-parallel layers, ``fully_shard``) never splits a block, and
+plan/rules/finetune.py rejects layouts in which splitting by columns would. Values are the same in every layout. The
+scales stay fp32, because QLoRA's double quantization (torchao's NF4Tensor) needs the mean of the whole tensor.
 
-torchao quantizes. Storage and products are our own, because torchao's tensor subclasses support neither megatron-core's
-layers nor the row splits of ``fully_shard``; plain uint8 tensors work with both.
+torchao quantizes. Storage and matmuls are here, because torchao's tensor subclasses support neither megatron-core's
+layers nor the row splits of ``fully_shard``. Plain uint8 tensors work with both.
 """
 
 from __future__ import annotations
@@ -36,26 +35,30 @@ _NF4 = (
     *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0),
 )
 _MOST_VALUES = 2**20
-"""Values that are quantized at once: torchao compares each with all 16 levels, which takes 64 bytes a value."""
+"""Values quantized together. torchao compares each value with all 16 levels, which takes 64 bytes per value."""
 
 
 @torch.no_grad()
 def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """fp32 [rows, columns] to uint8 [rows, bytes of a row], on the same device; rows consist of whole blocks.
+    """Quantize fp32 [rows, columns] to uint8 [rows, bytes of a row], on the same device. Needs torchao.
 
-    ``kind`` is int8 or nf4. A non-finite value makes its whole block non-finite. Needs torchao.
+    A non-finite value makes its whole block non-finite.
+
+    Args:
+        values: fp32, with columns a multiple of QUANTIZATION_BLOCK.
+        kind: int8 or nf4.
     """
     pack = {"int8": _pack_int8, "nf4": _pack_nf4}[kind]
     at_once = max(1, _MOST_VALUES // values.shape[1])
     packed = values.new_empty(len(values), quantized_bytes(kind, values.shape[1]), dtype=torch.uint8)
     for first in range(0, len(values), at_once):
-        some = values[first : first + at_once].contiguous()
-        packed[first : first + at_once] = torch.cat(pack(some), dim=1)
+        rows = values[first : first + at_once].contiguous()
+        packed[first : first + at_once] = torch.cat(pack(rows), dim=1)
     return packed
 
 
 def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of ``quantize``: uint8 [rows, bytes of a row] to [rows, columns] in ``dtype``, computed in fp32."""
+    """Dequantize uint8 [rows, bytes of a row] to [rows, columns] in ``dtype``, computed in fp32."""
     columns = packed.shape[1] * QUANTIZATION_BLOCK // quantized_bytes(kind, QUANTIZATION_BLOCK)
     codes, scales = packed.split([columns * QUANTIZED_BITS[kind] // 8, columns // QUANTIZATION_BLOCK * 4], dim=1)
     if kind == "int8":
@@ -65,19 +68,19 @@ def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Ten
         # The two values of each byte, [256, 2]: the first is in the upper four bits.
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
         values = F.embedding(codes.int(), pairs).flatten(1)
-    # A copy, since a view as fp32 must be aligned.
+    # A copy, because a view as fp32 must be aligned.
     scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
 def quantize_layers(block: nn.Module, kind: str) -> None:
-    """Replaces the frozen weights of a block's parallel linear layers, on the meta device, by quantized ones."""
+    """Replace the weights of a block's parallel linear layers by quantized ones, on the meta device."""
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             rows, columns = layer.weight.shape
             packed = layer.weight.new_empty(rows, quantized_bytes(kind, columns), dtype=torch.uint8)
             layer.weight = nn.Parameter(packed, requires_grad=False)
-            layer._forward_impl = partial(_multiply, kind)  # type: ignore[method-assign]
+            layer._forward_impl = partial(_linear, kind)  # type: ignore[method-assign]
 
 
 def is_quantized(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
@@ -86,10 +89,10 @@ def is_quantized(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
 
 
 def _pack_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from torchao.quantization import Int8Tensor, PerGroup  # an extra of this package, and slow to import
+    from torchao.quantization import Int8Tensor, PerGroup  # an optional dependency, slow to import
 
-    made = Int8Tensor.from_hp(values, granularity=PerGroup(QUANTIZATION_BLOCK))
-    return made.qdata.view(torch.uint8), made.scale.contiguous().view(torch.uint8)
+    quantized = Int8Tensor.from_hp(values, granularity=PerGroup(QUANTIZATION_BLOCK))
+    return quantized.qdata.view(torch.uint8), quantized.scale.contiguous().view(torch.uint8)
 
 
 def _pack_nf4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +105,7 @@ def _pack_nf4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(len(values), -1), scales.view(torch.uint8)
 
 
-def _multiply(
+def _linear(
     kind: str,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -113,18 +116,21 @@ def _multiply(
     tp_group: Any,
     **_: Any,
 ) -> torch.Tensor:
-    """Input [s(/t), b, in] times a quantized weight [out, ..] to [s, b, out]; a linear layer's ``_forward_impl``."""
+    """Multiply input [s(/t), b, in] by a quantized weight [out, bytes of a row] to [s, b, out].
+
+    megatron-core calls it as ``_forward_impl``.
+    """
     assert bias is None, "a Llama has no biases"
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    product: torch.Tensor = _Product.apply(input, weight, kind)
-    return product
+    output: torch.Tensor = _QuantizedLinear.apply(input, weight, kind)
+    return output
 
 
-class _Product(torch.autograd.Function):
-    """x Wᵀ that saves only the quantized W for the backward pass: W is frozen, so x is not needed."""
+class _QuantizedLinear(torch.autograd.Function):
+    """x Wᵀ for a frozen W. Saves the quantized W only, because no gradient of W is needed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, kind: str) -> torch.Tensor:

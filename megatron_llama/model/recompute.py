@@ -6,11 +6,10 @@
 
 Recomputed values are bit-identical, as the same functions run on the same inputs.
 
-Compiled blocks take torch's selective activation checkpointing, with a policy about operators. Uncompiled, it would run
-the whole block a second time and return the saved results. Then megatron-core's layers would repeat their collectives,
-which write into saved results. They would also gather the sequence for matmuls that are skipped. So uncompiled blocks
-use saved-tensor hooks. A ``@recomputable`` function notes how to compute its output, and autograd stores the note in
-place of the tensor.
+Compiled blocks use torch's selective activation checkpointing, with a policy per operator. Uncompiled, it would run the
+whole block a second time and return saved results. megatron-core's layers would then repeat their collectives, which
+write into saved results, and gather the sequence for skipped matmuls. So uncompiled blocks use saved-tensor hooks:
+a ``@recomputable`` function records how to compute its output, and autograd stores this recipe in place of the tensor.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ def recomputable(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """
 
     @functools.wraps(function)
-    def noted(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         output = function(*args, **kwargs)
-        if not torch.compiler.is_compiling() and _notes is not None:
+        if not torch.compiler.is_compiling() and _recipes is not None:
             first, *others = args
-            # A module is called as such, so that its hooks attribute the work to it.
+            # Call a module, not its forward, so that its hooks attribute the work to it.
             run, inputs = (first, others) if isinstance(first, nn.Module) else (function, args)
-            _notes.add(output, partial(run, *inputs, **kwargs))
+            _recipes.add(output, partial(run, *inputs, **kwargs))
         return output
 
-    return noted
+    return recorded
 
 
 def attach(block: nn.Module, kind: str, *, draws_random_numbers: bool) -> None:
-    """Make the backward pass of a ``Block`` recompute ``kind``, a value of trainer.recompute.
+    """Make the backward pass of a ``Block`` recompute ``kind``, one of trainer.recompute's values.
 
     Call this before the block's forward is compiled: the compiled graph includes recomputation. With
     ``draws_random_numbers`` (LoRA's dropout) a second forward pass restores the generator's state.
@@ -65,19 +64,19 @@ def attach(block: nn.Module, kind: str, *, draws_random_numbers: bool) -> None:
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[..., Tensor]) -> None:
-    """Replace a method by ``wrapper(module, ...)``, which calls the original as ``module.<name>_once``."""
+    """Replace a method by ``wrapper``, which calls the original as ``module.<name>_once``."""
     setattr(module, f"{name}_once", getattr(module, name))
     setattr(module, name, MethodType(wrapper, module))
 
 
-@functools.cache  # Dynamo takes the graph of one block for the next if their forward is the same function
+@functools.cache  # Dynamo reuses a block's graph only for blocks with the same forward function
 def _block_forward(kind: str, draws_random_numbers: bool) -> Callable[..., Tensor]:
     """Return the forward of blocks that recompute ``kind``."""
 
     def forward(block: Any, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return block.forward_once(*inputs)  # type: ignore[no-any-return]
-        preserve = draws_random_numbers  # else there is no state to restore, and no device to wait for
+        preserve = draws_random_numbers  # restoring the generator's state would synchronize with the device
         if kind == "full":
             return checkpoint(block.forward_once, *inputs, use_reentrant=False, preserve_rng_state=preserve)
         if torch.compiler.is_compiling():
@@ -85,7 +84,7 @@ def _block_forward(kind: str, draws_random_numbers: bool) -> Callable[..., Tenso
             return checkpoint(
                 block.forward_once, *inputs, use_reentrant=False, preserve_rng_state=preserve, context_fn=context_fn
             )
-        with _taking_notes(_Notes()) as notes, saved_tensors_hooks(notes.pack, notes.unpack):
+        with _recording(_Recipes()) as recipes, saved_tensors_hooks(recipes.pack, recipes.unpack):
             return block.forward_once(*inputs)  # type: ignore[no-any-return]
 
     return forward
@@ -95,13 +94,13 @@ def _core_attention(attention: Any, *inputs: Any) -> Tensor:
     """Run attention and save its inputs only."""
     if not torch.is_grad_enabled():
         return attention.core_attention_once(*inputs)  # type: ignore[no-any-return]
-    # No notes inside: the output is saved, not the output of the kernel.
-    with nullcontext() if torch.compiler.is_compiling() else _taking_notes(None):
+    # No recipes inside: the output of attention is saved, not the output of the kernel.
+    with nullcontext() if torch.compiler.is_compiling() else _recording(None):
         return checkpoint(attention.core_attention_once, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Recipe(NamedTuple):
-    """A saved tensor that is recomputed: a view of the output of a function."""
+    """Recipe of a saved tensor: a view of the output of ``recompute``."""
 
     recompute: Callable[[], Tensor]
     shape: torch.Size
@@ -109,26 +108,26 @@ class _Recipe(NamedTuple):
     offset: int | torch.SymInt
 
 
-class _Notes:
-    """Notes of the functions that an uncompiled block has called: how to recompute each output."""
+class _Recipes:
+    """Recipes of the outputs of ``@recomputable`` functions in an uncompiled block."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, tuple[StorageWeakRef, Callable[[], Tensor]]] = {}
 
     def add(self, output: Tensor, recompute: partial[Tensor]) -> None:
-        """Note how to recompute ``output``."""
-        # If the output is freed, the weak reference still keeps its storage's number from another storage.
+        """Record how to recompute ``output``."""
+        # After the output is freed, the weak reference keeps its storage's number from other storages.
         reference = StorageWeakRef(output.untyped_storage())
         if any(isinstance(x, Tensor) and x.untyped_storage()._cdata == reference.cdata for x in recompute.args):
-            return  # a view of an input, which saves nothing
+            return  # a view of an input: no memory to save
         self._by_storage[reference.cdata] = reference, recompute
 
     def pack(self, tensor: Tensor) -> Tensor | _Recipe:
         """Return what autograd stores in place of a saved tensor."""
-        note = self._by_storage.get(tensor.untyped_storage()._cdata)
-        if note is None:
+        entry = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if entry is None:
             return tensor
-        return _Recipe(note[1], tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Recipe(entry[1], tensor.shape, tensor.stride(), tensor.storage_offset())
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:
@@ -139,24 +138,24 @@ class _Notes:
             return saved.recompute().as_strided(saved.shape, saved.stride, saved.offset)
 
     def clear(self) -> None:
-        """Free the inputs of functions whose outputs were not saved; autograd holds the hooks until the backward."""
+        """Free the inputs of functions whose outputs were not saved. Autograd holds the hooks until the backward."""
         self._by_storage.clear()
 
 
-_notes: _Notes | None = None
-"""Notes of the running block, if it recomputes operations."""
+_recipes: _Recipes | None = None
+"""Recipes of the running block, if it recomputes operations."""
 
 
 @contextmanager
-def _taking_notes(notes: _Notes | None) -> Iterator[Any]:
-    global _notes
-    before, _notes = _notes, notes
+def _recording(recipes: _Recipes | None) -> Iterator[Any]:
+    global _recipes
+    before, _recipes = _recipes, recipes
     try:
-        yield notes
+        yield recipes
     finally:
-        _notes = before
-        if notes is not None:
-            notes.clear()
+        _recipes = before
+        if recipes is not None:
+            recipes.clear()
 
 
 _ATTENTION = (
@@ -165,11 +164,11 @@ _ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""Operators of scaled_dot_product_attention. Other kernels have operators in devices/."""
+"""Operators of scaled_dot_product_attention. The operators of devices/ have the namespace ``megatron_llama``."""
 
 
 def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether a compiled block saves an operator's results; attention's only with ``attention``."""
+    """Return whether a compiled block saves an operator's results. ``attention``: also attention's."""
     packet = getattr(operator, "overloadpacket", None)
     if packet in (aten.mm, aten.bmm) or operator.namespace == "_c10d_functional":
         return CheckpointPolicy.PREFER_SAVE
@@ -183,4 +182,4 @@ RECOMPUTE_POLICIES: Mapping[str, Callable[[], Any]] = {
     "elementwise": partial(create_selective_checkpoint_contexts, partial(_policy, True)),
     "selective": partial(create_selective_checkpoint_contexts, partial(_policy, False)),
 }
-"""torch's policies for compiled blocks."""
+"""By value of trainer.recompute, the ``context_fn`` of torch's checkpoint for compiled blocks."""

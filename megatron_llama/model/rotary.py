@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), in Hugging Face's half-rotation layout.
 
-Dimension i is paired with i + d/2; Meta's own checkpoints pair neighbours and have q_proj and k_proj permuted.
+Dimension i is paired with i + d/2. Meta's original checkpoints pair neighbours and have q_proj and k_proj permuted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
-    """Angle per position of each pair of dimensions, [head_dim / 2], fp32, with Llama 3.1's scaling if configured.
+    """Return the angle per position of each pair of dimensions [head_dim / 2], fp32, radians.
 
-    The scaling is transformers' ``rope_type: llama3``: wavelengths above original context / low_freq_factor are
-    stretched by ``factor``, those below original context / high_freq_factor are kept, and between the two the
-    frequencies are interpolated.
+    With ``rope_scaling``, scale as transformers' ``rope_type: llama3``: wavelengths above original context /
+    low_freq_factor are multiplied by ``factor``, wavelengths below original context / high_freq_factor are unchanged,
+    and in between the frequencies are interpolated.
     """
     dim = head_dim(model)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=HOST).float() / dim
@@ -42,9 +42,9 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
 
 
 def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions 0 to length - 1, each [length, 1, 1, head_dim], fp32.
+    """Return cosines and sines for positions 0 to length - 1, each [length, 1, 1, head_dim], fp32.
 
-    Computed on the CPU: every device gets the same bits.
+    Computed on the CPU, so they are bit-identical on all devices.
     """
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=HOST), inverse_frequencies(model))
     table = torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -52,15 +52,15 @@ def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple
 
 
 def at_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The rows of a table [length, 1, 1, head_dim] for positions [b, s]: [s, b, 1, head_dim]."""
+    """Return the rows of a table [length, 1, 1, head_dim] for positions [b, s] as [s, b, 1, head_dim]."""
     return table[:, 0][positions.t()]
 
 
 @recomputable
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x [s, b, heads, head_dim] by the angles of each position, in fp32.
+    """Rotate x [s, b, heads, head_dim] by the angles of each position, in fp32.
 
-    bf16 has 8 bits of precision: with bf16 angles, distant positions would be the same position.
+    bf16 has 8 bits of precision: with bf16 angles, distant positions would coincide.
     """
     first, second = x.float().chunk(2, dim=-1)
     rotated_half = torch.cat((-second, first), dim=-1)

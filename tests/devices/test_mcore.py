@@ -212,7 +212,7 @@ LAYOUTS = {
 def test_nothing_but_the_route_makes_it_work(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("with CUDA at hand megatron-core's own calls go through")
-    monkeypatch.setattr(groups, "route", lambda device: None)
+    monkeypatch.setattr(groups, "patch_mcore", lambda device: None)
     with pytest.raises(RankFailed, match="(?i)cuda|nvidia"):
         run_layout(2, *layout, steps=1)
     # That it works with the route is what tests/layouts shows.

@@ -57,13 +57,13 @@ def gradients(blocks: list[Toy], passes: int = 1) -> list[Tensor | None]:
 def parked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
     """All copies that are made."""
     copies: list[weakref.ref[Any]] = []
-    make = offload._Parked.__init__
+    make = offload._HostCopy.__init__
 
     def observed(self: Any, whole: Tensor, side: Any) -> None:
         copies.append(weakref.ref(self))
         make(self, whole, side)
 
-    monkeypatch.setattr(offload._Parked, "__init__", observed)
+    monkeypatch.setattr(offload._HostCopy, "__init__", observed)
     yield copies
 
 

@@ -48,8 +48,8 @@ def test_wrong_recomputation_changes_gradients() -> None:
 
 
 def _recompute_twice_as_much(_: ParallelModel) -> None:
-    unpack = recompute._Notes.unpack
-    recompute._Notes.unpack = staticmethod(  # type: ignore[method-assign, assignment]
+    unpack = recompute._Recipes.unpack
+    recompute._Recipes.unpack = staticmethod(  # type: ignore[method-assign, assignment]
         lambda saved: unpack(saved) if isinstance(saved, Tensor) else 2 * unpack(saved)
     )
 
@@ -206,14 +206,14 @@ def test_a_view_of_an_input_is_saved_as_it_is() -> None:
 
 def _packed(function: Any) -> list[Any]:
     """Everything that autograd stores in a pass."""
-    packed, pack = [], recompute._Notes.pack
+    packed, pack = [], recompute._Recipes.pack
 
-    def observed(notes: recompute._Notes, tensor: Tensor) -> Any:
+    def observed(notes: recompute._Recipes, tensor: Tensor) -> Any:
         packed.append(pack(notes, tensor))
         return packed[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute._Notes, "pack", observed)
+        patch.setattr(recompute._Recipes, "pack", observed)
         Toy(function)(torch.randn(4, 4, requires_grad=True))
     return packed
 
@@ -228,14 +228,14 @@ def test_notes_end_with_the_block() -> None:
 
     output = Toy(unsaved)(torch.randn(4, requires_grad=True))
     assert held[0]() is None, "a note keeps the input of a function whose output is not saved"
-    assert recompute._notes is None
+    assert recompute._recipes is None
     with pytest.raises(ZeroDivisionError):
         Toy(lambda x: 1 / 0)(output)
-    assert recompute._notes is None, "also after an error"
+    assert recompute._recipes is None, "also after an error"
 
 
 def test_nothing_is_noted_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute._Notes, "add", lambda *_: pytest.fail("noted"))
+    monkeypatch.setattr(recompute._Recipes, "add", lambda *_: pytest.fail("noted"))
     with torch.no_grad():
         Toy(double)(torch.ones(2))
     double(torch.ones(2, requires_grad=True)).sum().backward()  # outside of a block
