@@ -23,12 +23,12 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import TRAIN_PY
 
-STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI", "MPI_")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI", "MPI_")
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's variables without those of whatever started the tests."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)} | more
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)} | more
 
 
 DEFAULTS = {
@@ -111,7 +111,7 @@ def save_and_leave(folder: Path) -> None:
 LIMIT_SECONDS = 250.0
 
 
-class Starter:
+class Launcher:
     """A forked process that runs ``function``; its exit status is what the function returns."""
 
     def __init__(self, function: Callable[[], int], folder: Path) -> None:
@@ -132,7 +132,7 @@ class Starter:
                 os._exit(status)
 
     def wait(self, limit: float = LIMIT_SECONDS) -> int:
-        """The exit status, or minus the signal's number; fails the test where the starter takes too long."""
+        """The exit status, or minus the signal's number; fails the test where the launcher takes too long."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -140,7 +140,7 @@ class Starter:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
-        raise AssertionError(f"the starter still runs after {limit} s; it said:\n{self.errors}")
+        raise AssertionError(f"the launcher still runs after {limit} s; it said:\n{self.errors}")
 
     def kill(self) -> None:
         """For tests that failed."""
@@ -172,8 +172,8 @@ def hasten(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_SECONDS", float("inf"))
 
 
-MakeStarter = Callable[[Callable[[], int]], Starter]
-"""The fixture ``starter``: a process that runs a function."""
+MakeLauncher = Callable[[Callable[[], int]], Launcher]
+"""The fixture ``launcher``: a process that runs a function."""
 
 
 def children(pid: int) -> list[int]:

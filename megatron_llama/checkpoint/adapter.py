@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora, is_saved_module, lora_name, lora_shapes
-from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder, open_safetensors, tensors_of
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder, open_safetensors
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.storage import CheckpointTensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
@@ -54,7 +54,7 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
     ``finetune`` is what its adapter_config.json says. Raises ConfigError where it has other tensors, and CorruptFile.
     """
     shapes = trained_shapes(model, finetune)
-    found = tensors_of(folder / ADAPTER_WEIGHTS)
+    found = list_tensors(folder / ADAPTER_WEIGHTS)
     tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in found.items()}
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong or tensors.keys() - shapes.keys():
@@ -142,7 +142,7 @@ class MergedTensors(Stored):
         return read
 
 
-def only_trained(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> CheckpointTensors:
+def trained_tensors(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> CheckpointTensors:
     """The tensors that LoRA trained, without the optimizer states. Raises CorruptFile where one is missing."""
     shapes = trained_shapes(model, finetune)
     manifest.check_tensors(shapes)

@@ -14,7 +14,7 @@ import torch
 from megatron_llama.arch.names import is_lora
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
-from megatron_llama.checkpoint.differences import Difference, find_differences, record_of, refuse
+from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import BEST, find_checkpoint, point_to, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
@@ -169,7 +169,7 @@ class Checkpointer:
             self._differences = find_differences(
                 self.plan, manifest.state, self.data.record(manifest.state.consumed_samples)
             )
-            refuse(self._differences, self.plan.config.checkpoint.allow, folder)
+            check_allowed(self._differences, self.plan.config.checkpoint.allow, folder)
             if manifest.state.base != self._base:
                 rule = f"is not the model that the checkpoint {folder} was trained on"
                 instead = "write init_from=FOLDER with that model"
@@ -184,7 +184,7 @@ class Checkpointer:
             self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
         self.optimizer.restore(found.updates, found.step)
         if found.step > 0:
-            self.data.resume(record_of(found), found.position)
+            self.data.resume(data_record(found), found.position)
         self.plan = replace(self.plan, start=found.position)
         steps, batches = self.plan.config.trainer.steps, self.plan.batches
         planned, ends = BatchSchedule.of(self.plan.config).after(steps).samples, batches.after(max(steps, found.step))

@@ -26,7 +26,7 @@ from megatron_llama.plan.derive import COSINE, derive_optimizer
 from megatron_llama.plan.schedules import BatchSchedule, all_sizes
 from megatron_llama.topology import AXIS_NAMES
 
-FREE, TOLD, FIXED = "free", "told", "fixed"
+FREE, LOGGED, FIXED = "free", "told", "fixed"
 DATA, BATCH, OPTIM = ALLOWED
 
 SETTINGS = {
@@ -47,7 +47,7 @@ SETTINGS = {
         "": "dry_run allow_targets",
     },
     # It is the same run, and yet not to the last bit, or not for somebody who compares its numbers.
-    TOLD: {
+    LOGGED: {
         "model": "max_position_embeddings",
         "data": "document_mask eod_mask_loss",
         "trainer": "steps precision grad_reduce reduce_group param_gather val_steps",
@@ -85,7 +85,7 @@ class Difference:
     saved: Any
     now: Any
     kind: str
-    """TOLD, FIXED, or one of ALLOWED."""
+    """LOGGED, FIXED, or one of ALLOWED."""
     undo: str = ""
     """How to go on as before; empty where writing ``saved`` does it."""
 
@@ -128,12 +128,12 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
             found.append(Difference(name, saved, now, kind, undo))
     if _sizes_left(settings["trainer"], state) == _sizes_left(vars(plan.config.trainer), state):
         # What differs is in the past of the schedule, and in the batches of the validation.
-        found = [replace(difference, kind=TOLD) if difference.kind == BATCH else difference for difference in found]
+        found = [replace(difference, kind=LOGGED) if difference.kind == BATCH else difference for difference in found]
     order = [*kinds()]
     return sorted(found, key=lambda difference: order.index(difference.name))
 
 
-def record_of(state: State) -> Record:
+def data_record(state: State) -> Record:
     """The record of a checkpoint's data. Raises ConfigError if it has none: the order of its samples is unknown."""
     if state.data is None:
         rule = f"the checkpoint of step {state.step} has no record of its data: an older version saved it"
@@ -142,7 +142,7 @@ def record_of(state: State) -> Record:
     return state.data
 
 
-def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:
+def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:
     """Raises ConfigError with all differences that are neither harmless nor allowed."""
     refused = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
     wanted = {*allow, *(difference.kind for difference in refused)}
@@ -161,7 +161,7 @@ def refuse(differences: Sequence[Difference], allow: Sequence[str], folder: Path
 
 def _data_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
     """The differences of the data, which is known by what is in it: a dataset may lie elsewhere now."""
-    found, saved = [], record_of(state)
+    found, saved = [], data_record(state)
     made_up = "mock" in (saved["kind"], record["kind"])  # which has nothing to split or to write
     for name, before, after, how in record_differences(saved, record):
         if made_up and name in ("data.split", "data.chat_template", "data.template"):
@@ -176,7 +176,7 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
         if how == "content":  # facts by prefix
             before, after = map(_described, (before, after))
             undo = "put the dataset back that it was trained on"
-        found.append(Difference(name, before, after, TOLD if how == "moved" else DATA, undo))
+        found.append(Difference(name, before, after, LOGGED if how == "moved" else DATA, undo))
     for name in ("data.schedule", "data.validation_prefixes"):
         then, now = _saved(state.settings, name), get(plan.config, name)
         if name == "data.schedule":  # the blends before are history
@@ -186,7 +186,7 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
         if then != now:
             # Without a set for validation, a part of the training data is taken for it.
             is_validation = name == "data.validation_prefixes" and then and now
-            found.append(Difference(name, then, now, TOLD if is_validation else DATA))
+            found.append(Difference(name, then, now, LOGGED if is_validation else DATA))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
-from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, only_trained, open_base
+from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, open_base, trained_tensors
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
@@ -80,7 +80,7 @@ def export(
     _refuse_what_cannot_be(checkpoint, model, finetune, merge, base)
     source, shapes = _adapter_source(manifest, model, finetune) if is_adapter else (manifest.stored, hf_shapes(model))
     if merge:
-        trained = only_trained(manifest, model, finetune)
+        trained = trained_tensors(manifest, model, finetune)
         source = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
     elif not is_adapter:
         manifest.check_tensors(shapes)
@@ -129,7 +129,7 @@ def _adapter_source(
     manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig
 ) -> tuple[Stored, dict[str, Shape]]:
     """The tensors that LoRA trained, and their shapes, under the names of PEFT's files."""
-    trained = only_trained(manifest, model, finetune)
+    trained = trained_tensors(manifest, model, finetune)
     peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
     return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
 

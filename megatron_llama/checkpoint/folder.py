@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, plain_name
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
@@ -49,7 +49,7 @@ def find_checkpoint(path: Path) -> Path:
             return folder
         if (folder / pointer).is_file():
             try:
-                return pointed(folder, pointer)
+                return read_pointer(folder, pointer)
             except CorruptFile as error:
                 raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
     rule = f"there is no {NAME} in it, so it is not a checkpoint"
@@ -65,7 +65,7 @@ def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> tuple[li
     """
     clean(checkpoints)
     if settings.resume == "never":
-        return [], set_aside(checkpoints)
+        return [], move_aside(checkpoints)
     if settings.keep_best and checkpoints.is_dir():
         point_to_best(checkpoints)
     try:
@@ -92,11 +92,11 @@ def clean(checkpoints: Path) -> None:
             _delete(entry)
 
 
-def pointed(checkpoints: Path, pointer: str) -> Path:
+def read_pointer(checkpoints: Path, pointer: str) -> Path:
     """The checkpoint that the file ``latest`` or ``best`` names. Raises CorruptFile where it names none."""
     path = checkpoints / pointer
     try:
-        return checkpoints / plain_name(read_whole(path).decode().strip())
+        return checkpoints / check_file_name(read_whole(path).decode().strip())
     except (OSError, UnicodeDecodeError, CorruptFile) as error:
         raise CorruptFile(f"{path} is unusable: {error}") from error
 
@@ -122,7 +122,7 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
     """
     best: Path | None
     try:
-        known = pointed(checkpoints, BEST)
+        known = read_pointer(checkpoints, BEST)
         old = None if new is None or known.name == folder_name(new.step) else read_manifest(known).state.val_loss
     except CorruptFile:
         old = None
@@ -177,7 +177,7 @@ def discard(checkpoints: Path, step: int) -> None:
     _delete(partial_folder(checkpoints, step))
 
 
-def set_aside(checkpoints: Path) -> Path | None:
+def move_aside(checkpoints: Path) -> Path | None:
     """Renames a folder with checkpoints, so that those of a new run don't mix with them; returns the new path."""
     if not saved_steps(checkpoints):
         return None

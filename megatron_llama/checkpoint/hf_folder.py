@@ -22,8 +22,8 @@ from megatron_llama.checkpoint.stored_tensors import (
     Rectangles,
     Stored,
     StoredTensor,
+    check_file_name,
     check_finite,
-    plain_name,
     read_json,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
@@ -80,7 +80,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise CorruptFile(f"{path}: {error}") from error
 
 
-def tensors_of(path: Path) -> dict[str, NamedTensor]:
+def list_tensors(path: Path) -> dict[str, NamedTensor]:
     """All tensors of a safetensors file, by its header. Raises CorruptFile."""
     found = {}
     with open_safetensors(path) as content:
@@ -130,13 +130,13 @@ def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict):
             raise CorruptFile(f"{folder / INDEX}: has no weight_map")
-        by_file = {file: tensors_of(folder / file) for file in set(map(plain_name, files.values()))}
+        by_file = {file: list_tensors(folder / file) for file in set(map(check_file_name, files.values()))}
         absent = [name for name, file in files.items() if name not in by_file[file]]
         if absent:
             raise CorruptFile(f"{folder / files[absent[0]]}: does not hold {absent[0]}, which {INDEX} names")
         return {name: by_file[file][name] for name, file in files.items()}
     if (folder / SINGLE).exists():
-        return tensors_of(folder / SINGLE)
+        return list_tensors(folder / SINGLE)
     pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
     rule = f"holds neither {SINGLE} nor {INDEX}"
     instead = "write the folder that holds config.json and the .safetensors files" + or_fetch_it(str(folder))

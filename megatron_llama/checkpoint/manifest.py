@@ -25,9 +25,9 @@ from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
     CorruptFile,
     Stored,
-    plain_name,
+    check_file_name,
+    parse_shape,
     read_json,
-    whole_numbers,
 )
 from megatron_llama.plan.schedules import Position
 
@@ -126,7 +126,7 @@ def merge(folder: Path, state: State) -> str:
         "files": files,
         "tensors": tensors,
     }
-    parsed(folder, body)  # what a reader would refuse must not be published
+    parse_manifest(folder, body)  # what a reader would refuse must not be published
     return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
 
 
@@ -141,15 +141,15 @@ def read_manifest(folder: Path) -> Manifest:
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
         raise CorruptFile(f"{path}: its checksum is wrong, so it is not what was written")
-    return parsed(folder, body)
+    return parse_manifest(folder, body)
 
 
-def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
+def parse_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
     """The manifest that JSON describes, every value checked. Raises CorruptFile."""
     try:
         state = State(**body["state"])
-        files = {plain_name(name): whole_numbers([size])[0] for name, size in body["files"].items()}
-        block_bytes = whole_numbers([body["block_bytes"]])[0]
+        files = {check_file_name(name): parse_shape([size])[0] for name, size in body["files"].items()}
+        block_bytes = parse_shape([body["block_bytes"]])[0]
         tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
         if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
             raise ValueError(f"hash {body['hash']!r}")
@@ -157,7 +157,7 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
             if not isinstance(state.settings.get(name, {}), dict):
                 raise ValueError(f"settings of {name} are {state.settings[name]!r}"[:200])
         data = state.settings.get("data", {})
-        whole_numbers([data.get("seq_length", 0)])
+        parse_shape([data.get("seq_length", 0)])
         if not isinstance(data.get("tokenizer"), str | None):
             raise ValueError(f"data.tokenizer is {data['tokenizer']!r}"[:200])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -168,7 +168,7 @@ def parsed(folder: Path, body: dict[str, Any]) -> Manifest:
 
 
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> ChunkedTensor:
-    shape, dtype = whole_numbers(entry["shape"]), DTYPES[entry["dtype"]]
+    shape, dtype = parse_shape(entry["shape"]), DTYPES[entry["dtype"]]
     chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
     held = sum(math.prod(chunk.size) for chunk in chunks)
     if held != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
@@ -179,8 +179,8 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block
 def _chunk(
     name: str, entry: Mapping[str, Any], itemsize: int, shape: Shape, files: Mapping[str, int], block_bytes: int
 ) -> Chunk:
-    offset, size = whole_numbers(entry["offset"]), whole_numbers(entry["size"])
-    start, file = whole_numbers([entry["start"]])[0], plain_name(entry["file"])
+    offset, size = parse_shape(entry["offset"]), parse_shape(entry["size"])
+    start, file = parse_shape([entry["start"]])[0], check_file_name(entry["file"])
     hashes = tuple(entry["hashes"])
     inside = len(offset) == len(size) == len(shape) and all(
         o + n <= m for o, n, m in zip(offset, size, shape, strict=True)

@@ -1,7 +1,7 @@
 """Tensors on disk, whoever wrote them: their names, dtypes and shapes, and how any rectangle of them is read.
 
 storage.py has those of our checkpoints, hf_folder.py those in other programs' safetensors files, adapter.py the sum
-that LoRA makes of two. Nothing is unpickled, and ``plain_name`` checks each file name that comes from a file.
+that LoRA makes of two. Nothing is unpickled, and ``check_file_name`` checks each file name that comes from a file.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Sha
     raise CorruptFile(f"{where}: {name} holds {found} at {place}{others}: no model has such weights")
 
 
-def plain_name(name: Any) -> str:
+def check_file_name(name: Any) -> str:
     """``name`` if it is the plain name of a file; raises CorruptFile for anything that could lead out of its folder."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise CorruptFile(f"names a file {name!r}, which is no plain file name")
     return name
 
 
-def whole_numbers(values: Any) -> Shape:
+def parse_shape(values: Any) -> Shape:
     """``values`` as a shape. Raises CorruptFile unless they are integers of at least 0."""
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
         raise CorruptFile(f"has {values!r} instead of sizes")

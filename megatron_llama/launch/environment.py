@@ -54,7 +54,7 @@ _OTHERS = {
 class ProcessContext:
     """Where a process that somebody else started stands: a rank, or the one task on its node, which may start ranks."""
 
-    starter: str
+    launcher: str
     """torchrun, srun, mpirun or hosts."""
     rank: int
     local_rank: int
@@ -79,7 +79,7 @@ class ProcessContext:
     @property
     def one_per_node(self) -> bool:
         """Whether this is the only process on its machine, among several machines."""
-        return self.starter == "hosts" or (self.starter != "torchrun" and self.nodes == self.world_size)
+        return self.launcher == "hosts" or (self.launcher != "torchrun" and self.nodes == self.world_size)
 
     def ranks_of_nodes(self, world_size: int) -> tuple[int, ...]:
         """How many of ``world_size`` ranks each machine has, where there is one process on each."""
@@ -138,8 +138,8 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
 class _Reader:
     """Reads variables as numbers, and collects what is wrong with them."""
 
-    def __init__(self, environ: Mapping[str, str], starter: str) -> None:
-        self.environ, self.starter = environ, starter
+    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
+        self.environ, self.launcher = environ, launcher
         self.problems: list[Problem] = []
 
     def number(self, name: str, default: int | None = None) -> int:
@@ -149,7 +149,7 @@ class _Reader:
             return int(text)
         if text:
             rule = "the program that starts the ranks sets this variable to a number"
-            self.add(name, text, rule, f"unset {name}, or start with {self.starter}")
+            self.add(name, text, rule, f"unset {name}, or start with {self.launcher}")
         elif default is not None:
             return default
         else:
@@ -171,7 +171,7 @@ class _Reader:
         """``number`` must be one of 0 to ``count`` - 1, if both could be read."""
         if not self.problems and number >= count:
             rule = f"{count_name}={count} means the numbers 0 to {count - 1}"
-            self.add(name, number, rule, f"start all ranks with one command of {self.starter}'s")
+            self.add(name, number, rule, f"start all ranks with one command of {self.launcher}'s")
 
     def checked(self, context: ProcessContext) -> ProcessContext:
         """``context``, if there is no problem with it; raises ConfigError."""
@@ -190,7 +190,7 @@ def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
     slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
     return read.checked(
         ProcessContext(
-            starter="hosts",
+            launcher="hosts",
             rank=node,
             local_rank=0,
             local_ranks=1,
@@ -224,7 +224,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
     per_machine = max(1, local_ranks)
     return read.checked(
         ProcessContext(
-            starter="torchrun",
+            launcher="torchrun",
             rank=rank,
             local_rank=local_rank,
             local_ranks=local_ranks,
@@ -272,9 +272,9 @@ def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessCon
     job = environ.get("SLURM_JOB_ID")
     address = environ.get("MASTER_ADDR", "")
     if local_ranks == world_size:
-        address, port = address or "127.0.0.1", free_port_of(_starter_pid(names[0]))
+        address, port = address or "127.0.0.1", port_for(_starter_pid(names[0]))
     elif job:
-        address, port = address or first_node(environ.get("SLURM_JOB_NODELIST", "")), free_port_of(_digits(job) * 10)
+        address, port = address or first_node(environ.get("SLURM_JOB_NODELIST", "")), port_for(_digits(job) * 10)
     else:
         port = _USUAL_PORT
     if not address and not read.problems:
@@ -284,7 +284,7 @@ def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessCon
     per_machine = max(1, local_ranks)
     return read.checked(
         ProcessContext(
-            starter="mpirun",
+            launcher="mpirun",
             rank=rank,
             local_rank=local_rank,
             local_ranks=local_ranks,
@@ -329,7 +329,7 @@ def _refuse_unknown_starter(environ: Mapping[str, str]) -> None:
             words = " ".join(f"{name}={f'${source}' if source else '...'}" for name, source in given.items())
             rule = f"{starter} has started several processes, and is not known here: each would begin the whole run"
             instead = (
-                f"start with {read.starter}; or give each process torchrun's variables: sh -c '{words} "
+                f"start with {read.launcher}; or give each process torchrun's variables: sh -c '{words} "
                 "LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=29500 exec python train.py ...'; "
                 f"or, if it is the only one, unset {rank}"
             )
@@ -369,10 +369,10 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     local_ranks = tasks_on_node(tasks, node) or world_size
     read.below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
     # A port that all tasks of a step agree on without talking; steps of one job on one node get different ones.
-    port = free_port_of(_digits(job) * 10, _digits(environ.get("SLURM_STEP_ID")))
+    port = port_for(_digits(job) * 10, _digits(environ.get("SLURM_STEP_ID")))
     return read.checked(
         ProcessContext(
-            starter="srun",
+            launcher="srun",
             rank=rank,
             local_rank=local_rank,
             local_ranks=local_ranks,
@@ -391,7 +391,7 @@ def _digits(text: str | None) -> int:
     return int(re.sub(r"\D", "", text or "") or 0)
 
 
-def free_port_of(*numbers: int) -> int:
+def port_for(*numbers: int) -> int:
     """A port for a rendezvous that follows from ``numbers``, so that different jobs get different ones."""
     return _FIRST_PORT + sum(numbers) % _PORTS
 
@@ -409,7 +409,7 @@ def addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
 
 
-def own_address_towards(host: str) -> str:
+def local_address_to(host: str) -> str:
     """This machine's address on the way to ``host``, as its routes say; raises OSError where there is no way."""
     family, kind, _, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -15,8 +15,14 @@ from megatron_llama.launch.job_store import SECRET, LaunchFailed
 from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, Entry, run_as_rank
 from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
 from megatron_llama.launch.reports import NodeInfo, check_consistent, node_info, node_table
-from megatron_llama.launch.run_dir import claimed, default_dir_of_job, rank_outputs, record, report_to_batch_script
-from megatron_llama.launch.ssh import obey_starter, secret_from_starter
+from megatron_llama.launch.run_dir import (
+    claim_run_dir,
+    default_run_dir,
+    rank_outputs,
+    report_to_batch_script,
+    write_config_and_plan,
+)
+from megatron_llama.launch.ssh import follow_control_line, read_secret
 from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
@@ -34,7 +40,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
     assert world.device is not None, "a plan refuses a device that is not here"
     die_with(os.getppid())
     os.environ.update(rank_environment(world.device, plan))
-    starts_ranks = context.starter == "hosts" or plan.world_size > context.world_size
+    starts_ranks = context.launcher == "hosts" or plan.world_size > context.world_size
     ranks, first = 1, context.rank
     if starts_ranks:
         counts = context.ranks_of_nodes(plan.world_size)
@@ -53,7 +59,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
         output_dir = stack.enter_context(rank_outputs(Path(str(plan.config.run.dir)), range(first, first + ranks)))
         master = (context.master_addr, context.master_port)
         share = Share(ranks, plan.world_size, first, master, board, output_dir, hang_seconds)
-        obey = partial(obey_starter, partial(os._exit, EXIT_FAILED)) if context.starter == "hosts" else None
+        obey = partial(follow_control_line, partial(os._exit, EXIT_FAILED)) if context.launcher == "hosts" else None
         return start_ranks(plan, entry, share, while_running=obey)
 
 
@@ -76,12 +82,12 @@ def _meet(
     else:
         nodes = check_consistent(rendezvous.gather())
         mine = nodes[0]
-        wanted = plan.config.run.dir or default_dir_of_job(plan.config, context.job)
-        chosen, again = rendezvous.agreed_run_dir(wanted)
+        wanted = plan.config.run.dir or default_run_dir(plan.config, context.job)
+        chosen, again = rendezvous.agree_on_run_dir(wanted)
         plan.config.run.dir = chosen
-        stack.enter_context(claimed(Path(chosen)))
+        stack.enter_context(claim_run_dir(Path(chosen)))
         report_to_batch_script("running", chosen)
-        sys.stdout.write(record(plan, Path(chosen)) + "\n")
+        sys.stdout.write(write_config_and_plan(plan, Path(chosen)) + "\n")
         if context.nodes > 1:
             sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.openness()}\n\n")
         sys.stdout.flush()
@@ -95,7 +101,7 @@ def _meet(
 
 def secret_of_job(context: ProcessContext) -> str:
     """What only this job's processes know; empty where no starter has made it."""
-    return secret_from_starter() if context.starter == "hosts" else os.environ.get(SECRET, "")
+    return read_secret() if context.launcher == "hosts" else os.environ.get(SECRET, "")
 
 
 def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:

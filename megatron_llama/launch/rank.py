@@ -76,7 +76,7 @@ class Assignment:
     """What the process that starts a rank hands to it."""
 
     rank: int
-    starter_pid: int
+    launcher_pid: int
     environment: dict[str, str]
     report_fd: int
     """File descriptor for the pickled Report."""
@@ -88,7 +88,7 @@ class Assignment:
     """File that takes stdout and stderr; None leaves them as they are."""
 
 
-def function_of(entry: Entry) -> Callable[[Plan], None]:
+def load_entry(entry: Entry) -> Callable[[Plan], None]:
     """Return the function of ``entry``; import its module if ``entry`` is a name."""
     if not isinstance(entry, str):
         return entry
@@ -108,10 +108,10 @@ def describe(error: BaseException) -> Report:
         return Report("exit", code=EXIT_RESTART)
     if fault := fault_of_the_machine(error):
         return Report("error", fault, EXIT_FAILED)
-    return Report("error", text, EXIT_FAILED, consequence=says_peer_lost(error))
+    return Report("error", text, EXIT_FAILED, consequence=is_peer_lost(error))
 
 
-def says_peer_lost(error: BaseException | None) -> bool:
+def is_peer_lost(error: BaseException | None) -> bool:
     """Whether ``error``, or the one it was raised from, only means that another rank was lost."""
     while error is not None:
         if _PEER_LOST.search("".join(traceback.format_exception_only(error))):
@@ -122,7 +122,7 @@ def says_peer_lost(error: BaseException | None) -> bool:
 
 def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn:
     """Run ``entry`` as one rank of ``plan`` and end the process."""
-    die_with(assignment.starter_pid)
+    die_with(assignment.launcher_pid)
     for number in FORWARDED:  # instead of the starter's handlers; then what arrived meanwhile is let through
         if not ignored_by_wish(number):
             signal.signal(number, signal.SIG_DFL)
@@ -142,7 +142,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         phase.enter("importing the program", phase.PATIENT)
         report = Report("done")
         try:
-            function_of(entry)(plan)
+            load_entry(entry)(plan)
         except BaseException as error:
             report = describe(error)
         with os.fdopen(assignment.report_fd, "wb") as pipe:
@@ -165,7 +165,7 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
     """Run ``entry`` in this process, which torchrun or srun has started as ``rank``; return the exit status."""
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        function_of(entry)(plan)
+        load_entry(entry)(plan)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except ConfigError as error:
@@ -178,7 +178,7 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
             return EXIT_RESTART
         raise
     except Exception as error:
-        if says_peer_lost(error):
+        if is_peer_lost(error):
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # where torchrun looks for the rank that failed first
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -61,7 +61,7 @@ class Rendezvous:
         if context.rank > 0 and not context.has_store:
             wait_until_reachable(context, limit_seconds)
         try:
-            job = f"{context.job}/{context.starter}"
+            job = f"{context.job}/{context.launcher}"
             self._store = JobStore(connect, job, secret, _SPEAK_SECONDS)
         except StoreLost as error:
             raise LaunchFailed(
@@ -90,7 +90,7 @@ class Rendezvous:
             raise LaunchFailed(_missing(self._context, found.values(), self._limit, len(self._store.forged)))
         return list(found.values())
 
-    def agreed_run_dir(self, run_dir: str) -> tuple[str, bool]:
+    def agree_on_run_dir(self, run_dir: str) -> tuple[str, bool]:
         """For the first process: the folder that an earlier attempt of the same start has chosen (torchrun starts ranks
         again), else ``run_dir``; and whether there was such an attempt."""
         if not self._context.has_store:

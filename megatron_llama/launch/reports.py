@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from megatron_llama.config import Problem
-from megatron_llama.launch.environment import ProcessContext, interface_of, own_address_towards
+from megatron_llama.launch.environment import ProcessContext, interface_of, local_address_to
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.system.tables import text_table
 
@@ -61,7 +61,7 @@ class Opening:
 def node_info(context: ProcessContext, first_rank: int, ranks: int, world_size: int) -> NodeInfo:
     """This process's report. The first node learns its own address only from the others'."""
     try:
-        address = own_address_towards(context.master_addr)
+        address = local_address_to(context.master_addr)
     except OSError:
         address = ""  # connecting will say more
     return NodeInfo(
@@ -91,7 +91,7 @@ def check_consistent(reports: Sequence[NodeInfo]) -> list[NodeInfo]:
     others = [node for node in reports if node.node != 0 and node.address]
     if not others:
         return list(reports)
-    address = own_address_towards(others[0].address)
+    address = local_address_to(others[0].address)
     interface = interface_of(address)
     return [replace(node, address=address, interface=interface) if node.node == 0 else node for node in reports]
 

@@ -24,34 +24,34 @@ STATUS_VARIABLE = "MEGATRON_LLAMA_STATUS"
 def choose_run_dir(plan: Plan) -> None:
     """Gives a run without a folder one, and reports it to a batch script."""
     config = plan.config
-    config.run.dir = config.run.dir or default_dir_of_job(config, os.environ.get("SLURM_JOB_ID"))
+    config.run.dir = config.run.dir or default_run_dir(config, os.environ.get("SLURM_JOB_ID"))
     report_to_batch_script("running", config.run.dir)
 
 
-def default_dir(config: Config, suffix: str) -> str:
+def run_dir_name(config: Config, suffix: str) -> str:
     """The folder of a run whose config names none."""
     return f"runs/{config.model.name}-{config.data.name}-{suffix}"
 
 
-def default_dir_of_job(config: Config, job: str | None) -> str:
+def default_run_dir(config: Config, job: str | None) -> str:
     """The folder of a run without one, which may be part of the named job. Only the job's first process asks.
 
     Slurm's job numbers start again when its state is lost, so the name holds the time of the first start too. A job
     that Slurm starts again goes on in the newest folder of its number.
     """
     if job is None:
-        return default_dir(config, time.strftime("%Y%m%d-%H%M%S"))  # the time tells it from the last one
+        return run_dir_name(config, time.strftime("%Y%m%d-%H%M%S"))  # the time tells it from the last one
     stem = re.sub(r"[^\w.-]", "_", job)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-        earlier = Path("runs").glob(f"{glob.escape(Path(default_dir(config, stem)).name)}-*")
+        earlier = Path("runs").glob(f"{glob.escape(Path(run_dir_name(config, stem)).name)}-*")
         found = sorted(str(path) for path in earlier if re.fullmatch(r"\d{8}-\d{6}", path.name[-15:]))
         if found:
             return max(found, key=lambda path: path[-15:])
-    return default_dir(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return run_dir_name(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def claim_run_dir(folder: Path) -> Iterator[None]:
     """Makes ``folder`` and keeps every other run out of it until the end, or until this process is gone."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def report_to_batch_script(status: int | str, folder: str | None = None) -> None
         write_atomically(Path(path), "\n".join([str(status), folder or (known or [""])[0]]) + "\n")
 
 
-def record(plan: Plan, folder: Path) -> str:
+def write_config_and_plan(plan: Plan, folder: Path) -> str:
     """Writes what this run is: ``config.yaml`` with every value and ``plan.txt``, whose text is returned."""
     text = format_plan(plan).rstrip() + "\n"
     try:

@@ -24,14 +24,17 @@ from functools import cache
 
 from megatron_llama.config import ConfigError, Host, Problem
 from megatron_llama.devices import variable_prefixes
-from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, free_port_of
+from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_for
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
 # Variables that are passed on to the hosts; the rest comes from their own login environment.
-PASSED_ON = (*variable_prefixes(), *"FI_ GLOO_ LD_LIBRARY_PATH MASTER_ MKL_ OMP_ PYTHON RDMAV_ TORCH UCX_".split())
+FORWARDED_VARIABLES = (
+    *variable_prefixes(),
+    *"FI_ GLOO_ LD_LIBRARY_PATH MASTER_ MKL_ OMP_ PYTHON RDMAV_ TORCH UCX_".split(),
+)
 # Longer than on one machine: the hosts' own starters wait for their ranks first.
 GRACE = Grace(fault=1.5, restart=60.0, interrupt=4.0)
 _LINES_KEPT = 200
@@ -128,7 +131,7 @@ def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
 
 
 @cache
-def secret_from_starter() -> str:
+def read_secret() -> str:
     """On a host: the job's secret, the first word that comes down the control line; once, however often it is asked."""
     word = sys.stdin.readline().strip()
     if not word:
@@ -136,7 +139,7 @@ def secret_from_starter() -> str:
     return word
 
 
-def obey_starter(end: Callable[[], None]) -> None:
+def follow_control_line(end: Callable[[], None]) -> None:
     """On a host: passes on the signals that come down the control line, and calls ``end`` when it closes."""
 
     def listen() -> None:
@@ -157,9 +160,9 @@ def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
     """The variables of the process on each host, but for its own number."""
     return {
         "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(free_port_of(os.getpid(), time.time_ns())),
+        "MASTER_PORT": str(port_for(os.getpid(), time.time_ns())),
         "PYTHONUNBUFFERED": "1",
-        **{name: value for name, value in os.environ.items() if name.startswith(tuple(PASSED_ON))},
+        **{name: value for name, value in os.environ.items() if name.startswith(tuple(FORWARDED_VARIABLES))},
         NODES: str(len(hosts)),
         SLOTS: ",".join(str(host.slots) for host in hosts if host.slots is not None),
         RUN_ID: run_id,

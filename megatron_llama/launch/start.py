@@ -30,10 +30,10 @@ from megatron_llama.launch.rank import (
     Assignment,
     Entry,
     Report,
-    function_of,
+    load_entry,
     run_assignment,
 )
-from megatron_llama.launch.run_dir import claimed, rank_outputs, record
+from megatron_llama.launch.run_dir import claim_run_dir, rank_outputs, write_config_and_plan
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watch, hold_back, tell
 from megatron_llama.plan import Plan
@@ -47,8 +47,8 @@ GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
     """Claim the run's folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status."""
     folder = Path(str(plan.config.run.dir))
-    with claimed(folder):
-        sys.stdout.write(record(plan, folder) + "\n")
+    with claim_run_dir(folder):
+        sys.stdout.write(write_config_and_plan(plan, folder) + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
@@ -168,7 +168,7 @@ class Rank(Child):
     def stopped(self) -> bool:
         return is_stopped(self.pid)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         if self.phase.number > 0:  # before that the signal would end it
             self.send(STACKS_SIGNAL)
 
@@ -232,7 +232,7 @@ def start_ranks(
     environment = rank_environment(device, plan)  # for spawned ranks too: its errors come before any rank
     if device.forkable:
         os.environ.update(environment)  # before torch is imported
-        function_of(TRAIN)  # imports once what nearly all entries need
+        load_entry(TRAIN)  # imports once what nearly all entries need
     sys.stdout.flush()
     sys.stderr.flush()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024) if share.master is None else None

@@ -54,7 +54,7 @@ class Watched(Protocol):
     def stopped(self) -> bool:
         """Whether the system says that it is stopped."""
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Has it write its stacks, if it still can."""
 
     def stacks(self) -> str:
@@ -151,7 +151,7 @@ class Watch:
     def _examine(self, ranks: Sequence[Watched]) -> list[Position]:
         """Where the ranks are, with the stacks of those that still write them."""
         for rank in ranks:
-            rank.ask_for_stacks()
+            rank.request_stacks()
         recorders = {rank.number: device for rank in ranks if (device := request_collectives(rank.number))}
         for _ in range(round(_ANSWER_SECONDS / POLL_SECONDS)):
             recorded = all(device.last_collectives(number) for number, device in recorders.items())
@@ -193,7 +193,7 @@ class ThisProcess:
     def awaited(self) -> str:
         return phase.awaited()
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         faulthandler.dump_traceback(self._file, all_threads=True)
 
     def stacks(self) -> str:

@@ -1,5 +1,6 @@
 """The training loop: ``train`` over all steps, ``training_step`` for one, ``validate`` for the held-out samples.
 Signals end it after a step."""
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,6 @@
 """The loss curve as a picture. matplotlib is imported when one is drawn: training itself does not need it. All curves
 are smoothed here."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from megatron_llama.plan import Plan
 from megatron_llama.topology import AXIS_NAMES
-from megatron_llama.train.metrics_file import METRICS_FILE, own_records
+from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ SMOOTHING = 0.05
 
 def draw_run(plan: Plan) -> Path | None:
     """Draws the ``loss.png`` of a run from its metrics.jsonl. Returns its path, or None if no step was logged."""
-    records = own_records(plan.run_dir / METRICS_FILE)
+    records = read_run_records(plan.run_dir / METRICS_FILE)
     if not records:
         return None
     return draw(records, plan.run_dir / PICTURE_FILE, title=plan.model.name, subtitle=describe(plan))

@@ -16,9 +16,9 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import draw_run
-from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records
+from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_run_records
 from megatron_llama.train.sinks import open_sinks
-from megatron_llama.train.waits import WAITED
+from megatron_llama.train.waits import WAIT_METRICS
 
 # The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
 EVERY_STEP = (
@@ -43,7 +43,7 @@ EVERY_STEP = (
 )
 SOME_STEPS = (
     *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "val_token_accuracy", "parameter_norm"),
-    *("random_ltd_reserved_length", "consumed_layer_tokens", *WAITED, "slowest_rank", "slowest_rank_ratio"),
+    *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
 )
 THROUGHPUT_STEPS = 10
 WARM_UP_STEPS = 3
@@ -86,7 +86,7 @@ class MetricsLogger:
         self._warm_samples, self._warm_seconds = 0, 0.0
         self._path = plan.run_dir / METRICS_FILE
         self._file = MetricsFile(self._path, start_step)
-        records = own_records(self._path)
+        records = read_run_records(self._path)
         self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
         self._sinks = open_sinks(plan, start_step, metric_names(plan), records)
         self._first_warm_step = start_step + WARM_UP_STEPS + 1
@@ -121,7 +121,7 @@ class MetricsLogger:
         """Draws the loss curve and prints the summary of the run."""
         self._progress.stop()
         picture = draw_run(self.plan)
-        self._progress.summary(self.plan, self.peak, own_records(self._path), samples, picture)
+        self._progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)
 
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """All metrics of a step, in their order."""

@@ -23,7 +23,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, start_step: int) -> None:
         """Lines that can't be read don't stop a run: the file as it was is kept beside it, and stderr says so."""
-        if told := cut_back(path, start_step):
+        if told := truncate_after(path, start_step):
             sys.stderr.write(told + "\n")
         self._file = open(path, "a", encoding="utf-8")
 
@@ -57,12 +57,12 @@ def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str,
     return [record for record, _ in lines]
 
 
-def own_records(path: Path) -> list[dict[str, Any]]:
+def read_run_records(path: Path) -> list[dict[str, Any]]:
     """The records that a run wrote, for its summary and picture; whatever else came into the file is left out."""
     return [record for record, _ in _read(path, OWN[:1])[0] if all(_is_own(record, name) for name in OWN)]
 
 
-def cut_back(path: Path, step: int) -> str | None:
+def truncate_after(path: Path, step: int) -> str | None:
     """Removes all records after ``step`` and a half-written last line, so that a resumed run logs each step once.
 
     Where other lines can't be read, the file is first kept under another name. Returns what to tell about that.

@@ -3,6 +3,7 @@
 These are courtesies: metrics.jsonl has everything, and what a disk or an account does to one of them is told once on
 stderr and does not stop the run.
 """
+
 from __future__ import annotations
 
 import csv

@@ -22,7 +22,7 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.train.metrics import MetricsLogger
-from megatron_llama.train.waits import watching_waits
+from megatron_llama.train.waits import trace_waits
 
 WINDOW_STEPS = 10
 """Steps between two looks; the median of their times counts, so that a single slow step is nobody's fault."""
@@ -99,7 +99,7 @@ class StragglerWatch:
             yield
             return
         # Inside compiled blocks only a profiled step looks, which is slower.
-        with watching_waits(self._waiting, compiled=False):
+        with trace_waits(self._waiting, compiled=False):
             yield
 
     @contextmanager

@@ -49,7 +49,7 @@ _OPERATORS = {
 AXES = (*AXIS_NAMES, "world")
 DATA = "data"
 """The wait for samples."""
-WAITED = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
+WAIT_METRICS = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
 """The metrics of a profiled step."""
 
 
@@ -58,7 +58,7 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 @contextmanager
-def watching_waits(waiting: Waiting, *, compiled: bool) -> Iterator[None]:
+def trace_waits(waiting: Waiting, *, compiled: bool) -> Iterator[None]:
     """Enters ``waiting`` around each wait."""
     started: WeakKeyDictionary[dist.Work, str] = WeakKeyDictionary()
     wait, waits = dist.Work.wait, False

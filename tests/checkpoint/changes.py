@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint.differences import Difference, find_differences, refuse
+from megatron_llama.checkpoint.differences import Difference, check_allowed, find_differences
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
 from megatron_llama.data.record import make_record
@@ -239,7 +239,7 @@ def outcome(differences: list[Difference]) -> str:
     """What the run that goes on does about its differences."""
     for allow in ([], ["data"], ["batch"], ["optim"]):
         try:
-            refuse(differences, allow, Path("step_00000003"))
+            check_allowed(differences, allow, Path("step_00000003"))
         except ConfigError:
             continue
         return f"allow=[{allow[0]}]" if allow else "told" if differences else "free"

@@ -12,7 +12,7 @@ import pytest
 from megatron_llama.checkpoint import folder
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
-from megatron_llama.checkpoint.folder import best_checkpoint, find_checkpoint, pointed, saved_steps
+from megatron_llama.checkpoint.folder import best_checkpoint, find_checkpoint, read_pointer, saved_steps
 from megatron_llama.checkpoint.manifest import read_manifest
 from tests.checkpoint.jobs import Job
 from tests.checkpoint.runner import run
@@ -145,4 +145,4 @@ def test_the_loop_says_its_validation_losses(tmp_path: Path) -> None:
     for step in saved_steps(checkpoints):
         assert read_manifest(checkpoints / f"step_{step:08d}").state.val_loss == found.get(step)
     lowest = min((found[step], step) for step in (6, 9))[1]
-    assert pointed(checkpoints, "best") == best_checkpoint(checkpoints) == checkpoints / f"step_{lowest:08d}"
+    assert read_pointer(checkpoints, "best") == best_checkpoint(checkpoints) == checkpoints / f"step_{lowest:08d}"

@@ -19,12 +19,12 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
-from megatron_llama.checkpoint.hf_folder import open_hf_folder, tensors_of
-from megatron_llama.checkpoint.manifest import NAME, State, _checksum, parsed, read_manifest
+from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
+from megatron_llama.checkpoint.manifest import NAME, State, _checksum, parse_manifest, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
-from tests.messages import raises_saying
+from tests.messages import raises_with_message
 from tests.ranks import RankFailed
 
 SHARD = "rank_00001.safetensors"
@@ -99,7 +99,7 @@ def test_a_damage_that_only_another_layout_reads_is_seen_too(copy: Path) -> None
 def test_without_a_good_one_a_run_does_not_start_anew(copy: Path) -> None:
     for step in (1, 2):
         _truncate(copy / "checkpoints" / f"step_{step:08d}")
-    with raises_saying(RankFailed, "ConfigError.*no checkpoint can be used.*checkpoint.resume=never"):
+    with raises_with_message(RankFailed, "ConfigError.*no checkpoint can be used.*checkpoint.resume=never"):
         run(2, copy, *LAYOUT)
     assert saved_steps(copy / "checkpoints") == [2, 1]
     assert run(2, copy, *LAYOUT, "checkpoint.resume=never", "checkpoint.save_last=false").started_at == 0
@@ -131,10 +131,10 @@ def test_settings_of_another_type_are_refused(copy: Path, name: str, value: obje
     """Their checksum may be right: somebody else has written them. Generation reads them before a plan does."""
     folder = copy / "checkpoints" / "step_00000002"
     body = json.loads((folder / NAME).read_text())
-    parsed(folder, body)
+    parse_manifest(folder, body)
     body["state"]["settings"]["data"][name] = value
     with pytest.raises(CorruptFile, match=NAME):
-        parsed(folder, body)
+        parse_manifest(folder, body)
 
 
 def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
@@ -185,7 +185,7 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "pytorch_model.bin").write_bytes(bomb)
-    with raises_saying(ConfigError, "pickle"):
+    with raises_with_message(ConfigError, "pickle"):
         open_hf_folder(hf, ModelConfig())
     (hf / "model.safetensors").write_bytes(bomb)
     with pytest.raises(CorruptFile):
@@ -265,10 +265,10 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
         (tmp_path / "f.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(24))
 
     write(_entry())
-    assert tensors_of(tmp_path / "f.safetensors")["x"].shape == (2, 3)
+    assert list_tensors(tmp_path / "f.safetensors")["x"].shape == (2, 3)
     write(entry)
     with pytest.raises(CorruptFile, match="f.safetensors"):
-        tensors_of(tmp_path / "f.safetensors")
+        list_tensors(tmp_path / "f.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f.safetensors").write_bytes(content)
     with pytest.raises(CorruptFile, match="f.safetensors"):
-        tensors_of(tmp_path / "f.safetensors")
+        list_tensors(tmp_path / "f.safetensors")
 
 
 def test_nothing_reads_with_torch_load(copy: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from docs import generate
 from megatron_llama.checkpoint import differences
-from megatron_llama.checkpoint.differences import Difference, find_differences, refuse
+from megatron_llama.checkpoint.differences import Difference, check_allowed, find_differences
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
 from megatron_llama.config.fields import settings_by_name
@@ -89,24 +89,24 @@ def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(fold
     changes = {"data.prefixes": [0.25, "a", 0.75, "b"], "optim.lr": 1e-4, "optim.weight_decay": 0.0}
     found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))
     with pytest.raises(ConfigError) as caught:
-        refuse(found, ["batch"], Path("runs/one/step_00000003"))
+        check_allowed(found, ["batch"], Path("runs/one/step_00000003"))
     problems = caught.value.problems
     told = ["data.prefixes", "trainer.seed", "optim.lr", "optim.weight_decay"]
     assert [problem.field for problem in problems] == told
     assert all("checkpoint.allow=[data,batch,optim]" in problem.instead for problem in problems)
     assert problems[2].rule == "the checkpoint runs/one/step_00000003 was trained with 0.0003"
     assert problems[2].instead.startswith("write optim.lr=0.0003 to go on as before, or ")
-    refuse(found, ["data", "batch", "optim"], Path())
+    check_allowed(found, ["data", "batch", "optim"], Path())
     for missing in (["data"], ["optim"], ["batch"]):
         with pytest.raises(ConfigError):
-            refuse(found, missing, Path())
+            check_allowed(found, missing, Path())
 
 
 @pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "told")])
 def test_the_advice_to_go_on_as_before_can_be_typed(name: str, folder: Path) -> None:
     found = found_by(name, folder)
     with pytest.raises(ConfigError) as caught:
-        refuse(found, [], Path("folder"))
+        check_allowed(found, [], Path("folder"))
     refused = [difference for difference in found if difference.kind != "told"]
     for problem, difference in zip(caught.value.problems, refused, strict=True):
         rest = ", or start another" if difference.kind == "fixed" else " to go on as before"
@@ -119,7 +119,7 @@ def test_the_advice_to_go_on_as_before_can_be_typed(name: str, folder: Path) -> 
 def test_what_is_fixed_can_not_be_allowed(folder: Path) -> None:
     found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {"optim.name": "sgd", "optim.lr": 0.1}))
     with pytest.raises(ConfigError) as caught:
-        refuse(found, ALLOWED, Path("folder"))
+        check_allowed(found, ALLOWED, Path("folder"))
     (problem,) = caught.value.problems
     assert problem.field == "optim.name" and "init_from" in problem.instead and "allow" not in problem.instead
 

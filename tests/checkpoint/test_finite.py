@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, tensors_of
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors
 from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
 from megatron_llama.checkpoint.storage import STATES, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, **tensors: torch.Tensor) -> None:
 def test_a_hugging_face_folder(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     path = tmp_path / "model.safetensors"
     save_file({EMBEDDING: spoiled(value, dtype)}, path)
-    stored = SafetensorsFiles(tmp_path, tensors_of(path))
+    stored = SafetensorsFiles(tmp_path, list_tensors(path))
     with pytest.raises(CorruptFile, match=rf"model.safetensors: {EMBEDDING} holds {value} at \[5, 1\]"):
         stored.load_into({EMBEDDING: half(4)})
     stored.load_into({EMBEDDING: half(0)})  # a rank looks at what it reads, no further
@@ -62,7 +62,7 @@ def test_an_optimizer_state_may_be_infinite(tmp_path: Path) -> None:
 
 def test_how_many(tmp_path: Path) -> None:
     save_file({"a": torch.full((3, 3), math.nan)}, tmp_path / "model.safetensors")
-    stored = SafetensorsFiles(tmp_path, tensors_of(tmp_path / "model.safetensors"))
+    stored = SafetensorsFiles(tmp_path, list_tensors(tmp_path / "model.safetensors"))
     with pytest.raises(CorruptFile, match=r"a holds nan at \[0, 0\], and 8 more values are not finite"):
         stored.rows("a")
 

@@ -14,7 +14,7 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.hf_folder import tensors_of
+from megatron_llama.checkpoint.hf_folder import list_tensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import build_data
@@ -23,7 +23,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from tests.checkpoint.runner import CONF, CPU, run
-from tests.messages import raises_saying, unwrapped
+from tests.messages import raises_with_message, unwrap
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -207,7 +207,7 @@ def test_blocks_have_no_folder(tmp_path: Path) -> None:
     """What would attend to everything elsewhere is not exported; the run itself goes on."""
     blocks = "model.sparse_attention={block: 2, num_local_blocks: 2}"
     run(1, tmp_path / "run", blocks, until=1)
-    with raises_saying(ConfigError, "model.sparse_attention"):
+    with raises_with_message(ConfigError, "model.sparse_attention"):
         export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     run(1, tmp_path / "run", blocks, until=2)
@@ -240,14 +240,14 @@ def _refused(folder: Path, run_dir: Path, *overrides: str) -> str:
     try:
         plan = import_plan(1, folder, run_dir, *overrides)
     except ConfigError as error:
-        return unwrapped(str(error))
+        return unwrap(str(error))
     return run_ranks(_refusal, 1, plan)[0]
 
 
 def _refusal(rank: int, plan: Plan) -> str:
     with pytest.raises(ConfigError) as raised:
         _import(rank, plan)
-    return unwrapped(str(raised.value))
+    return unwrap(str(raised.value))
 
 
 def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
 
 
 def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
-    with raises_saying(ConfigError, "init_from"):
+    with raises_with_message(ConfigError, "init_from"):
         load_config(["model=from_hf", "data=mock"], CONF)
     save_with_transformers(CASES["llama 3, bf16, one file, wide heads"], tmp_path / "hf")
     config = load_config(["model=from_hf", f"init_from={tmp_path / 'hf'}", "data=mock", "data.seq_length=16"], CONF)
     assert config.model.name == "hf" and config.model.num_key_value_heads == 2 and config.model.rope_theta == 500000.0
     assert config.model.rope_scaling is not None and config.model.rope_scaling.original_max_position_embeddings == 16
-    with raises_saying(ConfigError, "another shape than model=llama_2m"):
+    with raises_with_message(ConfigError, "another shape than model=llama_2m"):
         resolve(load_config(["model=llama_2m", f"init_from={tmp_path / 'hf'}", "data=mock"], CONF), 1)
 
 
@@ -305,4 +305,4 @@ def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CorruptFile, match="no regular file"):
-        tensors_of(tmp_path / "model.safetensors")
+        list_tensors(tmp_path / "model.safetensors")

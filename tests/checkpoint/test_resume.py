@@ -10,7 +10,7 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import saved_steps
 from tests.checkpoint.runner import Tamper, assert_same, run
-from tests.messages import raises_saying
+from tests.messages import raises_with_message
 from tests.ranks import RankFailed
 
 ONE_BIT = ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=2"]
@@ -147,6 +147,6 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(one_step: Path, override: str, named: str) -> None:
-    with raises_saying(RankFailed, f"ConfigError.*{named}"):
+    with raises_with_message(RankFailed, f"ConfigError.*{named}"):
         run(1, one_step, override, until=2)
     assert saved_steps(one_step / "checkpoints") == [1]

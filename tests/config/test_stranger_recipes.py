@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.load_config import MOST_CHARACTERS, MOST_STEPS, check_interpolations
 from megatron_llama.plan import resolve
-from tests.messages import raises_saying
+from tests.messages import raises_with_message
 from tests.paths import CONF
 
 DOUBLING = {"a0": "xxxxxxxxxx", **{f"a{n}": f"${{.a{n - 1}}}" * 30 for n in range(1, MOST_STEPS)}}
@@ -67,7 +67,7 @@ def test_a_recipe_of_a_stranger(tmp_path: Path) -> None:
         ({"model": {"name": "${oc.decode:x}"}}, "is no reference that is read"),
     ]:
         recipe.write_text(yaml.safe_dump(values))
-        with raises_saying(ConfigError, words):
+        with raises_with_message(ConfigError, words):
             load_config([f"experiment={recipe}", "dry_run=true"], CONF)
 
 
@@ -75,7 +75,7 @@ def test_a_recipe_of_a_stranger(tmp_path: Path) -> None:
 def test_defaults_that_are_no_list_of_names(defaults: object, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"defaults": defaults}))
-    with raises_saying(ConfigError, "recipe.*can't be used"):
+    with raises_with_message(ConfigError, "recipe.*can't be used"):
         load_config([f"experiment={recipe}"], CONF)
 
 
@@ -89,7 +89,7 @@ def test_defaults_that_are_no_list_of_names(defaults: object, tmp_path: Path) ->
     ],
 )
 def test_a_command_line(override: str, words: str) -> None:
-    with raises_saying(ConfigError, words):
+    with raises_with_message(ConfigError, words):
         load_config([override, "data=mock"], CONF)
 
 
@@ -102,7 +102,7 @@ def test_what_people_write_is_accepted() -> None:
 def test_advice_does_not_look_through_everything(setting: str) -> None:
     """Rules name the nearest value that divides, and try one after the other."""
     begin = time.thread_time()
-    with raises_saying(ConfigError, f"{setting} = 100000000000000000 rule must be between 1 and"):
+    with raises_with_message(ConfigError, f"{setting} = 100000000000000000 rule must be between 1 and"):
         settings = [f"{setting}=100000000000000000", "trainer.tp=3", "trainer.shard_group=7", "data=mock"]
         resolve(load_config(settings, CONF), 10**17)
     assert time.thread_time() - begin < 5

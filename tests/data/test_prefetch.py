@@ -157,7 +157,7 @@ def test_the_watchdog_sees_a_read_that_hangs() -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not {"in __getitem__", "in at"} <= set(re.findall(r"in (?:__getitem__|at)\b", rank.stacks())):
             assert time.monotonic() < deadline, rank.stacks()
-            rank.ask_for_stacks()  # of the read that hangs, and of who waits for it
+            rank.request_stacks()  # of the read that hangs, and of who waits for it
         samples.gate.set()
         reader.join(PATIENCE_SECONDS)
     assert "data/batches.py" in rank.stacks()

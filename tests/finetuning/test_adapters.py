@@ -23,7 +23,7 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from tests.finetuning import runner
 from tests.finetuning.runner import CPU, World, make_plan, tune
-from tests.messages import raises_saying
+from tests.messages import raises_with_message
 from tests.model.llamas import whole_batch
 from tests.oracle import distance
 from tests.paths import ROOT
@@ -102,14 +102,14 @@ def test_merging_twice(world: World, trained: Path, tmp_path: Path) -> None:
     checkpoint = find_checkpoint(trained)
     first, second = (export(checkpoint, tmp_path / name, merge=True).folder for name in ("first", "second"))
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
-    with raises_saying(ConfigError, "is there already"):
+    with raises_with_message(ConfigError, "is there already"):
         export(checkpoint, first, merge=True)
-    with raises_saying(ConfigError, "does not hold the weights"):
+    with raises_with_message(ConfigError, "does not hold the weights"):
         export(checkpoint, tmp_path / "third", merge=True, base=first)  # what has been merged is another base
     tune(1, tmp_path / "full", "finetune=full", f"init_from={first}", steps=0)
-    with raises_saying(ConfigError, "nothing to merge"):
+    with raises_with_message(ConfigError, "nothing to merge"):
         export(find_checkpoint(tmp_path / "full"), tmp_path / "fourth", merge=True)
-    with raises_saying(ConfigError, "nothing is merged"):
+    with raises_with_message(ConfigError, "nothing is merged"):
         export(checkpoint, tmp_path / "fourth", base=world.base)
     assert not (tmp_path / "third").exists() and not (tmp_path / "fourth").exists()
 
@@ -118,7 +118,7 @@ def test_the_base_may_move(world: World, trained: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     moved.symlink_to(world.base)
     export(find_checkpoint(trained), tmp_path / "merged", merge=True, base=moved)
-    with raises_saying(ConfigError, "neither model.safetensors nor"):
+    with raises_with_message(ConfigError, "neither model.safetensors nor"):
         export(find_checkpoint(trained), tmp_path / "none", merge=True, base=tmp_path)
 
 
@@ -162,7 +162,7 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
 )
 def test_other_kinds_of_adapters_are_refused(settings: dict[str, Any], said: str, world: World, tmp_path: Path) -> None:
     folder = _with(world.adapter, tmp_path / "other", **settings)
-    with raises_saying(ConfigError, said):
+    with raises_with_message(ConfigError, said):
         make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
 
 
@@ -182,9 +182,9 @@ def test_what_does_not_matter_is_let_through(settings: dict[str, Any], world: Wo
 def test_an_adapter_sets_rank_and_modules(world: World, tmp_path: Path) -> None:
     finetune = make_plan(1, tmp_path, *world.lora).config.finetune
     assert (finetune.lora_rank, finetune.lora_alpha, len(finetune.lora_target_modules)) == (4, 12, 7)
-    with raises_saying(ConfigError, r"is set by the adapter in \S+: 4"):
+    with raises_with_message(ConfigError, r"is set by the adapter in \S+: 4"):
         make_plan(1, tmp_path, *world.lora, "finetune.lora_rank=8")
-    with raises_saying(ConfigError, "No such file"):
+    with raises_with_message(ConfigError, "No such file"):
         make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={tmp_path}", f"init_from={world.base}")
 
 
@@ -193,5 +193,5 @@ def test_an_adapter_of_another_model_is_refused(world: World, tmp_path: Path) ->
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(iter(tensors))
     save_file(tensors | {name: torch.zeros(4, 5)}, folder / "adapter_model.safetensors", {"format": "pt"})
-    with raises_saying(RankFailed, "ConfigError.*in the shape .4, 5."):
+    with raises_with_message(RankFailed, "ConfigError.*in the shape .4, 5."):
         tune(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}", steps=0)

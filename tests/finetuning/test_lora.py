@@ -18,7 +18,7 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.plan.storage import PLAIN
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
-from tests.messages import raises_saying
+from tests.messages import raises_with_message
 from tests.ranks import RankFailed, run_ranks
 
 SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]
@@ -222,5 +222,5 @@ def test_another_runs_checkpoint_is_refused(changes: list[str], named: str, worl
         save_file(base, other / "model.safetensors", {"format": "pt"})
         (other / "config.json").write_text((world.base / "config.json").read_text())
         settings["init_from"] = f"init_from={other}"
-    with raises_saying(RankFailed, f"ConfigError.*{named}"):
+    with raises_with_message(RankFailed, f"ConfigError.*{named}"):
         tune(1, tmp_path, *settings.values(), steps=2)

@@ -30,7 +30,7 @@ from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model
-from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, own_records, read_metrics
+from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics, read_run_records
 from tests.fuzz.good_files import (
     ADAPTER,
     CHECKPOINT_CASES,
@@ -181,7 +181,7 @@ def read_metrics_file(case: Path) -> None:
     assert kept in ([], [before]) and all(record["step"] <= 10 for record in after)
     whole = [line for line in before.splitlines() if line.startswith(b'{"step": 1,') and line.endswith(b"}")]
     assert kept or len(after) >= len([line for line in whole[:-1] if json.loads(line)]), "a line vanished"
-    own_records(path)
+    read_run_records(path)
     read_log(case)
 
 

@@ -1,4 +1,4 @@
-"""A starter in a process of its own: its ranks' ends, its last words and its exit status are looked at from outside."""
+"""Fixture for launchers in a separate process: tests check their ranks, stderr and exit status."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch.distributed  # noqa: F401  once, before any fork
 
-from tests.processes import MakeStarter, Starter
+from tests.processes import Launcher, MakeLauncher
 
 
 @pytest.fixture
-def starter(tmp_path: Path) -> Iterator[MakeStarter]:
+def launcher(tmp_path: Path) -> Iterator[MakeLauncher]:
     """Makes starters, and ends those that a failed test leaves."""
-    made: list[Starter] = []
+    made: list[Launcher] = []
 
-    def make(function: Callable[[], int]) -> Starter:
-        made.append(Starter(function, tmp_path))
+    def make(function: Callable[[], int]) -> Launcher:
+        made.append(Launcher(function, tmp_path))
         return made[-1]
 
     yield make

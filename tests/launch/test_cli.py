@@ -25,7 +25,7 @@ from megatron_llama.plan import Plan
 from tests.data.files import numbered, write_indexed
 from tests.launch.fake_train import TINY, note_place, script
 from tests.paths import ROOT
-from tests.processes import STARTERS, MakeStarter, environment
+from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, environment
 
 # Runs train.py and says afterwards which of the heavy packages came along.
 PROBE = """
@@ -134,7 +134,7 @@ def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
 
 def clear_starters(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the tests had been started by hand."""
-    for name in [name for name in os.environ if name.startswith(STARTERS)]:
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         monkeypatch.delenv(name)
 
 
@@ -179,11 +179,11 @@ def test_the_world_of_a_starter_wins() -> None:
 
 
 def test_a_run_writes_its_config_and_plan(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clear_starters(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    job = starter(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
+    job = launcher(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
     assert job.wait() == 0, job.errors
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("llama_2m-mock-")
@@ -206,11 +206,11 @@ def hold(plan: Plan) -> None:
 
 
 def test_one_folder_has_one_run(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     clear_starters(monkeypatch)
     arguments = [*TINY, f"run.dir={tmp_path}/run"]
-    job = starter(partial(cli.main, arguments, hold))
+    job = launcher(partial(cli.main, arguments, hold))
     deadline = time.monotonic() + 100
     while not (tmp_path / "run/held").exists():
         assert time.monotonic() < deadline, job.errors
@@ -223,7 +223,7 @@ def test_one_folder_has_one_run(
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:  # the lock is free as soon as the last rank has gone
         try:
-            with run_dir.claimed(tmp_path / "run"):
+            with run_dir.claim_run_dir(tmp_path / "run"):
                 return
         except ConfigError:
             time.sleep(0.05)
@@ -270,16 +270,16 @@ def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     clear_starters(monkeypatch)
     config = load_config(TINY, cli.CONF_DIR)
-    first = run_dir.default_dir_of_job(config, "4711")
+    first = run_dir.default_run_dir(config, "4711")
     assert re.fullmatch(r"runs/llama_2m-mock-4711-\d{8}-\d{6}", first)
     for name in (first, "runs/llama_2m-mock-4711-20200101-000000", "runs/llama_2m-mock-47112-20990101-000000"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr("time.strftime", lambda form: "20330101-000000")
     # Slurm's numbers start again one day: another job of this number must not go on in that folder.
-    assert run_dir.default_dir_of_job(config, "4711") == "runs/llama_2m-mock-4711-20330101-000000"
+    assert run_dir.default_run_dir(config, "4711") == "runs/llama_2m-mock-4711-20330101-000000"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert run_dir.default_dir_of_job(config, "4711") == first
-    assert run_dir.default_dir_of_job(config, "4712") == "runs/llama_2m-mock-4712-20330101-000000"
+    assert run_dir.default_run_dir(config, "4711") == first
+    assert run_dir.default_run_dir(config, "4712") == "runs/llama_2m-mock-4712-20330101-000000"
 
 
 def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -61,7 +61,7 @@ def test_started_by_hand() -> None:
 def test_torchrun() -> None:
     context = process_context(TORCHRUN)
     assert context is not None
-    assert (context.starter, context.rank, context.local_rank, context.world_size) == ("torchrun", 9, 1, 16)
+    assert (context.launcher, context.rank, context.local_rank, context.world_size) == ("torchrun", 9, 1, 16)
     assert context.has_store and context.job is None
     assert context.environment() == {
         "RANK": "9",
@@ -76,13 +76,13 @@ def test_torchrun() -> None:
 def test_torchrun_names_the_job_by_its_id_or_slurms() -> None:
     assert process_context(TORCHRUN | {"TORCHELASTIC_RUN_ID": "llama"}).job == "llama"
     assert process_context(TORCHRUN | {"SLURM_JOB_ID": "4711"}).job == "4711"
-    assert process_context(TORCHRUN | SRUN).starter == "torchrun", "torchrun inside srun: the inner one counts"
+    assert process_context(TORCHRUN | SRUN).launcher == "torchrun", "torchrun inside srun: the inner one counts"
 
 
 def test_srun() -> None:
     context = process_context(SRUN)
     assert context is not None
-    assert (context.starter, context.rank, context.local_rank, context.local_ranks) == ("srun", 9, 1, 8)
+    assert (context.launcher, context.rank, context.local_rank, context.local_ranks) == ("srun", 9, 1, 8)
     assert (context.master_addr, context.job, context.has_store) == ("gpu07", "4711", False)
     assert 15000 <= context.master_port < 30000
     others = [process_context(SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 8)}) for rank in range(16)]
@@ -149,7 +149,7 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 def test_mpirun_on_one_machine(environ: dict[str, str]) -> None:
     context = process_context(environ)
     assert context is not None and not context.one_per_node
-    assert (context.starter, context.rank, context.local_rank, context.world_size) == ("mpirun", 1, 1, 2)
+    assert (context.launcher, context.rank, context.local_rank, context.world_size) == ("mpirun", 1, 1, 2)
     assert (context.master_addr, context.node, context.nodes, context.has_store) == ("127.0.0.1", 0, 1, False)
     assert context.master_port == process_context(environ | {"PMI_RANK": "0"}).master_port
     assert process_context(environ | {"MASTER_PORT": "4000"}).master_port == 4000
@@ -175,7 +175,7 @@ def test_mpirun_on_several_machines_needs_an_address() -> None:
 
 
 def test_torchrun_inside_mpirun_counts() -> None:
-    assert process_context(OPEN_MPI | TORCHRUN).starter == "torchrun"
+    assert process_context(OPEN_MPI | TORCHRUN).launcher == "torchrun"
 
 
 def test_deepspeeds_and_hand_made_variables() -> None:
@@ -232,11 +232,11 @@ def test_every_wrong_variable_is_told_at_once() -> None:
         process_context(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"})
 
 
-@pytest.mark.parametrize("starter", [OPEN_MPI, HYDRA, SRUN])
-def test_a_world_size_left_in_the_environment_is_not_taken_for_the_starters(starter: dict[str, str]) -> None:
+@pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA, SRUN])
+def test_a_world_size_left_in_the_environment_is_not_taken_for_the_starters(launcher: dict[str, str]) -> None:
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(ConfigError, match="processes were started") as error:
-        process_context(starter | left)
+        process_context(launcher | left)
     assert [problem.field for problem in error.value.problems] == ["WORLD_SIZE"]
 
 
@@ -261,7 +261,7 @@ def test_nodes_of_torchrun() -> None:
 def test_a_process_on_a_host() -> None:
     told = {NODE: "1", NODES: "3", SLOTS: "4,2,2", RUN_ID: "x", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}
     context = process_context(told | SRUN)
-    assert context is not None and context.starter == "hosts" and context.one_per_node
+    assert context is not None and context.launcher == "hosts" and context.one_per_node
     assert (context.rank, context.world_size, context.ranks_of_nodes(8)) == (1, 3, (4, 2, 2))
     alike = process_context(told | {SLOTS: ""})
     assert alike is not None and alike.ranks_of_nodes(12) == (4, 4, 4)

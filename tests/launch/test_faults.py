@@ -18,14 +18,14 @@ import torch.distributed as dist
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.launch import ssh, start, supervise
-from megatron_llama.launch.rank import describe, function_of, says_peer_lost
+from megatron_llama.launch.rank import describe, is_peer_lost, load_entry
 from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
 from megatron_llama.system.errors import MachineError
 from tests.processes import (
     PATIENCE_SECONDS,
-    MakeStarter,
+    MakeLauncher,
     announce,
     gone,
     pids,
@@ -39,7 +39,7 @@ TAKES_ALL_DOWN_SECONDS = 10.0
 
 
 def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool = True) -> Callable[[], int]:
-    """What a starter does: run ``work`` on ``ranks`` ranks."""
+    """What a launcher does: run ``work`` on ``ranks`` ranks."""
 
     def start() -> int:
         Cpu.forkable = fork  # in this process alone
@@ -55,7 +55,7 @@ def sleep_long(folder: Path) -> None:
 
 
 def join_world() -> None:
-    """Connects the ranks by gloo, through the store that the starter hosts."""
+    """Connects the ranks by gloo, through the store that the launcher hosts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
@@ -78,36 +78,36 @@ def reduce_once(folder: Path) -> None:
         pytest.param(False, 3, id="spawn, 3", marks=pytest.mark.slow),  # each imports torch for itself
     ],
 )
-def test_ranks_meet_and_end_well(starter: MakeStarter, tmp_path: Path, fork: bool, ranks: int) -> None:
-    job = starter(run(reduce_once, tmp_path, ranks, fork))
+def test_ranks_meet_and_end_well(launcher: MakeLauncher, tmp_path: Path, fork: bool, ranks: int) -> None:
+    job = launcher(run(reduce_once, tmp_path, ranks, fork))
     assert job.wait() == 0, job.errors
     totals = [float((tmp_path / f"total{number}").read_text()) for number in range(ranks)]
     assert totals == [ranks * (ranks + 1) / 2] * ranks
 
 
 def test_a_spawned_rank_imports_from_the_tree_of_its_launcher(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "megatron_llama.py").write_text("raise ImportError('a file in the current folder')")
     monkeypatch.chdir(tmp_path)
-    job = starter(run(reduce_once, tmp_path, ranks=1, fork=False))
+    job = launcher(run(reduce_once, tmp_path, ranks=1, fork=False))
     assert job.wait() == 0, job.errors
 
 
 def test_a_spawned_rank_has_its_launchers_import_path_from_the_start(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python imports sitecustomize before a rank's own code runs."""
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w').close()\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    job = starter(run(reduce_once, tmp_path, ranks=1, fork=False))
+    job = launcher(run(reduce_once, tmp_path, ranks=1, fork=False))
     assert job.wait() == 0, job.errors
     assert (tmp_path / "seen").exists()
 
 
-def test_an_entry_may_be_a_name(starter: MakeStarter, tmp_path: Path) -> None:
-    assert function_of("tests.launch.test_faults:join_world") is join_world
-    job = starter(lambda: start_ranks(plan_of(1), "tests.launch.no_such_file:entry"))
+def test_an_entry_may_be_a_name(launcher: MakeLauncher, tmp_path: Path) -> None:
+    assert load_entry("tests.launch.test_faults:join_world") is join_world
+    job = launcher(lambda: start_ranks(plan_of(1), "tests.launch.no_such_file:entry"))
     assert job.wait() == 1
     assert job.last_line == "ModuleNotFoundError: No module named 'tests.launch.no_such_file'"
 
@@ -128,7 +128,7 @@ def fail_on_one(folder: Path) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A starter that waits for the other ranks' reports as long as it takes; they end by themselves."""
+    """A launcher that waits for the other ranks' reports as long as it takes; they end by themselves."""
     monkeypatch.setattr(start, "GRACE", Grace(PATIENCE_SECONDS, PATIENCE_SECONDS, PATIENCE_SECONDS))
 
 
@@ -168,15 +168,15 @@ def test_all_are_taken_down_within_ten_seconds(cause: str, grace: Grace, monkeyp
     assert not children[1].ended
 
 
-def test_the_first_failure_has_the_last_word(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
-    job = starter(run(fail_on_one, tmp_path))
+def test_the_first_failure_has_the_last_word(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
+    job = launcher(run(fail_on_one, tmp_path))
     assert job.wait() == 1
     assert job.last_line == "ZeroDivisionError: the weights of rank one"
     assert job.errors.count("Traceback (most recent call last)") == 1, "the other ranks' errors are consequences"
     assert "Rank 1 of 4 failed" in job.errors and "fail_on_one" in job.errors
     # Not by luck: others did fail, by errors that are recognised as consequences.
     lost = [path.read_text() for path in tmp_path.glob("lost*")]
-    assert lost and all(says_peer_lost(RuntimeError(text)) for text in lost), lost
+    assert lost and all(is_peer_lost(RuntimeError(text)) for text in lost), lost
 
 
 def fail_late_to_say_so(folder: Path) -> None:
@@ -185,15 +185,17 @@ def fail_late_to_say_so(folder: Path) -> None:
         announce(folder)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
     (first,) = pids(folder, 1)
-    while Path(f"/proc/{first}").exists():  # until the starter has seen its end
+    while Path(f"/proc/{first}").exists():  # until the launcher has seen its end
         time.sleep(0.01)
     time.sleep(0.2)
     raise ValueError("the cause")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_a_consequence_that_is_reported_first_does_not_win(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
-    job = starter(run(fail_late_to_say_so, tmp_path, ranks=2))
+def test_consequence_reported_first_is_not_the_cause(
+    launcher: MakeLauncher, tmp_path: Path, patient: None
+) -> None:
+    job = launcher(run(fail_late_to_say_so, tmp_path, ranks=2))
     assert job.wait() == 1
     assert job.last_line == "ValueError: the cause"
 
@@ -255,17 +257,17 @@ def abort(folder: Path) -> None:
     ],
 )
 def test_every_way_to_die_takes_all_down(
-    starter: MakeStarter, tmp_path: Path, work: Callable[[Path], None], last_line: str
+    launcher: MakeLauncher, tmp_path: Path, work: Callable[[Path], None], last_line: str
 ) -> None:
-    job = starter(run(work, tmp_path, ranks=3))
+    job = launcher(run(work, tmp_path, ranks=3))
     assert job.wait() == 1
     assert job.last_line == last_line
     if work is abort:
         assert "in abort" in job.errors, "the Python stack of a crash is shown"
 
 
-def test_a_killed_rank_takes_all_down_and_is_named(starter: MakeStarter, tmp_path: Path) -> None:
-    job = starter(run(sleep_long, tmp_path, ranks=3))
+def test_a_killed_rank_takes_all_down_and_is_named(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(sleep_long, tmp_path, ranks=3))
     others = pids(tmp_path, 3)
     os.kill(others[2], signal.SIGKILL)
     assert job.wait() == 1
@@ -273,15 +275,17 @@ def test_a_killed_rank_takes_all_down_and_is_named(starter: MakeStarter, tmp_pat
     assert all(gone(pid) for pid in others)
 
 
-def test_spawned_ranks_follow_the_same_rules(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
-    job = starter(run(fail_on_one, tmp_path, ranks=2, fork=False))
+def test_spawned_ranks_follow_the_same_rules(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
+    job = launcher(run(fail_on_one, tmp_path, ranks=2, fork=False))
     assert job.wait() == 1
     assert job.last_line == "ZeroDivisionError: the weights of rank one"
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-def test_ranks_die_with_their_starter_even_when_it_is_killed(starter: MakeStarter, tmp_path: Path, fork: bool) -> None:
-    job = starter(run(sleep_long, tmp_path, ranks=2, fork=fork))
+def test_ranks_die_with_a_killed_launcher(
+    launcher: MakeLauncher, tmp_path: Path, fork: bool
+) -> None:
+    job = launcher(run(sleep_long, tmp_path, ranks=2, fork=fork))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
@@ -293,8 +297,8 @@ def bad_tokenizer(folder: Path) -> None:
     raise ConfigError([Problem("data.tokenizer", "a.model", rule, "write data.tokenizer=b.model")])
 
 
-def test_a_users_mistake_found_by_all_ranks_is_said_once(starter: MakeStarter, tmp_path: Path) -> None:
-    job = starter(run(bad_tokenizer, tmp_path))
+def test_a_users_mistake_found_by_all_ranks_is_said_once(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(bad_tokenizer, tmp_path))
     assert job.wait() == 2
     assert job.errors.count("the dataset was made by another tokenizer") == 1
     assert "Traceback" not in job.errors
@@ -302,9 +306,9 @@ def test_a_users_mistake_found_by_all_ranks_is_said_once(starter: MakeStarter, t
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_the_ranks_business_and_75_comes_back(
-    starter: MakeStarter, tmp_path: Path, number: signal.Signals
+    launcher: MakeLauncher, tmp_path: Path, number: signal.Signals
 ) -> None:
-    job = starter(run(save_and_leave, tmp_path, ranks=2))
+    job = launcher(run(save_and_leave, tmp_path, ranks=2))
     pids(tmp_path, 2)
     os.kill(job.pid, number)
     assert job.wait() == 75, job.errors
@@ -312,8 +316,8 @@ def test_signals_are_the_ranks_business_and_75_comes_back(
     assert job.errors == ""
 
 
-def test_sigterm_before_ranks_can_save_ends_the_job(starter: MakeStarter, tmp_path: Path) -> None:
-    job = starter(run(sleep_long, tmp_path, ranks=2))
+def test_sigterm_before_ranks_can_save_ends_the_job(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(sleep_long, tmp_path, ranks=2))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait() == 128 + signal.SIGTERM
@@ -328,8 +332,8 @@ def fail_while_others_leave(folder: Path) -> None:
     raise OSError("disk full while saving")
 
 
-def test_75_needs_all_ranks(starter: MakeStarter, tmp_path: Path) -> None:
-    job = starter(run(fail_while_others_leave, tmp_path, ranks=2))
+def test_75_needs_all_ranks(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(fail_while_others_leave, tmp_path, ranks=2))
     assert job.wait() == 1
     assert job.last_line == "OSError: disk full while saving"
 
@@ -342,8 +346,8 @@ def interrupted(folder: Path) -> None:
     time.sleep(600)
 
 
-def test_interrupt_ends_all_ranks_with_one_line(starter: MakeStarter, tmp_path: Path) -> None:
-    job = starter(run(interrupted, tmp_path, ranks=2))
+def test_interrupt_ends_all_ranks_with_one_line(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(interrupted, tmp_path, ranks=2))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGINT)
     assert job.wait() == 130
@@ -361,8 +365,8 @@ def clean_up(folder: Path) -> None:
         (folder / f"cleaned{rank()}").touch()
 
 
-def test_interrupted_ranks_may_close_their_files(starter: MakeStarter, tmp_path: Path, patient: None) -> None:
-    job = starter(run(clean_up, tmp_path, ranks=2))
+def test_interrupted_ranks_may_close_their_files(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
+    job = launcher(run(clean_up, tmp_path, ranks=2))
     pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGINT)
     assert job.wait() == 130
@@ -373,10 +377,10 @@ def talk(folder: Path) -> None:
     os.write(1, f"words of rank {rank()}\n".encode())
 
 
-def test_only_rank_0_has_the_terminal(starter: MakeStarter, tmp_path: Path) -> None:
+def test_only_rank_0_has_the_terminal(launcher: MakeLauncher, tmp_path: Path) -> None:
     outputs = tmp_path / "ranks"
     outputs.mkdir()
-    job = starter(
+    job = launcher(
         partial(start_ranks, plan_of(3), partial(without_plan, partial(talk, tmp_path)), Share(3, output_dir=outputs))
     )
     assert job.wait() == 0

@@ -117,7 +117,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def start(place: ProcessContext, token: str = "", counts: int | None = None) -> Rendezvous:
-    """A process that has reported itself; its starter told it of ``counts`` processes."""
+    """A process that has reported itself; its launcher told it of ``counts`` processes."""
     told = place if counts is None else replace(place, world_size=counts)
     here = Rendezvous(told)
     mine = reports.node_info(told, place.rank, 1, place.world_size)
@@ -151,7 +151,7 @@ def test_what_an_earlier_attempt_has_left_does_not_count() -> None:
     """torchrun keeps its store while agents come and go, and counts restarts on each agent alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [
-        replace(context(rank, 2, port=store.port), starter="torchrun", has_store=True, nodes=1) for rank in (0, 1)
+        replace(context(rank, 2, port=store.port), launcher="torchrun", has_store=True, nodes=1) for rank in (0, 1)
     ]
 
     def attempt(chosen: str) -> list[Any]:
@@ -159,7 +159,7 @@ def test_what_an_earlier_attempt_has_left_does_not_count() -> None:
 
         def begin() -> reports.Opening:
             nodes = [replace(node, token="old") if node.number else node for node in first.gather()]
-            return first.open(nodes, *first.agreed_run_dir(chosen))  # as if the report lay there from before
+            return first.open(nodes, *first.agree_on_run_dir(chosen))  # as if the report lay there from before
 
         opened, heard = together(begin, second.wait)
         assert opened == heard, "the report that was there first is corrected"
@@ -374,11 +374,11 @@ def test_torchruns_nodes_may_share_a_machine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         for node in (0, 1):
-            check_first_address(replace(context(node, port=port), starter="torchrun", has_store=True))
+            check_first_address(replace(context(node, port=port), launcher="torchrun", has_store=True))
             with pytest.raises(ConfigError, match="every node takes it for itself"):
                 check_first_address(context(node, port=port))
     with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
-        check_first_address(replace(context(1, port=port), starter="torchrun", has_store=True))
+        check_first_address(replace(context(1, port=port), launcher="torchrun", has_store=True))
 
 
 def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.Mo
 
 
 def test_interfaces() -> None:
-    assert environment.own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert environment.local_address_to("127.0.0.1") == "127.0.0.1"
     assert environment.interface_of("127.0.0.1") in ("lo", "lo0", None)
     assert environment.interface_of("203.0.113.7") is None, "an address of nobody"
     assert environment.is_loopback("localhost.localdomain") and not environment.is_loopback("n1.cluster")

@@ -72,7 +72,7 @@ def test_after_the_end_the_status_is_what_counts() -> None:
 
 
 def told(number: int) -> None:
-    """Signals this rank's starter; returns when the signal has come here."""
+    """Signals this rank's launcher; returns when the signal has come here."""
     arrived: list[int] = []
     handler: Any = signal.getsignal(number)
     signal.signal(number, lambda *arguments: [arrived.append(1), handler(*arguments)])
@@ -97,7 +97,7 @@ def first(
 
 
 def in_a_phase(owner: Any, name: str, number: int, call: int = 1) -> Callable[[Plan], None]:
-    """The work of a rank that signals its starter in a phase."""
+    """The work of a rank that signals its launcher in a phase."""
 
     def work(plan: Plan) -> None:
         first(owner, name, lambda: told(number), call)

@@ -57,7 +57,7 @@ def test_mpirun_is_recognised(mpi: str, tmp_path: Path) -> None:
     out, errors = started([*mpirun(mpi), *wrapped]).communicate(timeout=PATIENCE_SECONDS)
     places = sorted((json.loads(line) for line in out.splitlines()), key=lambda place: place["rank"])
     assert [(place["rank"], place["local_rank"]) for place in places] == [(0, 0), (1, 1)], errors
-    for name, expected in {"starter": "mpirun", "world_size": 2, "local_ranks": 2, "master_addr": "127.0.0.1"}.items():
+    for name, expected in {"launcher": "mpirun", "world_size": 2, "local_ranks": 2, "master_addr": "127.0.0.1"}.items():
         assert {place[name] for place in places} == {expected}
     assert places[0]["master_port"] == places[1]["master_port"]
 
@@ -66,19 +66,19 @@ LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("starter", ["mpich", "torchrun"])
-def test_a_wrong_variable_is_refused_by_each_process(starter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["mpich", "torchrun"])
+def test_a_wrong_variable_is_refused_by_each_process(launcher: str, tmp_path: Path) -> None:
     """Left in the environment by an earlier torchrun, and lost on the way from this one."""
     train = [sys.executable, TRAIN, *SMALL, f"run.dir={tmp_path}/run"]
-    if starter == "mpich":
+    if launcher == "mpich":
         run, wrong = started([*mpirun("mpich"), *train], **LEFT_OVER), "WORLD_SIZE = 1"
     else:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
         run, wrong = started([*agent, "env", "-u", "MASTER_ADDR", *train]), "MASTER_ADDR"
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == (2 if starter == "mpich" else 1), errors
+    assert run.returncode == (2 if launcher == "mpich" else 1), errors
     # torchrun ends the others once one has failed: whether they have told by then is a matter of luck.
-    assert errors.count("can't work") in ([2] if starter == "mpich" else [1, 2]) and wrong in errors, errors
+    assert errors.count("can't work") in ([2] if launcher == "mpich" else [1, 2]) and wrong in errors, errors
     assert not (tmp_path / "run").exists()
 
 
@@ -96,12 +96,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("starter", [*MPIS, "accelerate"])
-def test_losses_equal_those_of_a_plain_run(starter: str, plain: list[float], tmp_path: Path) -> None:
-    if starter == "accelerate" and find_spec("accelerate") is None:
+@pytest.mark.parametrize("launcher", [*MPIS, "accelerate"])
+def test_losses_equal_those_of_a_plain_run(launcher: str, plain: list[float], tmp_path: Path) -> None:
+    if launcher == "accelerate" and find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     train = [sys.executable, TRAIN]
-    command = [sys.executable, *ACCELERATE.split()] if starter == "accelerate" else [*mpirun(starter), *train]
+    command = [sys.executable, *ACCELERATE.split()] if launcher == "accelerate" else [*mpirun(launcher), *train]
     run = started([*command, *SMALL, "trainer.steps=3", f"run.dir={tmp_path}/run"])
     out, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors

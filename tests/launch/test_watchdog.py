@@ -32,8 +32,8 @@ from megatron_llama.system.signals import is_stopped
 from tests.config.helpers import make
 from tests.processes import (
     PATIENCE_SECONDS,
-    MakeStarter,
-    Starter,
+    Launcher,
+    MakeLauncher,
     announce,
     hasten,
     pids,
@@ -55,7 +55,7 @@ class Simulated:
     def enter(self, name: str, patience: float = 1.0) -> None:
         self.phase = Phase(self.phase.number + 1, name, patience)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         pass
 
     def stacks(self) -> str:
@@ -197,10 +197,10 @@ def until_stopped(folder: Path, number: int, ranks: int = 2) -> None:
 
 @pytest.mark.parametrize("name", ["importing the program", "meeting the other ranks", "step 1", "exporting"])
 def test_a_stopped_rank_is_named_with_its_phase(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
-    job = starter(watched(partial(stop_in, name, tmp_path)))
+    job = launcher(watched(partial(stop_in, name, tmp_path)))
     until_stopped(tmp_path, 1)
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -212,7 +212,7 @@ def test_a_stopped_rank_is_named_with_its_phase(
 
 
 def test_a_rank_that_is_stopped_before_its_first_line_is_named(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
     run = start.run_assignment
@@ -225,7 +225,7 @@ def test_a_rank_that_is_stopped_before_its_first_line_is_named(
         run(assignment, *rest)
 
     monkeypatch.setattr(start, "run_assignment", stopped_at_once)
-    job = starter(watched(partial(time.sleep, 600)))
+    job = launcher(watched(partial(time.sleep, 600)))
     until_stopped(tmp_path, 1)
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -233,7 +233,7 @@ def test_a_rank_that_is_stopped_before_its_first_line_is_named(
 
 
 def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
-    starter: MakeStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
 
@@ -242,7 +242,7 @@ def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
         announce(tmp_path)
         max(itertools.repeat(0))  # for ever in C: no other thread runs, and no handler of a signal
 
-    job = starter(watched(hold, ranks=1))
+    job = launcher(watched(hold, ranks=1))
     pids(tmp_path, 1)
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -286,7 +286,7 @@ def test_ranks_that_watch_themselves_name_the_stopped_one(
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
-    ranks = [Starter(partial(one_of_three, n, port, tmp_path, host), folders[n]) for n in range(3)]
+    ranks = [Launcher(partial(one_of_three, n, port, tmp_path, host), folders[n]) for n in range(3)]
     try:
         until_stopped(tmp_path, victim, 3)
         (tmp_path / "hasten").touch()
@@ -317,7 +317,7 @@ def test_new_graphs_come_in_the_first_steps_and_the_first_validations() -> None:
 
 
 def test_reading_stacks_does_not_disturb_who_writes_them() -> None:
-    """A rank shares its file's position with its starter; a seek of the starter's would have it overwrite its lines."""
+    """A rank shares the file position with its launcher; a seek by the launcher would overwrite lines."""
     file: IO[bytes] = tempfile.TemporaryFile()
     lines = [f"line {number}\n" for number in range(5_000)]
 

@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
-from megatron_llama.launch.run_dir import claimed
+from megatron_llama.launch.run_dir import claim_run_dir
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file
 from megatron_llama.text.chat_template import own_template
@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "set.json": lambda folder: read_dataset_manifest(str(folder / "set")),
     NAME: read_manifest,
     "latest": lambda folder: pointed(folder, "latest"),
-    "metrics.jsonl": lambda folder: claimed(folder).__enter__(),
+    "metrics.jsonl": lambda folder: claim_run_dir(folder).__enter__(),
     "trainer_state.json": lambda folder: read_log(folder / "trainer_state.json"),
     "a.sha256": lambda folder: sha256_file(folder / "a.sha256"),
 }

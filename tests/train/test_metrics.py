@@ -19,7 +19,7 @@ from megatron_llama.devices import Peak
 from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
-from megatron_llama.train.metrics_file import MetricsFile, cut_back, own_records, read_metrics
+from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
 from tests.paths import ROOT
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
@@ -123,13 +123,13 @@ LINES = [f'{{"step": {step}, "lr": 0.{step}}}\n' for step in (1, 2, 3)]
 def test_cut_back(tmp_path: Path, text: str, step: int, left: int) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    cut_back(path, step)
+    truncate_after(path, step)
     assert path.read_text() == "".join(LINES[:left])
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
 def test_cut_back_of_nothing(tmp_path: Path) -> None:
-    cut_back(tmp_path / "metrics.jsonl", 5)
+    truncate_after(tmp_path / "metrics.jsonl", 5)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -157,7 +157,7 @@ def test_others_lines_do_not_spoil_the_end_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 99}\n{"step": 100, "lr": "high", "mfu": 1}\n')
-    assert len(own_records(path)) == STEPS
+    assert len(read_run_records(path)) == STEPS
     assert draw_run(plan) is not None
 
 

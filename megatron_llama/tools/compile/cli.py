@@ -118,12 +118,12 @@ def _start(plan: Plan) -> int:
     from megatron_llama.launch import run_dir
     from megatron_llama.launch.start import Share, start_ranks
 
-    plan.config.run.dir = plan.config.run.dir or run_dir.default_dir_of_job(plan.config, None)
+    plan.config.run.dir = plan.config.run.dir or run_dir.default_run_dir(plan.config, None)
     folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
     # A rank of each kind of pipeline stage: the first, one in the middle, the last.
     ranks = [plan.grid.rank(pp=stage) for stage in sorted({0, min(1, pp - 1), pp - 1})]
-    with run_dir.claimed(folder):
-        sys.stdout.write(run_dir.record(plan, folder) + "\n")
+    with run_dir.claim_run_dir(folder):
+        sys.stdout.write(run_dir.write_config_and_plan(plan, folder) + "\n")
         entry = partial(compile_one_rank, representatives=ranks)
         with run_dir.rank_outputs(folder, range(len(ranks))) as output_dir:
             return start_ranks(plan, entry, Share(len(ranks), output_dir=output_dir))

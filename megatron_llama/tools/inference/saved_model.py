@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.shapes import head_dim, kv_heads
-from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, only_trained, open_adapter, open_base
+from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, open_adapter, open_base, trained_tensors
 from megatron_llama.checkpoint.export import model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
@@ -79,7 +79,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     origin = manifest.state.hf_folder
     stored: Stored = manifest.stored
     if finetune.method == "lora":
-        trained = only_trained(manifest, model, finetune)
+        trained = trained_tensors(manifest, model, finetune)
         stored = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
         origin = str(stored.folder)
     else:

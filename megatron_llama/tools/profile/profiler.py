@@ -26,7 +26,7 @@ from megatron_llama.tools.profile.files import write_profile
 from megatron_llama.tools.profile.modules import ModuleClock, RankProfile
 from megatron_llama.tools.profile.trace import NORM, OPTIMIZER, Clock, Memory, Zone, finish_trace, step_name
 from megatron_llama.topology import Topology
-from megatron_llama.train.waits import AXES, DATA, WAITED, watching_waits
+from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS, trace_waits
 
 FOLDER = "profile"
 """Inside the run's folder."""
@@ -82,7 +82,7 @@ class StepProfiler:
                 timed = _inside(clock, Zone(name), getattr(owner, method))
                 stack.enter_context(patch.object(owner, method, timed))
             stack.enter_context(step.modules.following())
-            stack.enter_context(watching_waits(clock.waiting, compiled=model.compiler is not None))
+            stack.enter_context(trace_waits(clock.waiting, compiled=model.compiler is not None))
             clock.start()
             yield
             clock.move(clock.zone)
@@ -104,7 +104,7 @@ class StepProfiler:
             found[zone.wait.partition(" ")[0] if zone.wait else zone.phase] += seconds
         mean = torch.tensor([found[name] for name in (DATA, *AXES)], device=self.model.device)
         dist.all_reduce(mean)
-        return dict(zip(WAITED, (mean / self.plan.world_size).tolist(), strict=True))
+        return dict(zip(WAIT_METRICS, (mean / self.plan.world_size).tolist(), strict=True))
 
     def _finish(self) -> None:
         """Brings the ranks' profiles together; the first rank writes them."""

@@ -23,7 +23,7 @@ from megatron_llama.system.tables import short_count, text_table
 from megatron_llama.tools.compare.report import MOST_POINTS, STYLE
 from megatron_llama.tools.sweep.combinations import Combination, Record, Sweep, combinations
 from megatron_llama.tools.sweep.starters import Run, as_slurm_jobs, one_after_another, run_dir, run_train_py
-from megatron_llama.train.metrics_file import METRICS_FILE, own_records
+from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
 FLAGS = ("-m", "--multirun")
 _SLURM = "--slurm"
@@ -189,4 +189,4 @@ def draw(results: Sequence[Result]) -> bytes:
 def _logged(folder: Path) -> list[dict[str, Any]]:
     """What a run has logged; nothing where it has not begun."""
     path = folder / METRICS_FILE
-    return own_records(path) if path.is_file() else []
+    return read_run_records(path) if path.is_file() else []

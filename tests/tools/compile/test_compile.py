@@ -17,7 +17,7 @@ from megatron_llama.tools.compile import cli as ahead
 from tests.compiled import needs_compiler
 from tests.oracle import SMALL
 from tests.paths import SCRIPTS
-from tests.processes import Starter
+from tests.processes import Launcher
 
 pytestmark = needs_compiler
 LAYOUT = (*SMALL, "trainer.tp=2", "trainer.pp=2", "trainer.global_batch_size=4", "trainer.val_every_steps=2")
@@ -43,7 +43,7 @@ class Job:
                 torch._inductor.config.cpp.cxx = (compiler,)
             return main(words)
 
-        starter = Starter(work, folder)
+        starter = Launcher(work, folder)
         status = starter.wait(300)
         report = folder / "run" / ("" if main is cli.main else "compile") / "compile.json"
         return (

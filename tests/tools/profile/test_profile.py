@@ -16,7 +16,7 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.tools.profile.modules import Profile
 from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of
-from megatron_llama.train.waits import AXES, DATA, WAITED
+from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS
 from tests.oracle import make_plan
 from tests.tools.profile.profiled import merged, profile_layout
 
@@ -146,7 +146,7 @@ def test_all_files_and_the_same_losses(tmp_path: Path) -> None:
     ranks = profile_layout(plan, steps=4, count=False)
     without = profile_layout(make_plan(2, "trainer.pp=2", "trainer.recompute=full"), steps=4, count=False)
     assert [rank.losses for rank in ranks] == [rank.losses for rank in without]
-    assert len(set(ranks[0].losses)) == 4 and set(ranks[0].metrics) == set(WAITED) and not without[0].metrics
+    assert len(set(ranks[0].losses)) == 4 and set(ranks[0].metrics) == set(WAIT_METRICS) and not without[0].metrics
 
     folder = tmp_path / "profile"
     traces = [f"trace.rank{rank}.json.gz" for rank in range(2)]

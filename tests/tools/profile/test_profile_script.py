@@ -11,10 +11,10 @@ import pytest
 
 from megatron_llama.tools.profile import cli
 from megatron_llama.train.metrics_file import read_metrics
-from megatron_llama.train.waits import WAITED
+from megatron_llama.train.waits import WAIT_METRICS
 from tests.oracle import SHAPE
 from tests.paths import ROOT, SCRIPTS
-from tests.processes import Starter
+from tests.processes import Launcher
 
 SMALL = [word for word in SHAPE if not word.startswith(("data=", "trainer.steps"))]
 
@@ -23,12 +23,12 @@ def test_prints_the_tree_of_a_run_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("a run's own\n")
     words = [*SMALL, "optim.warmup_steps=100", "trainer.profile=[2,3]", f"run.dir={tmp_path / 'run'}"]
-    started = Starter(lambda: cli.main(words), tmp_path)
+    started = Launcher(lambda: cli.main(words), tmp_path)
     assert started.wait() == 0, started.errors
     assert "profile of step 2; step 3 is traced" in started.out.read_text()
     assert started.out.read_text().endswith((tmp_path / "run/profiling/profile/profile.txt").read_text())
     records = read_metrics(tmp_path / "run/profiling/metrics.jsonl")
-    assert [record["step"] for record in records if set(WAITED) <= record.keys()] == [2, 3], "profiled steps alone"
+    assert [record["step"] for record in records if set(WAIT_METRICS) <= record.keys()] == [2, 3], "profiled steps only"
     assert records[1]["waited_data_s"] <= records[1]["step_time_s"]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "a run's own\n"
     assert not (tmp_path / "run/profiling/checkpoints").exists()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices.cpu import DEVICE
-from megatron_llama.train.waits import watching_waits
+from megatron_llama.train.waits import trace_waits
 from tests.ranks import run_ranks
 
 
@@ -28,7 +28,7 @@ def _entered(rank: int, world: int) -> list[str]:
 
     group = dist.group.WORLD
     assert group is not None and dist.get_backend() == DEVICE.backend
-    with watching_waits(waiting, compiled=False):
+    with trace_waits(waiting, compiled=False):
         dist.all_reduce(torch.ones(3))
         dist.all_gather_into_tensor(torch.empty(world), torch.ones(1))
         dist.broadcast(torch.ones(3), 0)
