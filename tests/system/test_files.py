@@ -11,7 +11,7 @@ import pytest
 from data_prep.lib.dataset import read_manifest as read_dataset_manifest
 from data_prep.lib.encoders import load_encoder
 from data_prep.lib.input_files import find_sources
-from megatron_llama.checkpoint.folder import pointed
+from megatron_llama.checkpoint.folder import read_pointer
 from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "set.bin": lambda folder: IndexedDataset(str(folder / "set")),
     "set.json": lambda folder: read_dataset_manifest(str(folder / "set")),
     NAME: read_manifest,
-    "latest": lambda folder: pointed(folder, "latest"),
+    "latest": lambda folder: read_pointer(folder, "latest"),
     "metrics.jsonl": lambda folder: claim_run_dir(folder).__enter__(),
     "trainer_state.json": lambda folder: read_log(folder / "trainer_state.json"),
     "a.sha256": lambda folder: sha256_file(folder / "a.sha256"),
