@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         theirs = Path(positional.pop(0))
     else:
         parser.error("name the YAML to convert")
-    # Imported here: --help needs none of it.
+    # Imported late to keep --help fast.
     from megatron_llama.cli import CONF_DIR
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.tools.import_nemo.convert import convert

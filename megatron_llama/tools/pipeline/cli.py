@@ -1,4 +1,4 @@
-"""``scripts/pipeline.py``: who computes and sends what when, drawn, and how much of the time is bubble."""
+"""Command line of ``scripts/pipeline.py``: draw a pipeline schedule and print its bubble."""
 
 from __future__ import annotations
 
@@ -17,42 +17,48 @@ from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
-    from megatron_llama.tools.pipeline.lanes import Timeline
-    from megatron_llama.tools.pipeline.record import Passes
+    from megatron_llama.tools.pipeline.lanes import PipelineTimeline
+    from megatron_llama.tools.pipeline.record import PassTimes
     from megatron_llama.tools.settings import ClusterConfig
 
-MOST_MICROBATCHES = 32
+MAX_MICROBATCHES = 32
 USAGE = """\
-python scripts/pipeline.py [--measure] [--out FILE.svg|FILE.png] [group=choice ...] [setting=value ...]
+usage: python scripts/pipeline.py [--measure] [--out FILE.svg|FILE.png]
+                                  [group=choice ...]
+                                  [section.setting=value ...]
 
-Draws a training step of `python train.py` with the same settings as its pipeline stages run it: a lane for each stage,
-a box for each micro batch's forward and backward pass, a line for each message. The order is megatron-core's own: its
-schedule is run here once as each stage, on a tiny model. How long a pass takes is by floating-point operations; with
-cluster.device=NAME as scripts/plan.py forecasts it for that device. trainer.dp=N is for machines that are not here.
+Draw the pipeline schedule of a training step of `python train.py` with the
+same settings: a lane per stage, a box per forward and backward pass of a micro
+batch, a line per message. The order comes from megatron-core's schedule, which
+runs here with a tiny model. Pass times are proportional to FLOPs or, with
+cluster.device=NAME, forecast for that device. trainer.dp=N sets the number of
+model replicas, so the world may be larger than this machine.
 
-  --measure   also run the model itself on this machine, and draw the step as it was; the boxes of the first picture
-              are then as long as the medians that were measured
-  --out FILE  where the picture goes, .svg or .png (default: runs/pipeline/NAME.svg)
-  --help      this text
+  --measure   also run the model on this machine and draw the measured step;
+              the first diagram then has the median measured times
+  --out FILE  the diagram, .svg or .png (default: runs/pipeline/NAME.svg)
+  --help      show this text
 
-Prints for each stage how long it computes and waits, and the bubble: the share of the stages' time in which they wait.
+Prints the compute and wait time of each stage and the bubble: the fraction of
+the stages' time spent waiting.
 
 Examples
-  python scripts/pipeline.py trainer.pp=4 trainer.global_batch_size=8 trainer.micro_batch_size=1
-  python scripts/pipeline.py model=llama7b trainer.pp=4 trainer.vpp=2 trainer.dp=1 cluster.device=h100
+  python scripts/pipeline.py trainer.pp=4 trainer.global_batch_size=8
+  python scripts/pipeline.py model=llama7b trainer.pp=4 trainer.vpp=2 \\
+      trainer.dp=1 cluster.device=h100
   python scripts/pipeline.py --measure trainer.pp=2 --out pipeline.png
 
-Exit status: 0; 2 a config that can't work; else a failure. docs/guides/training/parallelism.md explains what the
-pictures show.
+Exit status: 0 done, 2 a config error, else a failure.
+docs/guides/training/parallelism.md explains the diagrams.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/pipeline.py`` with ``argv``; returns the exit status."""
+    """Run ``scripts/pipeline.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
-    # Imported here: --help needs none of it.
+    # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
 
     parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
@@ -62,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan, cluster = plan_picture(overrides, arguments.measure)
         out = arguments.out or _default_path(plan)
-        _check(plan, out)
+        _check_output(plan, out)
         return _draw(plan, cluster, out, arguments.measure)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
@@ -70,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, ClusterConfig | None]:
-    """The plan of a command line, and the cluster if it names one. Raises ConfigError with everything that is wrong."""
+    """Return the plan of a command line and the cluster, if given. Raises ConfigError with all problems."""
     from megatron_llama.config import ConfigError, Problem
     from megatron_llama.launch.world import find_world
     from megatron_llama.tools.forecast.hardware import devices, find_device
@@ -95,13 +101,13 @@ def _default_path(plan: Plan) -> Path:
     return Path(f"runs/pipeline/{plan.model.name}_pp{trainer.pp}_vpp{trainer.vpp}_m{plan.num_microbatches}.svg")
 
 
-def _check(plan: Plan, out: Path) -> None:
-    """Raises ConfigError for what can't be drawn."""
+def _check_output(plan: Plan, out: Path) -> None:
+    """Raise ConfigError for plans that cannot be drawn and unknown file types."""
     from megatron_llama.config import ConfigError, Problem
 
     problems = []
     if plan.config.trainer.pp == 1:
-        rule = "one stage is no pipeline: there is nothing to draw"
+        rule = "one stage is not a pipeline"
         problems.append(Problem("trainer.pp", 1, rule, "write trainer.pp=2 or more"))
     if out.suffix not in (".svg", ".png"):
         problems.append(Problem("--out", str(out), "pictures are .svg or .png", f"write --out {out.stem}.svg"))
@@ -113,34 +119,36 @@ def _draw(plan: Plan, cluster: ClusterConfig | None, out: Path, measure: bool) -
     from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
     from megatron_llama.tools.pipeline import record
-    from megatron_llama.tools.pipeline.lanes import Panel, as_early_as_possible, as_png, as_svg, draw
-    from megatron_llama.tools.pipeline.record import measured, recorded_order
+    from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw, earliest_timeline
+    from megatron_llama.tools.pipeline.record import measure_pipeline, recorded_order
 
     pp, vpp, microbatches = plan.config.trainer.pp, plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
-    real = measured(plan) if measure else None
-    if isinstance(real, int):
-        return real
-    if real is not None:
-        passes = record.as_medians(real, vpp)
+    measured = measure_pipeline(plan) if measure else None
+    if isinstance(measured, int):
+        return measured
+    if measured is not None:
+        pass_times = record.median_pass_times(measured, vpp)
     else:
-        passes = record.by_flops(plan) if cluster is None else record.on_cluster(plan, cluster)
-    ideal = as_early_as_possible(recorded_order(pp, vpp, microbatches), passes.of(pp))
-    panels = [Panel(f"passes {passes.source}; bubble {ideal.bubble:.1%}", passes.unit, ideal)]
-    if real is not None:
-        panels.append(Panel(f"measured; bubble {real.bubble:.1%}", passes.unit, real, scale=0.001))
+        pass_times = (
+            record.pass_times_by_flops(plan) if cluster is None else record.pass_times_on_cluster(plan, cluster)
+        )
+    ideal = earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))
+    panels = [Panel(f"passes {pass_times.source}; bubble {ideal.bubble:.1%}", pass_times.unit, ideal)]
+    if measured is not None:
+        panels.append(Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
     name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches"
     picture = draw(name, panels)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))
-    lines = [*layout_lines(plan), "", *_report(plan, passes, ideal, real, microbatches), "", f"picture: {out}"]
+    lines = [*layout_lines(plan), "", *_report(plan, pass_times, ideal, measured, microbatches), "", f"picture: {out}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _drawn_microbatches(plan: Plan, measure: bool) -> int:
-    """All that are measured; else at most MOST_MICROBATCHES, in whole rounds of pp."""
+    """Return the number of micro batches to draw: all if measured, else at most MAX_MICROBATCHES (a multiple of pp)."""
     pp = plan.config.trainer.pp
-    most = max(MOST_MICROBATCHES // pp, 2) * pp
+    most = max(MAX_MICROBATCHES // pp, 2) * pp
     return plan.num_microbatches if measure or plan.num_microbatches <= most else most
 
 
@@ -149,26 +157,28 @@ def _schedule(plan: Plan) -> str:
     return f"interleaved 1F1B, {vpp} chunks a stage" if vpp > 1 else "1F1B"
 
 
-def _report(plan: Plan, passes: Passes, ideal: Timeline, real: Timeline | None, drawn: int) -> Iterator[str]:
-    """What each stage computes, and the bubbles."""
+def _report(
+    plan: Plan, pass_times: PassTimes, ideal: PipelineTimeline, measured: PipelineTimeline | None, drawn: int
+) -> Iterator[str]:
+    """Format the times of each stage and the bubble."""
     from megatron.core import __version__ as megatron_core
 
     from megatron_llama.tools.pipeline.lanes import bubble_of_equal_stages
 
     pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
     yield f"megatron-core {megatron_core}: {_schedule(plan)}"
-    yield f"passes {passes.source}, in {passes.unit}"
+    yield f"passes {pass_times.source}, in {pass_times.unit}"
     if drawn < plan.num_microbatches:
-        yield f"drawn with {drawn} of the {plan.num_microbatches} micro batches: later ones repeat the middle"
+        yield f"drawn with {drawn} of {plan.num_microbatches} micro batches: the rest repeats the middle"
     head = ["stage", "layers", "forward", "backward", "computes", "waits"]
-    rows = [head + (["measured: computes", "waits"] if real is not None else [])]
+    rows = [head + (["measured: computes", "waits"] if measured is not None else [])]
     for rank in range(pp):
         chunks = range(rank, pp * vpp, pp)
         row = [str(rank), " ".join(_layers(plan.stage_layers[stage]) for stage in chunks)]
-        row += [" ".join(f"{of[stage]:.3g}" for stage in chunks) for of in (passes.forward, passes.backward)]
+        row += [" ".join(f"{of[stage]:.3g}" for stage in chunks) for of in (pass_times.forward, pass_times.backward)]
         row += [f"{ideal.busy(rank):.4g}", f"{ideal.seconds - ideal.busy(rank):.4g}"]
-        if real is not None:
-            row += [f"{1000 * real.busy(rank):.4g}", f"{1000 * (real.seconds - real.busy(rank)):.4g}"]
+        if measured is not None:
+            row += [f"{1000 * measured.busy(rank):.4g}", f"{1000 * (measured.seconds - measured.busy(rank)):.4g}"]
         rows.append(row)
     yield from (f"  {row}" for row in text_table(rows, left=2))
     yield ""
@@ -179,20 +189,20 @@ def _report(plan: Plan, passes: Passes, ideal: Timeline, real: Timeline | None, 
         ("as drawn", f"{ideal.bubble:.1%}"),
     ]
     if drawn < plan.num_microbatches:
-        whole = bubble_of_equal_stages(pp, vpp, plan.num_microbatches)
-        bubbles.append((f"if all did, with all {plan.num_microbatches} micro batches", f"{whole:.1%}"))
-    if real is not None:
-        bubbles.append(("measured", f"{real.bubble:.1%}"))
+        all_microbatches = bubble_of_equal_stages(pp, vpp, plan.num_microbatches)
+        bubbles.append((f"the same with all {plan.num_microbatches} micro batches", f"{all_microbatches:.1%}"))
+    if measured is not None:
+        bubbles.append(("measured", f"{measured.bubble:.1%}"))
     yield from (f"  {row}" for row in text_table(bubbles, left=1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     device = find_device(plan.config.device.name)
     shares_cores = device is not None and not device.is_accelerator
-    if real is not None and shares_cores and plan.world_size > cores:
-        yield f"{plan.world_size} ranks share {cores} cores here: what waits in the picture may wait for a core."
+    if measured is not None and shares_cores and plan.world_size > cores:
+        yield f"{plan.world_size} ranks share {cores} cores, so a stage may wait for a core"
 
 
 def _layers(layers: Sequence[int]) -> str:
-    """0-3."""
+    """Format a range of layers as 0-3."""
     if not layers:
         return "none"
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

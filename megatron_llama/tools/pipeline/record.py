@@ -1,10 +1,11 @@
-"""Records what a rank does while megatron-core's schedule runs: passes, and what it receives and sends for them.
+"""Record the passes and messages of a rank while megatron-core's pipeline schedule runs.
 
-The schedules call three functions for all of it: ``forward_step`` and ``backward_step`` of their module, and
-``P2PCommunicator._communicate``. A ``Recorder`` stands in front of these three. Tensors are told apart by identity: the
-one that a rank receives is the argument of the pass that needs it, and the one that it sends is the result of a pass.
-So the order is what the schedule did, with fake ranks (``recorded_order``) and with real ones (``measured``) alike.
+The schedules call three functions: ``forward_step`` and ``backward_step`` of their module, and
+``P2PCommunicator._communicate``. ``Recorder`` wraps them. Tensors are identified by ``id``: a received tensor is the
+argument of the pass that needs it, a sent tensor is the result of a pass. The recorded order is the order of the
+schedule, with fake ranks (``recorded_order``) and with real ranks (``measure_pipeline``).
 """
+
 from __future__ import annotations
 
 import os
@@ -38,13 +39,21 @@ from megatron_llama.plan.job import job_of_plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.hardware import find_device
 from megatron_llama.tools.forecast.step_time import load_constants, microbatch_seconds
-from megatron_llama.tools.pipeline.lanes import NEXT, PREVIOUS, Done, Pass, RankRecord, Timeline, as_measured
+from megatron_llama.tools.pipeline.lanes import (
+    NEXT,
+    PREVIOUS,
+    Done,
+    Pass,
+    PipelineTimeline,
+    RankRecord,
+    measured_timeline,
+)
 from megatron_llama.tools.rehearse.rehearsal import fake_world
 from megatron_llama.tools.settings import ClusterConfig
 
 
 class _Received(NamedTuple):
-    """A received tensor: the ``number``-th one from that side."""
+    """A received tensor: the ``number``-th one from ``side``."""
 
     side: int
     number: int
@@ -52,48 +61,48 @@ class _Received(NamedTuple):
 
 @dataclass
 class Recorder:
-    """Records the schedules that run inside ``recording``."""
+    """Recorder of the schedules that run inside ``recording``."""
 
     chunks: Sequence[nn.Module]
     synchronize: Callable[[], None] = lambda: None
-    """Waits for the device, so that the host's clock tells when a pass ended."""
+    """Waits for the device, so that host times are the end times of passes."""
     record: RankRecord = field(default_factory=RankRecord)
     _of_tensor: dict[int, Pass] = field(default_factory=dict)
-    """The pass that made a tensor, by the tensor's identity. The schedule keeps it until it is used."""
+    """Producing pass by ``id`` of the tensor, which the schedule keeps alive until it is used."""
     _received: dict[int, _Received] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)
 
     def new_step(self) -> None:
-        """Forgets the last step."""
+        """Discard the record of the last step."""
         self.record = RankRecord()
-        for kept in (self._of_tensor, self._received, self._counts):
-            kept.clear()
+        for mapping in (self._of_tensor, self._received, self._counts):
+            mapping.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Stands in front of megatron-core's three functions inside the context."""
+        """Wrap the three functions of megatron-core inside the context."""
         forward, backward = schedules.forward_step, schedules.backward_step
         communicate = P2PCommunicator._communicate
 
         def forward_step(step: Any, data: Any, model: Any, count: int, received: Any, *args: Any, **kwargs: Any) -> Any:
-            chunk = next(number for number, one in enumerate(self.chunks) if one is model)
-            what = Pass(False, chunk, self._counts.get(chunk, 0))
-            self._counts[chunk] = what.microbatch + 1
-            result = self._timed(what, received, lambda: forward(step, data, model, count, received, *args, **kwargs))
-            self._of_tensor[id(_tensor(result[0]))] = what
+            chunk = next(number for number, module in enumerate(self.chunks) if module is model)
+            pass_ = Pass(False, chunk, self._counts.get(chunk, 0))
+            self._counts[chunk] = pass_.microbatch + 1
+            result = self._timed(pass_, received, lambda: forward(step, data, model, count, received, *args, **kwargs))
+            self._of_tensor[id(_tensor(result[0]))] = pass_
             return result
 
-        def backward_step(received: Any, made: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
-            what = self._of_tensor.pop(id(_tensor(made)))._replace(backward=True)
-            result = self._timed(what, gradient, lambda: backward(received, made, gradient, *args, **kwargs))
-            self._of_tensor[id(_tensor(result))] = what
+        def backward_step(received: Any, output: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
+            pass_ = self._of_tensor.pop(id(_tensor(output)))._replace(backward=True)
+            result = self._timed(pass_, gradient, lambda: backward(received, output, gradient, *args, **kwargs))
+            self._of_tensor[id(_tensor(result))] = pass_
             return result
 
-        def _communicate(communicator: Any, **asked: Any) -> Any:
+        def _communicate(communicator: Any, **arguments: Any) -> Any:
             for side, name in ((NEXT, "tensor_send_next"), (PREVIOUS, "tensor_send_prev")):
-                if asked[name] is not None:
-                    self.record.sent[side].append(self._of_tensor[id(_tensor(asked[name]))])
-            result = communicate(communicator, **asked)
+                if arguments[name] is not None:
+                    self.record.sent[side].append(self._of_tensor[id(_tensor(arguments[name]))])
+            result = communicate(communicator, **arguments)
             for side, tensor in ((PREVIOUS, result[0]), (NEXT, result[1])):
                 if tensor is not None:
                     self._received[id(tensor)] = _Received(side, self.record.received[side])
@@ -107,33 +116,33 @@ class Recorder:
         ):
             yield
 
-    def _timed(self, what: Pass, received: Any, run: Callable[[], Any]) -> Any:
+    def _timed(self, pass_: Pass, received: Any, run: Callable[[], Any]) -> Any:
         message = self._received.pop(id(_tensor(received)), None)
         start = time.perf_counter()
         result = run()
         self.synchronize()
-        self.record.done.append(Done(what, start, time.perf_counter(), message))
+        self.record.done.append(Done(pass_, start, time.perf_counter(), message))
         return result
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
-    """The schedules hand over tensors, and lists of one."""
+    """Unwrap a tensor: the schedules pass tensors and lists of one tensor."""
     while isinstance(value, list):
         (value,) = value
     return value  # type: ignore[no-any-return]
 
 
-# Training steps on this machine, recorded: when each stage of the pipeline computed what.
+# Training steps on this machine, recorded with times.
 
 
 STEPS = 6
-"""The first one warms up."""
+"""The first step is warm-up."""
 
 
-def measured(plan: Plan) -> Timeline | int:
-    """The step of the median length among those after the first, of the first data- and tensor-parallel ranks.
+def measure_pipeline(plan: Plan) -> PipelineTimeline | int:
+    """Run STEPS steps; return the one of median duration, without warm-up, of the ranks with dp and tp rank 0.
 
-    An exit status other than 0 if a rank failed. Raises ConfigError as ``start_ranks``.
+    Returns the exit status instead if a rank failed. Raises ConfigError as ``start_ranks``.
     """
     with tempfile.TemporaryDirectory() as folder:
         entry, share = partial(_record_one_rank, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
@@ -141,7 +150,9 @@ def measured(plan: Plan) -> Timeline | int:
             return status
         stages = plan.grid.ranks(0, "pp")
         records = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in stages]
-    steps = sorted((as_measured(step) for step in list(zip(*records, strict=True))[1:]), key=lambda step: step.seconds)
+    steps = sorted(
+        (measured_timeline(step) for step in list(zip(*records, strict=True))[1:]), key=lambda step: step.seconds
+    )
     return steps[(len(steps) - 1) // 2]
 
 
@@ -155,7 +166,7 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
     rank = int(os.environ["RANK"])
     topology, device = plan.topology(rank), get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    found: list[RankRecord] = []
+    records: list[RankRecord] = []
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
@@ -165,28 +176,28 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
             for step in range(1, STEPS + 1):
                 recorder.new_step()
                 steps.run(step)
-                found.append(recorder.record)
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+                records.append(recorder.record)
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(records))
 
 
-# The order in which the ranks of a pipeline compute and send: megatron-core's schedule, run once for each of them.
+# Order of passes and messages: megatron-core's schedule, run once as each rank.
 #
-# One process plays each rank in turn, in a world of fake ranks where messages go nowhere and arrive at once. A schedule
-# knows the stages, their chunks and the number of micro batches, but not the model, so it runs a Llama of one tiny
-# block for each chunk, through ``forward_backward``, as training does.
+# One process runs as each rank in sequence, in a fake world where messages take no time. The schedule depends on the
+# stages, chunks and number of micro batches, not on the model, so each chunk is one tiny Llama block, run by
+# ``forward_backward`` as in training.
 
 
 _TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "intermediate_size=8", "vocab_size=8")
 
 
 def recorded_order(pp: int, vpp: int, microbatches: int) -> list[RankRecord]:
-    """What each of ``pp`` ranks with ``vpp`` chunks does in a step. No process group may exist."""
+    """Record a step of each of ``pp`` ranks with ``vpp`` chunks. No process group may exist."""
     plan = tiny_plan(pp, vpp, microbatches)
     return [_rank(plan, rank) for rank in range(pp)]
 
 
 def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
-    """A Llama of one tiny block a chunk on ``pp`` ranks, on made-up data."""
+    """Plan a Llama with one tiny block per chunk on ``pp`` ranks, on mock data."""
     overrides = [
         *(f"model.{shape}" for shape in _TINY),
         f"model.num_hidden_layers={pp * vpp}",
@@ -215,75 +226,82 @@ def _rank(plan: Plan, rank: int) -> RankRecord:
     return recorder.record
 
 
-# How long each pass of a pipeline takes: by FLOPs, on a device of the hardware table, or as it was measured.
+# Duration of each pass: by FLOPs, forecast for a device of the hardware table, or measured.
 
 
 Durations = Callable[[int, Pass], float]
-"""(pp rank, pass) to the time it takes."""
+"""Duration by (pp rank, pass)."""
 MILLISECONDS, BLOCKS = "ms", "forward passes of a block"
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The time of each chunk's passes, and where it is from."""
+class PassTimes:
+    """Time of each chunk's passes, and the source of the numbers."""
 
     source: str
     unit: str
     forward: tuple[float, ...]
-    """Of each virtual stage."""
+    """Time of a forward pass by virtual stage."""
     backward: tuple[float, ...]
+    """Time of a backward pass by virtual stage."""
 
     def of(self, pp: int) -> Durations:
-        """For ``pp`` ranks: chunk c of rank r is virtual stage c * pp + r."""
-        return lambda rank, what: (self.backward if what.backward else self.forward)[what.chunk * pp + rank]
+        """Return the durations for ``pp`` ranks: chunk c of rank r is virtual stage c * pp + r."""
+        return lambda rank, pass_: (self.backward if pass_.backward else self.forward)[pass_.chunk * pp + rank]
 
 
-def by_flops(plan: Plan) -> Passes:
-    """Blocks and output head in proportion to their FLOPs; one forward pass of a block is 1."""
+def pass_times_by_flops(plan: Plan) -> PassTimes:
+    """Weight blocks and output head by FLOPs; a forward pass of a block takes 1."""
     model, seq = plan.model, plan.config.data.length
     block = matrices_per_layer(model) + model.num_attention_heads * head_dim(model) * seq
     head = model.vocab_size * model.hidden_size / block
     return _passes(plan, 1.0, head, "by their floating-point operations", BLOCKS)
 
 
-def on_cluster(plan: Plan, cluster: ClusterConfig) -> Passes:
-    """As scripts/plan.py forecasts them for the cluster's device, in milliseconds; its total is divided into forward
-    and backward pass by FLOPs."""
-    whole = find_device(cluster.device)
-    assert whole is not None, "load_cluster's caller has checked it"
-    block, head = microbatch_seconds(job_of_plan(plan), whole.per_rank(), load_constants())
-    times = _backward_times(plan)
+def pass_times_on_cluster(plan: Plan, cluster: ClusterConfig) -> PassTimes:
+    """Forecast the times for the cluster's device in milliseconds, as scripts/plan.py does.
+
+    The total is split into forward and backward pass by FLOPs.
+    """
+    hardware = find_device(cluster.device)
+    assert hardware is not None, "checked by the caller of load_cluster"
+    block, head = microbatch_seconds(job_of_plan(plan), hardware.per_rank(), load_constants())
+    backward_ratio = _backward_ratios(plan)
     return _passes(
-        plan, 1000 * block / (1 + times[0]), 1000 * head / (1 + times[1]), f"as forecast on {whole.name}", MILLISECONDS
+        plan,
+        1000 * block / (1 + backward_ratio[0]),
+        1000 * head / (1 + backward_ratio[1]),
+        f"as forecast on {hardware.name}",
+        MILLISECONDS,
     )
 
 
-def as_medians(measured: Timeline, vpp: int) -> Passes:
-    """The median over micro batches of each chunk's passes, in milliseconds."""
-    found: dict[tuple[int, bool], list[float]] = defaultdict(list)
-    pp = len(measured.ranks)
-    for rank, spans in enumerate(measured.ranks):
-        for what, start, end in spans:
-            found[what.chunk * pp + rank, what.backward].append(1000 * (end - start))
+def median_pass_times(measure_pipeline: PipelineTimeline, vpp: int) -> PassTimes:
+    """Return the median time of each chunk's passes over micro batches, in milliseconds."""
+    times: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    pp = len(measure_pipeline.ranks)
+    for rank, spans in enumerate(measure_pipeline.ranks):
+        for pass_, start, end in spans:
+            times[pass_.chunk * pp + rank, pass_.backward].append(1000 * (end - start))
     stages = range(pp * vpp)
-    forward, backward = (tuple(statistics.median(found[stage, kind]) for stage in stages) for kind in (False, True))
-    return Passes("as measured, the median of each chunk's", MILLISECONDS, forward, backward)
+    forward, backward = (tuple(statistics.median(times[stage, kind]) for stage in stages) for kind in (False, True))
+    return PassTimes("measured, median of each chunk", MILLISECONDS, forward, backward)
 
 
-def _backward_times(plan: Plan) -> tuple[float, float]:
-    """Products of the backward pass for each one of the forward pass: (of a block, of the head)."""
+def _backward_ratios(plan: Plan) -> tuple[float, float]:
+    """Return the ratio of backward to forward matmul FLOPs: (of a block, of the head)."""
     lora = plan.config.finetune.method == "lora"  # frozen weights have no gradient
     trainer = plan.config.trainer
-    once_more = (trainer.recompute == "full") / trainer.recompute_every
-    return (1 if lora else 2) + once_more, 1 if lora else 2
+    recompute = (trainer.recompute == "full") / trainer.recompute_every
+    return (1 if lora else 2) + recompute, 1 if lora else 2
 
 
-def _passes(plan: Plan, block: float, head: float, source: str, unit: str) -> Passes:
-    """From the forward passes of a block and of the head."""
+def _passes(plan: Plan, block: float, head: float, source: str, unit: str) -> PassTimes:
+    """Compute the times of all virtual stages from the forward times of a block and of the head."""
     layers = [len(stage) for stage in plan.stage_layers]
     heads = [0.0] * (len(layers) - 1) + [head]
-    of_block, of_head = _backward_times(plan)
-    return Passes(
+    of_block, of_head = _backward_ratios(plan)
+    return PassTimes(
         source,
         unit,
         tuple(count * block + more for count, more in zip(layers, heads, strict=True)),

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
-    # Imported here: --help needs none of it.
+    # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
 
     parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)

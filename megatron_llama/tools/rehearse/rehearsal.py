@@ -98,7 +98,7 @@ def watch_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool = F
             watch.new_step()
             history = History(watch.records, watch.changes)
             steps.run(step)
-            found.append(_Counted(count, dict(watch.flops), counter.taken()))
+            found.append(_Counted(count, dict(watch.flops), counter.take()))
             shapes.append(watch.shapes)
             _label_states(watch, optimizer)
         at_rest = watch.alive

@@ -1,8 +1,9 @@
-"""Counts what a rank sends: every collective that passes torch's dispatcher, by axis and kind.
+"""Count the bytes that a rank sends: every collective in torch's dispatcher, by axis and kind.
 
-Bytes come from the tensors that the operators are given, never from a plan: tools/forecast/traffic.py, which predicts
-them, is checked against this. For tests and ``scripts/traffic.py``; training does not count.
+Bytes come from the arguments of the operators, not from the plan, to verify tools/forecast/traffic.py. Used by tests
+and ``scripts/traffic.py``; training does not count.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -21,8 +22,8 @@ from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, bytes_leaving_node, sort_traffic
 from megatron_llama.tools.steps import open_steps
 
-# Operator, its kind, and which of its arguments are the payload and the group. The functional all_gather has no result
-# among its arguments: its payload is the input times the group's size.
+# Operator to its kind and the indices of the payload and group arguments. The functional all_gather has no result
+# argument: its payload is the input times the size of the group.
 _C10D: dict[str, tuple[str, int, int]] = {
     "allreduce_": ("all_reduce", 0, 1),
     "allreduce_coalesced_": ("all_reduce", 0, 1),
@@ -54,35 +55,37 @@ _NO_PAYLOAD = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_aut
 
 
 class UnknownCollective(NotImplementedError):
-    """A collective or a process group that the counter does not know; without it the count would be wrong."""
+    """An unknown collective or process group, which would make the count wrong."""
 
 
 class TrafficCounter(TorchDispatchMode):
-    """A context manager that counts; ``taken`` returns what was counted since its last call."""
+    """Context manager that counts traffic; ``take`` returns the counts since its last call."""
 
     def __init__(self, per_node: int | None = None) -> None:
-        """``per_node``: also count what this rank sends to other nodes, each of so many successive ranks."""
+        """Args:
+        per_node: Also count traffic to other nodes, each with this number of consecutive ranks.
+        """
         super().__init__()
         self._per_node = per_node
-        self._found: Traffic = {}
-        self._left: Traffic = {}
+        self._traffic: Traffic = {}
+        self._node_traffic: Traffic = {}
 
-    supports_higher_order_operators = True  # appear while torch.compile traces; they contain no collective
+    supports_higher_order_operators = True  # they appear during torch.compile tracing and contain no collective
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keeps compiled blocks compiled under this mode; by default a mode disables them."""
+        """Keep compiled blocks compiled under this mode; by default a mode disables them."""
         return True
 
-    def taken(self) -> Traffic:
-        """Returns what was counted so far, and starts again at zero."""
-        found, self._found = sort_traffic(self._found), {}
-        return found
+    def take(self) -> Traffic:
+        """Return the traffic so far and reset it."""
+        traffic, self._traffic = sort_traffic(self._traffic), {}
+        return traffic
 
-    def left(self) -> Traffic:
-        """Returns what went to other nodes so far (tools/forecast/traffic.py: leaving), and starts again at zero."""
-        left, self._left = sort_traffic(self._left), {}
-        return left
+    def take_node_traffic(self) -> Traffic:
+        """Return the traffic to other nodes so far (``bytes_leaving_node``) and reset it."""
+        node_traffic, self._node_traffic = sort_traffic(self._node_traffic), {}
+        return node_traffic
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +94,7 @@ class TrafficCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def observe(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Counts ``func`` if it is a collective, for modes that see the operators themselves."""
+        """Count ``func`` if it is a collective; for other dispatch modes that forward their operators."""
         if isinstance(func, torch._ops.OpOverload) and func.namespace in _OPERATORS:
             self._count(func.namespace, func._schema.name.split("::")[1], args)
 
@@ -102,7 +105,7 @@ class TrafficCounter(TorchDispatchMode):
             raise UnknownCollective(f"{namespace}::{name} is not counted")
         kind, payload, group_at = _OPERATORS[namespace][name]
         group = args[group_at]
-        # By name, as torch knows it: gloo's part of a group that shares memory is an object of its own.
+        # Resolve by name: in a group that shares memory, the gloo backend is a separate object.
         name = group if isinstance(group, str) else _unboxed(group).group_name
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(args[payload]))
@@ -110,17 +113,17 @@ class TrafficCounter(TorchDispatchMode):
             size *= group.size()
         if group.size() == 1:
             return
-        if kind in ("send", "recv"):  # megatron-core uses the world's group for one direction between two stages
+        if kind in ("send", "recv"):  # with two stages megatron-core uses the world group for one direction
             line = TrafficKey("pp", kind, 2)
         else:
             line = TrafficKey(self._axis(kind, group), kind, group.size())
-        _add(self._found, line, size)
+        _add(self._traffic, line, size)
         if self._per_node is not None:
             me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
             if kind in ("send", "recv"):
                 ranks = [me, dist.get_global_rank(group, args[2])]
             if away := bytes_leaving_node(kind, ranks, me, size, self._per_node):
-                _add(self._left, line, away)
+                _add(self._node_traffic, line, away)
 
     def _axis(self, kind: str, group: dist.ProcessGroup) -> str:
         axis = axis_of(group)
@@ -138,7 +141,7 @@ def _unboxed(group: Any) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-# Counts what a rank sends in real training steps, for comparison with ``tools/forecast/traffic.py``.
+# Traffic of real training steps, for comparison with ``tools/forecast/traffic.py``.
 
 
 STEPS = 2
@@ -147,13 +150,12 @@ STEPS = 2
 def count_steps(
     plan: Plan, rank: int, device: Device, torch_device: torch.device, per_node: int | None = None
 ) -> list[Traffic]:
-    """What ``rank`` sends in each of the first STEPS steps of ``train``; with ``per_node`` ranks on a node, followed by
-    what it sends to other nodes in each.
+    """Return the traffic of ``rank`` in each of the first STEPS steps, without logging or saving.
 
-    Nothing is logged or saved. All ranks of the plan must call it.
+    With ``per_node`` ranks per node, the traffic to other nodes in each step follows. All ranks must call it.
     """
     topology = plan.topology(rank)
-    counted, left = [], []
+    counted, node_traffic = [], []
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
@@ -164,6 +166,6 @@ def count_steps(
         ):
             for step in range(1, STEPS + 1):
                 steps.run(step)
-                counted.append(counter.taken())
-                left.append(counter.left())
-    return counted if per_node is None else counted + left
+                counted.append(counter.take())
+                node_traffic.append(counter.take_node_traffic())
+    return counted if per_node is None else counted + node_traffic

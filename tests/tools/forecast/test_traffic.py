@@ -7,7 +7,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, TrafficKey, between_nodes, totals, wire_bytes
-from megatron_llama.tools.traffic.cli import compact, groups_of_ranks, operations_of_rank
+from megatron_llama.tools.traffic.cli import format_ranks, groups_of_ranks, operations_of_rank
 from tests.oracle import make_plan
 from tests.paths import CONF
 
@@ -182,5 +182,5 @@ def test_one_process_sends_nothing() -> None:
     assert operations_of_rank(make_plan(1), 0) == []
 
 
-def test_compact() -> None:
-    assert compact([8, 0, 1, 2, 9, 4]) == "0-2, 4, 8-9"
+def test_format_ranks() -> None:
+    assert format_ranks([8, 0, 1, 2, 9, 4]) == "0-2, 4, 8-9"

@@ -1,4 +1,4 @@
-"""docs/guides/training/parallelism.md: its commands can be given, and its pictures and tables are what they make."""
+"""The commands of docs/guides/training/parallelism.md work and produce its diagrams and tables."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ COMMANDS = [shlex.split(line) for line in re.findall(r"^    (?:\$ )?(python \S+\
 PICTURES = [command[2:] for command in COMMANDS if command[1] == "scripts/pipeline.py" and "--out" in command]
 
 
-def planned(arguments: list[str]) -> Plan:
-    """What train.py would plan, without its files: the run that it goes on from is made by a command before it."""
-    kept = [one for one in arguments if "=" in one and not one.startswith(("checkpoint.resume=", "cluster."))]
-    return find_world(train_cli.parse_overrides([*kept, *MOCK_RUN, "dry_run=true"]), None).plan()
+def make_plan(arguments: list[str]) -> Plan:
+    """Resolve the plan of a command without its files: its checkpoint comes from an earlier command."""
+    overrides = [
+        argument
+        for argument in arguments
+        if "=" in argument and not argument.startswith(("checkpoint.resume=", "cluster."))
+    ]
+    return find_world(train_cli.parse_overrides([*overrides, *MOCK_RUN, "dry_run=true"]), None).plan()
 
 
-def test_each_run_can_be_planned_and_is_told_of_the_ranks_that_the_page_shows() -> None:
+def test_each_command_plans_the_ranks_shown() -> None:
     runs = [command[2:] for command in COMMANDS if command[1] in ("train.py", "scripts/pipeline.py")]
     assert len(runs) == len(
         [line for line in PAGE.splitlines() if re.match(r"    (\$ )?python (train|scripts/pip)", line)]
     )
-    worlds = {plan.config.run.dir: plan.world_size for plan in map(planned, runs)}
+    worlds = {plan.config.run.dir: plan.world_size for plan in map(make_plan, runs)}
     assert worlds["runs/3d"] == 8 and worlds["runs/tp2"] == worlds["runs/pp2_vpp2"] == 2 and worlds["runs/one"] == 1
 
 
-def test_the_losses_that_the_page_shows_are_equal() -> None:
+def test_the_losses_shown_are_equal() -> None:
     of_step: dict[str, set[str]] = {}
     shown = re.findall(r"^    step (\d+)/10  loss (\S+)  lr (\S+)  grad norm (\S+)$", PAGE, re.M)
     for step, *numbers in shown:
@@ -50,7 +54,7 @@ def test_the_losses_that_the_page_shows_are_equal() -> None:
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(PICTURES)))])
-def test_a_picture_and_its_table_are_what_the_command_makes(number: int, tmp_path: Path) -> None:
+def test_diagrams_and_tables_match_the_commands(number: int, tmp_path: Path) -> None:
     shown = Path(PICTURES[number][-1])
     text, picture = run_ranks(_draw, 1, PICTURES[number], tmp_path / shown.name)[0]
     link = Path(os.path.relpath(ROOT / shown, PAGE_FILE.parent)).as_posix()
@@ -66,6 +70,6 @@ def _draw(_: int, arguments: list[str], out: Path) -> tuple[str, bytes]:
     return output.getvalue(), out.read_bytes()
 
 
-def test_every_picture_is_made_by_a_command_of_the_page() -> None:
-    there = {path.relative_to(ROOT) for path in (PAGE_FILE.parent / "pictures").iterdir()}
-    assert {Path(command[-1]) for command in PICTURES} == there and len(PICTURES) == 3
+def test_each_diagram_has_a_command() -> None:
+    files = {path.relative_to(ROOT) for path in (PAGE_FILE.parent / "pictures").iterdir()}
+    assert {Path(command[-1]) for command in PICTURES} == files and len(PICTURES) == 3

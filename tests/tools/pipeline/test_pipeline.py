@@ -1,4 +1,4 @@
-"""The drawn pipeline: megatron-core's order, when each pass can be done, and what the picture says of it."""
+"""Pipeline diagrams: megatron-core's order, start times of passes, and the drawn shapes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron_llama.tools.pipeline.lanes import (
     Done,
     Panel,
     Pass,
+    PipelineTimeline,
     RankRecord,
-    Timeline,
-    as_early_as_possible,
-    as_measured,
     as_png,
     as_svg,
     bubble_of_equal_stages,
+    dependencies,
     draw,
-    needed,
+    earliest_timeline,
+    measured_timeline,
 )
 from megatron_llama.tools.pipeline.record import Recorder, recorded_order, tiny_plan
 from tests.ranks import run_ranks
@@ -45,79 +45,79 @@ def _orders(_: int) -> dict[Layout, list[RankRecord]]:
 
 @pytest.fixture(scope="module")
 def orders() -> dict[Layout, list[RankRecord]]:
-    """(pp, vpp, micro batches) to what megatron-core's schedule does."""
-    found: dict[Layout, list[RankRecord]] = run_ranks(_orders, 1)[0]
-    return found
+    """Return the records of megatron-core's schedule by (pp, vpp, micro batches)."""
+    records: dict[Layout, list[RankRecord]] = run_ranks(_orders, 1)[0]
+    return records
 
 
-def equally_long(_: int, what: Pass) -> float:
-    return 2.0 if what.backward else 1.0
+def unit_seconds(_: int, pass_: Pass) -> float:
+    return 2.0 if pass_.backward else 1.0
 
 
-def letters(record: RankRecord) -> str:
-    """F0 B0 ..., and the chunk behind the micro batch where there are several."""
-    several = any(done.what.chunk for done in record.done)
+def format_order(record: RankRecord) -> str:
+    """Format the passes as F0 B0 ..., with the chunk after the micro batch if there are several."""
+    several = any(done.pass_.chunk for done in record.done)
     return " ".join(
         f"{'B' if backward else 'F'}{batch}" + (f"'{chunk}" if several else "")
-        for backward, chunk, batch in (done.what for done in record.done)
+        for backward, chunk, batch in (done.pass_ for done in record.done)
     )
 
 
-def test_1f1b_is_the_published_order(orders: dict[Layout, list[RankRecord]]) -> None:
+def test_1f1b_has_the_published_order(orders: dict[Layout, list[RankRecord]]) -> None:
     first, last = orders[2, 1, 3]
-    assert letters(first) == "F0 F1 B0 F2 B1 B2", "one micro batch more in flight than the last stage has"
-    assert letters(last) == "F0 B0 F1 B1 F2 B2"
-    assert letters(orders[4, 1, 6][0]).startswith("F0 F1 F2 F3 B0 F4 B1 F5")
+    assert format_order(first) == "F0 F1 B0 F2 B1 B2", "one more micro batch in flight than on the last stage"
+    assert format_order(last) == "F0 B0 F1 B1 F2 B2"
+    assert format_order(orders[4, 1, 6][0]).startswith("F0 F1 F2 F3 B0 F4 B1 F5")
 
 
-def test_interleaved_is_the_published_order(orders: dict[Layout, list[RankRecord]]) -> None:
+def test_interleaved_has_the_published_order(orders: dict[Layout, list[RankRecord]]) -> None:
     first, last = orders[2, 2, 4]
-    assert letters(first).startswith("F0'0 F1'0 F0'1 F1'1 F2'0 B0'1 F3'0 B1'1 F2'1 B0'0")
-    assert letters(last).startswith("F0'0 F1'0 F0'1 B0'1 F1'1 B1'1 F2'0 B0'0")
+    assert format_order(first).startswith("F0'0 F1'0 F0'1 F1'1 F2'0 B0'1 F3'0 B1'1 F2'1 B0'0")
+    assert format_order(last).startswith("F0'0 F1'0 F0'1 B0'1 F1'1 B1'1 F2'0 B0'0")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_bubble_of_equal_stages_is_the_formulas(layout: Layout, orders: dict[Layout, list[RankRecord]]) -> None:
-    drawn = as_early_as_possible(orders[layout], equally_long)
+def test_bubble_of_equal_stages_matches_the_formula(layout: Layout, orders: dict[Layout, list[RankRecord]]) -> None:
+    drawn = earliest_timeline(orders[layout], unit_seconds)
     assert drawn.bubble == pytest.approx(bubble_of_equal_stages(*layout), abs=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_each_pass_waits_for_its_neighbour_and_nothing_is_sent_in_vain(
+def test_each_pass_waits_for_its_neighbor_and_all_messages_arrive(
     layout: Layout, orders: dict[Layout, list[RankRecord]]
 ) -> None:
     (pp, vpp, microbatches), records = layout, orders[layout]
-    needs = needed(records)
+    needs = dependencies(records)
     for rank, record in enumerate(records):
-        passes = [done.what for done in record.done]
+        passes = [done.pass_ for done in record.done]
         assert sorted(passes) == sorted(
             Pass(backward, chunk, batch)
             for backward in (False, True)
             for chunk in range(vpp)
             for batch in range(microbatches)
         )
-        for what in passes:
-            stage = what.chunk * pp + rank + (1 if what.backward else -1)
-            expected = (stage % pp, what._replace(chunk=stage // pp)) if 0 <= stage < pp * vpp else None
-            assert needs.get((rank, what)) == expected, (
-                "the first stage's forward and the last one's backward need none"
+        for pass_ in passes:
+            stage = pass_.chunk * pp + rank + (1 if pass_.backward else -1)
+            expected = (stage % pp, pass_._replace(chunk=stage // pp)) if 0 <= stage < pp * vpp else None
+            assert needs.get((rank, pass_)) == expected, (
+                "forward on the first stage and backward on the last receive no message"
             )
         for side in (PREVIOUS, NEXT):
             assert len(record.sent[side]) == records[(rank + side) % pp].received[-side]
 
 
-def test_a_real_run_has_the_order_that_is_drawn(orders: dict[Layout, list[RankRecord]]) -> None:
+def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[RankRecord]]) -> None:
     layout = (2, 2, 4)
-    real = run_ranks(_real, 2, tiny_plan(*layout))
-    assert [letters(record) for record in real] == [letters(record) for record in orders[layout]]
-    assert needed(real) == needed(orders[layout])
-    timeline = as_measured(real)
+    recorded = run_ranks(_record_steps, 2, tiny_plan(*layout))
+    assert [format_order(record) for record in recorded] == [format_order(record) for record in orders[layout]]
+    assert dependencies(recorded) == dependencies(orders[layout])
+    timeline = measured_timeline(recorded)
     assert 0 < timeline.bubble < 1
     for sender, sent, receiver, used in timeline.messages:
-        assert sent.end < used.start, f"what {sender} sent was there when {receiver} used it, by the clock they share"
+        assert sent.end < used.start, f"message from {sender} to {receiver} arrived after its use"
 
 
-def _real(rank: int, plan: Plan) -> RankRecord:
+def _record_steps(rank: int, plan: Plan) -> RankRecord:
     topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         data, model = build_data(plan, topology, cpu), build_model(plan, topology, device, cpu)
@@ -129,14 +129,14 @@ def _real(rank: int, plan: Plan) -> RankRecord:
     return recorder.record
 
 
-def two_stages() -> Timeline:
-    """Two stages, one micro batch; the second stage takes three times as long."""
+def two_stages() -> PipelineTimeline:
+    """Return a timeline of two stages and one micro batch; the second stage takes three times as long."""
     forward, backward = Pass(False, 0, 0), Pass(True, 0, 0)
     first = RankRecord([Done(forward, 0, 0, None), Done(backward, 0, 0, (NEXT, 0))], {PREVIOUS: [], NEXT: [forward]})
     second = RankRecord(
         [Done(forward, 0, 0, (PREVIOUS, 0)), Done(backward, 0, 0, None)], {PREVIOUS: [backward], NEXT: []}
     )
-    return as_early_as_possible([first, second], lambda rank, what: (3 if rank else 1) * equally_long(rank, what))
+    return earliest_timeline([first, second], lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
 
 
 def test_a_stage_waits_for_the_slower_one() -> None:
@@ -151,7 +151,7 @@ def test_a_stage_waits_for_the_slower_one() -> None:
     ]
 
 
-def test_a_picture_has_every_pass_and_message() -> None:
+def test_a_diagram_has_every_pass_and_message() -> None:
     timeline = two_stages()
     panels = [Panel("above", "ms", timeline), Panel("below & last", "ms", timeline, scale=0.5)]
     text = as_svg(draw("two stages", panels))
@@ -160,16 +160,16 @@ def test_a_picture_has_every_pass_and_message() -> None:
     assert titles == ["forward pass of micro batch 0", "backward pass of micro batch 0"] * 4
     assert "prefers-color-scheme:dark" in text and "below &amp; last" in text
     widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="26" fill', text)]
-    assert widths[1] == pytest.approx(2 * widths[0], rel=0.02), "a backward pass is twice as wide"
+    assert widths[1] == pytest.approx(2 * widths[0], rel=0.02), "a backward pass has twice the width"
     assert widths[4] == pytest.approx(2 * widths[0], rel=0.02), "both panels have one scale"
     assert as_svg(draw("two stages", panels)) == text
     assert as_png(draw("two stages", panels)).startswith(b"\x89PNG")
 
 
-def test_mistakes_are_told(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_errors_are_reported_together(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert cli.main(["trainer.pp=1", "--out", str(tmp_path / "x.pdf")]) == 2
-    told = capsys.readouterr().err
-    assert "one stage is no pipeline" in told and "write --out x.svg" in told
+    errors = capsys.readouterr().err
+    assert "one stage is not a pipeline" in errors and "write --out x.svg" in errors
     assert cli.main(["trainer.pp=2", "cluster.device=abacus", "optim.lrr=1"]) == 2
-    told = capsys.readouterr().err
-    assert "not in the hardware table" in told and "optim.lrr" in told
+    errors = capsys.readouterr().err
+    assert "not in the hardware table" in errors and "optim.lrr" in errors

@@ -1,4 +1,4 @@
-"""``scripts/traffic.py``: what it prints and the status it ends with."""
+"""Output and exit status of ``scripts/traffic.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def run_forked(path: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """The same in a fork of this warm process: status and output."""
+    """Run in a fork of this process, which has imported the tool; return status and output."""
 
     def child() -> None:
         with path.open("wb", buffering=0) as file:
@@ -42,7 +42,7 @@ def run_forked(path: Path, arguments: Sequence[str]) -> tuple[int, str]:
     worker = multiprocessing.get_context("fork").Process(target=child)
     worker.start()
     worker.join(200)
-    assert worker.exitcode is not None, "no end within 200 s"
+    assert worker.exitcode is not None, "not finished within 200 s"
     return worker.exitcode, path.read_text()
 
 
@@ -59,19 +59,19 @@ def test_512_ranks_on_a_laptop() -> None:
     assert re.search(r"pp +send +2 +2 +1,048,576 +1,048,576\n", done.stdout)
 
 
-def test_a_mistake_is_told() -> None:
+def test_config_errors_are_reported() -> None:
     done = run("trainer.tp=3", "optim.lrr=1")
     assert done.returncode == 2 and done.stdout == ""
     assert "optim.lrr" in done.stderr and "trainer.tp = 3" in done.stderr
 
 
-def test_lora_has_operations_of_its_own() -> None:
+def test_lora_operations_are_listed() -> None:
     done = run("+experiment=llama2_70b_lora_gaudi", "trainer.tp=2", "trainer.dp=4")
     assert done.returncode == 0 and "LoRA of qkv_proj" in done.stdout
     assert "norm and head: weights" in done.stdout and "norm and head: gradients" not in done.stdout
 
 
-def test_measured(tmp_path: Path) -> None:
+def test_measure_matches_the_prediction(tmp_path: Path) -> None:
     status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.tp=2", "trainer.global_batch_size=4"])
     assert status == 0, output
     assert output.endswith("every byte and every call as predicted\n")
@@ -81,7 +81,7 @@ def test_measured(tmp_path: Path) -> None:
     assert "rank 0-1\n" in output
 
 
-def test_a_difference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = TrafficKey("dp", "all_reduce", 2)
     monkeypatch.setattr("megatron_llama.tools.forecast.traffic.totals", lambda operations: {line: Amount(1, 12)})
     status, output = run_forked(tmp_path / "out", ["--measure", *SHAPE, "trainer.dp=2", "trainer.global_batch_size=4"])

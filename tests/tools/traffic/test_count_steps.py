@@ -1,5 +1,7 @@
-"""The collectives of a real training step move the bytes that ``tools/forecast/traffic.py`` predicts: per rank, axis,
-kind and group size, to the byte and to the call. docs/guides/tools/traffic.md."""
+"""Real training steps send the bytes and calls that ``tools/forecast/traffic.py`` predicts, per rank and TrafficKey.
+
+docs/guides/tools/traffic.md has the formulas.
+"""
 
 from __future__ import annotations
 
@@ -106,15 +108,14 @@ small_plan = cache(make_plan)
 
 
 def counted(rank: int, plan: Plan) -> list[Traffic]:
-    """In a rank: what it sends in two steps, then what of it leaves its node of two ranks."""
+    """Return the traffic of a rank in two steps, then its traffic to other nodes of two ranks."""
     return count_steps(plan, rank, get_device("cpu"), torch.device("cpu"), per_node=2)
 
 
 def differences(world_size: int, *overrides: str) -> list[tuple]:
-    """(rank, step, line, predicted, counted) wherever these two differ; steps 3 and 4 are what left a node in the first
-    two."""
+    """Return (rank, step, key, predicted, counted) of each difference; steps 3 and 4 are the traffic to other nodes."""
     plan = small_plan(world_size, *overrides)
-    found = []
+    results = []
     for rank, steps in enumerate(run_ranks(counted, world_size, plan)):
         operations = operations_of_rank(plan, rank)
         away = between_nodes(operations, rank, world_size, per_node=2)
@@ -122,12 +123,12 @@ def differences(world_size: int, *overrides: str) -> list[tuple]:
         for step, traffic in enumerate(steps, start=1):
             predicted = totals(operations) if step <= 2 else away
             lines = {**predicted, **traffic}
-            found += [
+            results += [
                 (rank, step, line, predicted.get(line), traffic.get(line))
                 for line in lines
                 if predicted.get(line) != traffic.get(line)
             ]
-    return found
+    return results
 
 
 # Each kind of collective on each axis with every `make test`.
@@ -145,7 +146,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
-def test_counted_is_predicted(ranks: int, layout: list[str]) -> None:
+def test_counts_match_the_prediction(ranks: int, layout: list[str]) -> None:
     assert differences(ranks, *layout) == []
 
 
@@ -167,8 +168,8 @@ def test_one_bit_adam_before_and_after_its_freeze(ranks: int, layout: list[str])
         assert of_dp.keys() == others and of_dp["all_to_all"] >= gradients / 32
 
 
-def test_one_bit_adam_sends_a_fifth_over_a_run() -> None:
-    """At the true size, over 15 % of warm-up in fp32 and the rest in signs."""
+def test_one_bit_adam_sends_a_fifth_of_adam() -> None:
+    """Count a run at full model size: 15 % warm-up in fp32, the rest as signs."""
     whole = ("model=llama7b", "data=mock", "data.seq_length=4096", "trainer.dp=8", "trainer.zero=0")
     plan = resolve(load_config([*whole, "optim.name=onebit_adam"], CONF), 8)
     signs = sum(wire_bytes(*item) for item in _of_dp(plan))
@@ -180,14 +181,14 @@ def test_one_bit_adam_sends_a_fifth_over_a_run() -> None:
 
 
 def _of_dp(plan: Plan) -> list[tuple[TrafficKey, int]]:
-    found = totals(operations_of_rank(plan, 0))
-    return [(line, amount.payload) for line, amount in found.items() if line.axis == "dp"]
+    traffic = totals(operations_of_rank(plan, 0))
+    return [(line, amount.payload) for line, amount in traffic.items() if line.axis == "dp"]
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_compiled(tmp_path: Path) -> None:
-    # Compiled graphs call functional collectives, and fewer of them.
+    # Compiled graphs call fewer collectives, and functional ones.
     compiled = ["trainer.compile=true", f"trainer.compile_cache={tmp_path}", "trainer.recompute=full"]
     assert differences(2, "trainer.tp=2", "model.num_hidden_layers=2", FEW, *compiled) == []
 
@@ -205,15 +206,15 @@ def test_layouts_have_something_to_count() -> None:
     }
 
 
-# --- a count that can go wrong ------------------------------------------------------------------------------------
+# --- injected faults ----------------------------------------------------------------------------------------------
 
 
-def _one_more_sum(shards: list, device: torch.device, **more: bool) -> torch.Tensor:
+def _extra_all_reduce(shards: list, device: torch.device, **more: bool) -> torch.Tensor:
     dist.all_reduce(torch.zeros(1))
     return gradient_norm(shards, device, **more)
 
 
-BREAKS: dict[str, tuple[int, list[str], object, str, Callable, TrafficKey]] = {
+FAULTS: dict[str, tuple[int, list[str], object, str, Callable, TrafficKey]] = {
     "norms' gradients are not summed": (
         2, ["trainer.tp=2"], ReplicatedGradients,
         "reduce", lambda self, shards: None, TrafficKey("tp", "all_reduce", 2),
@@ -222,16 +223,16 @@ BREAKS: dict[str, tuple[int, list[str], object, str, Callable, TrafficKey]] = {
         2, ["trainer.zero=1", "trainer.micro_batch_size=1"], megatron_llama.parallel.pipeline,
         "before_last_microbatch", lambda chunk, zero, copies: None, TrafficKey("dp", "reduce_scatter", 2),
     ),
-    "one number more": (
+    "an extra all-reduce": (
         2, ["trainer.pp=2"], megatron_llama.optim.optimizer, "gradient_norm",
-        _one_more_sum, TrafficKey("world", "all_reduce", 2),
+        _extra_all_reduce, TrafficKey("world", "all_reduce", 2),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_other_behaviour_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, layout, where, attribute, instead, line = BREAKS[name]
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_faults_change_the_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, layout, where, attribute, instead, line = FAULTS[name]
     monkeypatch.setattr(where, attribute, instead)  # the ranks are forks of this process
     assert line in {difference[2] for difference in differences(ranks, *layout, FEW)}
 
@@ -239,39 +240,39 @@ def test_other_behaviour_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
 # --- nodes --------------------------------------------------------------------------------------------------------
 
 
-def _as_rank_of_many(_: int, plan: Plan, rank: int) -> list[Traffic]:
-    """Like ``counted`` in a world of which only this rank is there: collectives go nowhere, so numbers are nonsense."""
+def _counted_in_fake_world(_: int, plan: Plan, rank: int) -> list[Traffic]:
+    """Return ``counted`` in a fake world of this rank only: collectives do nothing, so values are meaningless."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     return counted(rank, plan)
 
 
 @pytest.mark.parametrize("layout", [[], ["trainer.pp=2"]], ids=["tp8", "tp8·pp2"])
-def test_nodes_of_32_devices_with_the_same_work_each(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_scaling_over_nodes_of_32_devices(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FiniteCheck, "check", lambda *_: None)
     per_node = 32 // (8 * (2 if layout else 1))  # data-parallel ranks
-    found = {}
+    results = {}
     for nodes in (1, 2, 4):
         dp = nodes * per_node
         plan = make_plan(
             32 * nodes, "trainer.tp=8", *layout, "model.num_attention_heads=8", f"trainer.global_batch_size={2 * dp}"
         )
         rank = plan.world_size - 1
-        first, second, *_ = run_ranks(_as_rank_of_many, 1, plan, rank)[0]
+        first, second, *_ = run_ranks(_counted_in_fake_world, 1, plan, rank)[0]
         assert first == second == totals(operations_of_rank(plan, rank))
-        found[nodes] = first
+        results[nodes] = first
         assert {line.ranks for line in first if line.axis == "dp"} == {dp}
     for nodes in (2, 4):
-        assert _without_norms(found[nodes], "tp") == _without_norms(found[1], "tp") != []
-        assert _without_norms(found[nodes], "pp") == _without_norms(found[1], "pp")
-        # Whole weights and gradients, however many ranks share them, up to the rows that fill the last shard.
-        of_dp = [[a for line, a in found[n].items() if line.axis == "dp"] for n in (1, nodes)]
+        assert _without_norms(results[nodes], "tp") == _without_norms(results[1], "tp") != []
+        assert _without_norms(results[nodes], "pp") == _without_norms(results[1], "pp")
+        # Total bytes do not depend on dp, except for the padding of the last shard.
+        of_dp = [[a for line, a in results[n].items() if line.axis == "dp"] for n in (1, nodes)]
         for (calls, before), (calls_now, now) in zip(*of_dp, strict=True):
             assert calls_now == calls and before <= now < 1.5 * before
 
 
 def _without_norms(traffic: Traffic, axis: str) -> list[tuple[TrafficKey, Amount]]:
-    """What an axis moves but for sums of gradients, whose shards get shorter as dp grows."""
+    """Return the traffic of an axis without all-reduced gradients, whose shards shrink as dp grows."""
     return [item for item in traffic.items() if item[0].axis == axis and item[0].kind != "all_reduce"]
 
 
@@ -279,10 +280,10 @@ def _without_norms(traffic: Traffic, axis: str) -> list[tuple[TrafficKey, Amount
 
 
 def _every_operator(rank: int) -> dict[str, Traffic]:
-    """Each way to communicate, between 2 ranks, with 4 fp32 values on each."""
+    """Run each collective between 2 ranks with 4 fp32 values per rank."""
     x, pair, group = torch.ones(4), torch.ones(8), dist.group.WORLD
     assert group is not None
-    ways: dict[str, Callable[[], object]] = {
+    calls_by_name: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(x),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(pair, x),
         "all_gather": lambda: dist.all_gather([torch.ones(4), torch.ones(4)], x),
@@ -296,12 +297,12 @@ def _every_operator(rank: int) -> dict[str, Traffic]:
         "bf16": lambda: dist.all_reduce(torch.ones(4, dtype=torch.bfloat16)),
         "barrier": lambda: dist.barrier(),
     }
-    found = {}
+    results = {}
     with TrafficCounter() as counter:
-        for name, way in ways.items():
-            way()
-            found[name] = counter.taken()
-    return found
+        for name, call in calls_by_name.items():
+            call()
+            results[name] = counter.take()
+    return results
 
 
 def test_each_operator_is_counted() -> None:
@@ -324,18 +325,18 @@ def test_each_operator_is_counted() -> None:
     assert second == expected | {"send, recv": {TrafficKey("pp", "recv", 2): Amount(1, 16)}}
 
 
-def _uncounted(rank: int, what: str) -> None:
+def _uncounted(rank: int, case: str) -> None:
     group = dist.new_group([0, 1])
     with TrafficCounter():
-        if what == "operator":
+        if case == "operator":
             dist.broadcast(torch.ones(1), 0)
         else:
             dist.all_reduce(torch.ones(1), group=group)
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("operator", "broadcast_ is not counted"), ("group", "a group of no axis")]
+    ("case", "message"), [("operator", "broadcast_ is not counted"), ("group", "a group of no axis")]
 )
-def test_what_it_does_not_know_is_an_error(what: str, message: str) -> None:
+def test_unknown_collectives_and_groups_raise(case: str, message: str) -> None:
     with pytest.raises(RankFailed, match=f"{UnknownCollective.__name__}.*{message}"):
-        run_ranks(_uncounted, 2, what)
+        run_ranks(_uncounted, 2, case)
